@@ -1,0 +1,25 @@
+"""Architectures as plain data: choices, tables, mixes, genotypes, notations and derivation rules."""
+
+from softcell.arch.choice import Choice, Layout, Pick, Table
+from softcell.arch.derive import Rule, StrongestEach, TopInputs, count, derive, sample
+from softcell.arch.genotype import Cell, Genotype, check_against
+from softcell.arch.mix import Live, Mix, WeightMix
+
+__all__ = [
+    "Cell",
+    "Choice",
+    "Genotype",
+    "Layout",
+    "Live",
+    "Mix",
+    "Pick",
+    "Rule",
+    "StrongestEach",
+    "Table",
+    "TopInputs",
+    "WeightMix",
+    "check_against",
+    "count",
+    "derive",
+    "sample",
+]

@@ -1,0 +1,184 @@
+"""From strengths to an architecture: the rules that spaces and papers derive with.
+
+A rule maps the strengths [choices, width] of one table to its picks. It can also draw a uniform random architecture
+and count all of them, so that a random baseline and the size of a space come from the same definition. Ties go to the
+lower source and the earlier candidate, so that a derivation never depends on sorting order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from softcell.arch.choice import Layout, Pick, Table
+from softcell.arch.genotype import Cell, Genotype
+from softcell.errors import UserError
+
+
+class Rule(ABC):
+    """One way to derive the picks of a table."""
+
+    @abstractmethod
+    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
+        """strengths [choices, width] to picks, ordered by target, then source."""
+
+    @abstractmethod
+    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
+        """Every architecture the rule can derive from the table."""
+
+    @abstractmethod
+    def count(self, table: Table) -> int:
+        """How many architectures `enumerate` would give, in closed form."""
+
+    @abstractmethod
+    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
+        """One of them, uniformly."""
+
+
+@dataclass(frozen=True)
+class StrongestEach(Rule):
+    """The strongest candidate of every choice, `none` among them unless excluded (NAS-Bench-201, chains, SNAS)."""
+
+    exclude: tuple[str, ...] = ()
+
+    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
+        values = _rows(table, strengths)
+        picks = []
+        for choice, row in zip(table.choices, values, strict=True):
+            allowed = _allowed(choice.candidates, self.exclude)
+            best = max(allowed, key=_strongest(row))
+            picks.append(Pick(choice.source, choice.target, choice.candidates[best]))
+        return tuple(picks)
+
+    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
+        for combination in itertools.product(*self._options(table)):
+            yield tuple(combination)
+
+    def count(self, table: Table) -> int:
+        return prod(len(options) for options in self._options(table))
+
+    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
+        return tuple(rng.choice(options) for options in self._options(table))
+
+    def _options(self, table: Table) -> list[list[Pick]]:
+        return [
+            [Pick(c.source, c.target, c.candidates[k]) for k in _allowed(c.candidates, self.exclude)]
+            for c in table.choices
+        ]
+
+
+@dataclass(frozen=True)
+class TopInputs(Rule):
+    """Per node the `inputs` strongest edges, each with its strongest candidate (DARTS: two, `none` excluded).
+
+    An edge is as strong as its strongest allowed candidate. A node with fewer incoming edges keeps all of them.
+    """
+
+    inputs: int = 2
+    exclude: tuple[str, ...] = ("none",)
+
+    def __post_init__(self) -> None:
+        if self.inputs < 1:
+            raise UserError(f"`inputs >= 1` must hold, but got inputs={self.inputs}")
+
+    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
+        values = _rows(table, strengths)
+        picks: list[Pick] = []
+        for target in table.targets:
+            ranked = []
+            for index in table.incoming(target):
+                choice, row = table.choices[index], values[index]
+                best = max(_allowed(choice.candidates, self.exclude), key=_strongest(row))
+                ranked.append((-row[best], choice.source, choice.candidates[best]))
+            kept = sorted(ranked)[: self.inputs]
+            picks += sorted((Pick(s, target, op) for _, s, op in kept), key=lambda pick: pick.source)
+        return tuple(picks)
+
+    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
+        for nodes in itertools.product(*(list(self._node(table, target)) for target in table.targets)):
+            yield tuple(itertools.chain.from_iterable(nodes))
+
+    def count(self, table: Table) -> int:
+        return prod(self._node_count(table, target) for target in table.targets)
+
+    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
+        picks: list[Pick] = []
+        for target in table.targets:
+            # Subsets of edges weigh as much as the architectures they stand for: that makes ragged tables uniform too.
+            subsets = list(itertools.combinations(self._edges(table, target), self._kept(table, target)))
+            weights = [prod(len(options) for options in subset) for subset in subsets]
+            (subset,) = rng.choices(subsets, weights)
+            picks += [rng.choice(options) for options in subset]
+        return tuple(picks)
+
+    def _kept(self, table: Table, target: int) -> int:
+        return min(self.inputs, len(table.incoming(target)))
+
+    def _edges(self, table: Table, target: int) -> list[list[Pick]]:
+        edges = []
+        for index in table.incoming(target):
+            choice = table.choices[index]
+            allowed = _allowed(choice.candidates, self.exclude)
+            edges.append([Pick(choice.source, target, choice.candidates[k]) for k in allowed])
+        return sorted(edges, key=lambda options: options[0].source)
+
+    def _node(self, table: Table, target: int) -> Iterator[tuple[Pick, ...]]:
+        for subset in itertools.combinations(self._edges(table, target), self._kept(table, target)):
+            yield from itertools.product(*subset)
+
+    def _node_count(self, table: Table, target: int) -> int:
+        subsets = itertools.combinations(self._edges(table, target), self._kept(table, target))
+        return sum(prod(len(options) for options in subset) for subset in subsets)
+
+
+def derive(
+    layout: Layout, strengths: Mapping[str, Tensor], rule: Rule | None = None, about: Mapping[str, object] | None = None
+) -> Genotype:
+    """The genotype that `rule` (by default the space's own) makes of every table's strengths [choices, width]."""
+    chosen = rule or layout.rule
+    cells = {table.name: Cell(chosen(table, strengths[table.name]), table.output) for table in layout.tables}
+    return Genotype(layout.space, cells, settings=layout.settings, about=dict(about or {}))
+
+
+def sample(layout: Layout, seed: int) -> Genotype:
+    """A uniformly random architecture of the space; the same for the same seed on every machine."""
+    rng = random.Random(seed)
+    rule = layout.rule
+    assert isinstance(rule, Rule)
+    cells = {table.name: Cell(rule.sample(table, rng), table.output) for table in layout.tables}
+    return Genotype(layout.space, cells, settings=layout.settings, about={"method": "random", "seed": seed})
+
+
+def count(layout: Layout) -> int:
+    """The number of architectures of the space."""
+    rule = layout.rule
+    assert isinstance(rule, Rule)
+    return prod(rule.count(table) for table in layout.tables)
+
+
+def _rows(table: Table, strengths: Tensor) -> list[list[float]]:
+    """Strengths as Python numbers; padding is simply never looked at. A value that is no number is refused."""
+    assert tuple(strengths.shape) == table.shape, f"strengths {tuple(strengths.shape)} for a table of {table.shape}"
+    rows: list[list[float]] = strengths.detach().double().cpu().tolist()
+    for choice, row in zip(table.choices, rows, strict=True):
+        for name, value in zip(choice.candidates, row, strict=False):
+            if value != value:
+                raise UserError(f"strength of {name} on {choice} is not a number; the search has diverged")
+    return rows
+
+
+def _strongest(row: list[float]) -> Callable[[int], tuple[float, int]]:
+    """A sorting key: the stronger candidate, in a tie the earlier one."""
+    return lambda k: (row[k], -k)
+
+
+def _allowed(candidates: tuple[str, ...], exclude: tuple[str, ...]) -> list[int]:
+    """Indices of the candidates a rule may pick; where nothing else is left, the excluded ones stay."""
+    allowed = [k for k, name in enumerate(candidates) if name not in exclude]
+    return allowed or list(range(len(candidates)))

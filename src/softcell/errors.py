@@ -1,0 +1,18 @@
+"""The one exception that speaks to the user."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Bad input: the message names the rule, the value and the way out. The command line shows it and exits with 2."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped name: the closest known one, then all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names) or 'none'}"

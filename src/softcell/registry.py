@@ -1,0 +1,79 @@
+"""Names to classes for spaces and methods: filled by discovery, extended by users.
+
+Built-in ones are found by walking their package, so a new paper is one new file. A user's own come from a Python file
+given on the command line (`--plugin my_space.py`) or imported before use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from softcell.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Classes of one kind by their `name`."""
+
+    def __init__(self, kind: str, package: str) -> None:
+        self._kind, self._package = kind, package
+        self._known: dict[str, type[T]] = {}
+        self._discovered = False
+
+    def add(self, cls: type[Any]) -> type[Any]:
+        """Registers a class under its `name`; usable as a decorator."""
+        name = getattr(cls, "name", None)
+        if not isinstance(name, str) or not name:
+            raise UserError(f"a {self._kind} needs a class attribute `name`, but {cls.__name__} has none")
+        known = self._known.get(name)
+        if known is not None and known.__module__ != cls.__module__:
+            raise UserError(f"{self._kind} {name!r} exists already (from {known.__module__}); choose another name")
+        self._known[name] = cls
+        return cls
+
+    def get(self, name: str) -> type[T]:
+        self._discover()
+        if name not in self._known:
+            raise UserError(f"no {self._kind} {name!r}; {nearest(name, self._known)}")
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        self._discover()
+        return iter(sorted(self._known))
+
+    def _discover(self) -> None:
+        if self._discovered:
+            return
+        self._discovered = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self._package}.{module.name}")
+
+
+def load_plugin(path: str | Path) -> None:
+    """Runs a user's Python file, which registers spaces, methods or candidates of its own."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UserError(f"--plugin must name a Python file, but {path} is none")
+    name = f"softcell_plugin_{file.stem}"
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        return
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]  # a second try must fail again, not pass for loaded
+        raise UserError(f"plugin {path} failed: {type(error).__name__}: {error}") from error

@@ -1,0 +1,150 @@
+"""Plain frozen dataclasses in and out of dictionaries, strictly.
+
+Recipes, spaces and methods are described by frozen dataclasses. This file reads them from YAML, JSON and
+`key=value` strings: an unknown key, a wrong type or an impossible value is a `UserError` that says what would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from softcell.errors import UserError, nearest
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], values: Mapping[str, Any], where: str = "settings") -> T:
+    """A dataclass of type `kind` from a mapping; nested dataclasses from nested mappings."""
+    assert dataclasses.is_dataclass(kind)
+    hints = typing.get_type_hints(kind)
+    names = [f.name for f in dataclasses.fields(kind) if f.init]
+    arguments = {}
+    for key, value in values.items():
+        if key not in names:
+            raise UserError(f"{where}: no setting {key!r}; {nearest(str(key), names)}")
+        arguments[key] = convert(hints[key], value, f"{where}.{key}")
+    needed = [f.name for f in dataclasses.fields(kind) if f.init and _has_no_default(f) and f.name not in arguments]
+    if needed:
+        raise UserError(f"{where}: {', '.join(needed)} must be given")
+    return cast(T, kind(**arguments))
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def to_dict(value: Any) -> Any:
+    """Dataclasses to dictionaries and tuples to lists, all the way down: what JSON and YAML can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    if isinstance(value, Mapping):
+        return {str(key): to_dict(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_dict(item) for item in value]
+    return value
+
+
+def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings laid over each other; the later wins."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+                result[key] = merge(result[key], value)
+            else:
+                result[key] = dict(value) if isinstance(value, Mapping) else value
+    return result
+
+
+def assignments(items: Iterable[str]) -> dict[str, Any]:
+    """`["weights.lr=0.1", "space.cells=5"]` to a nested mapping; values are read as YAML."""
+    result: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set takes key=value (for example weights.lr=0.05), got {item!r}")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {key}: the value {text!r} cannot be read as YAML") from error
+        nested: Any = value
+        for part in reversed(key.strip().split(".")):
+            nested = {part: nested}
+        result = merge(result, nested)
+    return result
+
+
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """`value` as `kind`, or a `UserError` that names the rule."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise UserError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+        return value
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} must be a mapping of settings, got {value!r}")
+        return build(kind, value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where} must be a list, got {value!r}")
+        return tuple(convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin in (dict, Mapping) or kind is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where} must be a mapping, got {value!r}")
+        return dict(value)
+    return _convert_plain(kind, value, where)
+
+
+def _convert_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in kinds:
+        return None
+    errors = []
+    for kind in kinds:
+        if kind is type(None):
+            continue
+        try:
+            return convert(kind, value, where)
+        except UserError as error:
+            errors.append(str(error))
+    raise UserError(errors[0])
+
+
+def _convert_plain(kind: Any, value: Any, where: str) -> Any:
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:  # YAML reads 1e-3 as text, so numbers in text are taken too
+            return float(value)
+        except ValueError:
+            pass
+    if kind is str and isinstance(value, str):
+        return value
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    raise UserError(f"{where} must be {names.get(kind, kind)}, got {value!r}")
+
+
+def positive(name: str, value: float) -> None:
+    """Raises unless `value > 0`."""
+    if not value > 0:
+        raise UserError(f"`{name} > 0` must hold, but got {value}")
+
+
+def not_negative(name: str, value: float) -> None:
+    """Raises unless `value >= 0`."""
+    if not value >= 0:
+        raise UserError(f"`{name} >= 0` must hold, but got {value}")

@@ -1,0 +1,223 @@
+"""Notations of other tools, read and written: published architectures as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from softcell.arch import Cell, Genotype, Pick
+from softcell.arch.notation import from_darts, from_nb201, parse, to_darts, to_nb201
+from softcell.errors import UserError
+from softcell.spaces import build_space
+
+DARTS_V1 = (
+    "Genotype(normal=[('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('skip_connect', 0), ('sep_conv_3x3', 1), "
+    "('skip_connect', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('skip_connect', 2)], "
+    "normal_concat=[2, 3, 4, 5], reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), "
+    "('max_pool_3x3', 0), ('max_pool_3x3', 0), ('skip_connect', 2), ('skip_connect', 2), ('avg_pool_3x3', 0)], "
+    "reduce_concat=[2, 3, 4, 5])"
+)
+DARTS_V2 = (
+    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
+    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], "
+    "normal_concat=[2, 3, 4, 5], reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), "
+    "('max_pool_3x3', 1), ('max_pool_3x3', 0), ('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], "
+    "reduce_concat=[2, 3, 4, 5])"
+)
+PC_DARTS = (
+    "PCDARTS = Genotype(normal=[('sep_conv_3x3', 1), ('skip_connect', 0), ('sep_conv_3x3', 0), ('dil_conv_3x3', 1), "
+    "('sep_conv_5x5', 0), ('sep_conv_3x3', 1), ('avg_pool_3x3', 0), ('dil_conv_3x3', 1)], "
+    "normal_concat=range(2, 6), reduce=[('sep_conv_5x5', 1), ('max_pool_3x3', 0), ('sep_conv_5x5', 1), "
+    "('sep_conv_5x5', 2), ('sep_conv_3x3', 0), ('sep_conv_3x3', 3), ('sep_conv_3x3', 1), ('sep_conv_3x3', 2)], "
+    "reduce_concat=list(range(2, 6)))"
+)
+# Five inner nodes, outputs that are not consecutive, and one operation twice on one edge (node 6, source 0).
+AMOEBANET = (
+    "Genotype(normal=[('avg_pool_3x3', 0), ('max_pool_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_5x5', 2), "
+    "('sep_conv_3x3', 0), ('avg_pool_3x3', 3), ('sep_conv_3x3', 1), ('skip_connect', 1), ('skip_connect', 0), "
+    "('avg_pool_3x3', 1)], normal_concat=[4, 5, 6], reduce=[('avg_pool_3x3', 0), ('sep_conv_3x3', 1), "
+    "('max_pool_3x3', 0), ('sep_conv_7x7', 2), ('sep_conv_7x7', 0), ('avg_pool_3x3', 1), ('max_pool_3x3', 0), "
+    "('max_pool_3x3', 1), ('conv_7x1_1x7', 0), ('conv_7x1_1x7', 0)], reduce_concat=[3, 4, 6])"
+)
+PUBLISHED = {"DARTS_V1": DARTS_V1, "DARTS_V2": DARTS_V2, "PC-DARTS": PC_DARTS, "AmoebaNet": AMOEBANET}
+
+
+def test_darts_v2_is_read_edge_by_edge() -> None:
+    cells = from_darts(DARTS_V2).cells
+    assert [str(pick) for pick in cells["normal"].picks] == [
+        "sep_conv_3x3(0->2)",
+        "sep_conv_3x3(1->2)",
+        "sep_conv_3x3(0->3)",
+        "sep_conv_3x3(1->3)",
+        "skip_connect(0->4)",
+        "sep_conv_3x3(1->4)",
+        "skip_connect(0->5)",
+        "dil_conv_3x3(2->5)",
+    ]
+    assert [str(pick) for pick in cells["reduce"].picks[2:4]] == ["max_pool_3x3(1->3)", "skip_connect(2->3)"]
+    assert cells["normal"].output == cells["reduce"].output == (2, 3, 4, 5)
+
+
+def test_amoebanet_keeps_its_outputs_and_an_operation_that_stands_twice_on_one_edge() -> None:
+    reduce = from_darts(AMOEBANET).cells["reduce"]
+    assert reduce.output == (3, 4, 6)
+    assert reduce.incoming(6) == (Pick(0, 6, "conv_7x1_1x7"),) * 2
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_genotypes_survive_both_ways_and_json(name: str) -> None:
+    genotype = parse(PUBLISHED[name])
+    assert from_darts(to_darts(genotype)) == genotype
+    assert parse(genotype.dumps()) == genotype
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_genotypes_become_networks(name: str) -> None:
+    space = build_space("darts", {"cells": 3, "channels": 4})
+    network = space.network(parse(PUBLISHED[name]), (3, 16, 16), 10)
+    assert network(torch.randn(2, 3, 16, 16)).shape == (2, 10)
+
+
+def test_consecutive_outputs_are_written_as_a_range_and_others_as_a_list() -> None:
+    text = to_darts(from_darts(AMOEBANET))
+    assert "normal_concat=range(4, 7)" in text
+    assert "reduce_concat=[3, 4, 6]" in text
+
+
+two_edges = st.integers(1, 4).flatmap(
+    lambda nodes: st.tuples(
+        *(
+            st.tuples(st.sampled_from(["skip_connect", "sep_conv_3x3"]), st.integers(0, 1 + i // 2))
+            for i in range(2 * nodes)
+        )
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(normal=two_edges, reduce=two_edges)
+def test_darts_notation_survives_both_ways(normal: tuple[object, ...], reduce: tuple[object, ...]) -> None:
+    text = (
+        f"Genotype(normal={list(normal)!r}, normal_concat=[2], "
+        f"reduce={list(reduce)!r}, reduce_concat={list(range(2, 2 + len(reduce) // 2))})"
+    )
+    genotype = from_darts(text)
+    assert from_darts(to_darts(genotype)) == genotype
+    picks = genotype.cells["normal"].picks
+    assert sorted((pick.op, pick.source) for pick in picks) == sorted(normal)  # type: ignore[type-var]
+
+
+GOOD = "[('skip_connect', 0), ('skip_connect', 1)]"
+
+
+def written(normal: str = GOOD, concat: str = "[2]", more: str = "") -> str:
+    return f"Genotype(normal={normal}, normal_concat={concat}, reduce={GOOD}, reduce_concat=[2]{more})"
+
+
+BAD_DARTS = {
+    "not closed": "Genotype(normal=[",
+    "positional": f"Genotype({GOOD}, [2], {GOOD}, [2])",
+    "a field missing": f"Genotype(normal={GOOD}, normal_concat=[2], reduce={GOOD})",
+    "a field too many": written(more=", extra=1"),
+    "code in a field": written("__import__('os').listdir()"),
+    "code in a concat": written(concat="open('x')"),
+    "an odd number of edges": written("[('a', 0)]"),
+    "no edges": written("[]"),
+    "an edge from the future": written("[('a', 0), ('a', 2)]"),
+    "an edge from before": written("[('a', 0), ('a', -1)]"),
+    "a source that is no number": written("[('a', 0), ('a', 'b')]"),
+    "a source with a fraction": written("[('a', 0), ('a', 0.5)]"),
+    "an operation that is no text": written("[('a', 0), (7, 1)]"),
+    "triples": written("[('a', 0, 1), ('a', 0, 1)]"),
+    "an output that is no node": written(concat="[3]"),
+    "an output with a fraction": written(concat="[2.5]"),
+    "no output": written(concat="[]"),
+    "arithmetic": written(concat="range(10**15)"),
+    "a huge range": written(concat="range(999999999999)"),
+    "a null byte": "Genotype(normal=\0)",
+}
+
+
+@pytest.mark.parametrize("what", BAD_DARTS)
+def test_malformed_darts_notation_is_refused(what: str) -> None:
+    with pytest.raises(UserError, match="DARTS notation"):
+        parse(BAD_DARTS[what])
+
+
+def test_text_is_never_evaluated(tmp_path: Path) -> None:
+    victim = tmp_path / "made"
+    code = f"open({str(victim)!r}, 'w')"
+    for text in (written(code), written(concat=code), written(concat=f"range({code})"), written(f"[{code}]")):
+        with pytest.raises(UserError):
+            parse(text)
+    assert not victim.exists()
+
+
+def test_a_cell_that_darts_notation_cannot_say_is_refused_with_the_node() -> None:
+    one = Cell((Pick(0, 2, "skip_connect"),), (2,))
+    with pytest.raises(UserError, match="node 2 of the normal cell has 1"):
+        to_darts(Genotype("darts", {"normal": one, "reduce": one}))
+    with pytest.raises(UserError, match="normal and a reduce"):
+        to_darts(Genotype("nb201", {"cell": one}))
+
+
+NB201 = "|nor_conv_3x3~0|+|nor_conv_1x1~0|avg_pool_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
+
+
+def test_a_nas_bench_201_string_is_read_node_by_node() -> None:
+    cell = parse(NB201).cells["cell"]
+    assert [str(pick) for pick in cell.picks] == [
+        "nor_conv_3x3(0->1)",
+        "nor_conv_1x1(0->2)",
+        "avg_pool_3x3(1->2)",
+        "skip_connect(0->3)",
+        "none(1->3)",
+        "nor_conv_3x3(2->3)",
+    ]
+    assert cell.output == (3,)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ops=st.lists(st.sampled_from(["none", "skip_connect", "nor_conv_1x1"]), min_size=6, max_size=6))
+def test_nas_bench_201_strings_survive_both_ways(ops: list[str]) -> None:
+    rest = iter(ops)
+    text = "+".join("|" + "|".join(f"{next(rest)}~{s}" for s in range(t)) + "|" for t in range(1, 4))
+    assert to_nb201(from_nb201(text)) == text
+    assert to_nb201(Genotype.loads(from_nb201(text).dumps())) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "|nor_conv_3x3~0",
+        "||",
+        "|nor_conv_3x3~1|",
+        "|a~0|+|b~0|",
+        "|a~0|+|b~0|c~0|",
+        "|a~0|+|b~0|c|",
+        "|a~0|+|b~0|c~x|",
+        "|a~0|++|b~0|c~1|",
+        "|a b~0|",
+    ],
+)
+def test_malformed_nas_bench_201_strings_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="NAS-Bench-201 string"):
+        parse(text)
+
+
+def test_a_cell_that_a_nas_bench_201_string_cannot_say_is_refused() -> None:
+    for picks in ((Pick(0, 2, "none"), Pick(0, 1, "none")), (Pick(0, 1, "none"), Pick(0, 1, "none"))):
+        with pytest.raises(UserError, match="edges into node"):
+            to_nb201(Genotype("nb201", {"cell": Cell(picks, (2,))}))
+    with pytest.raises(UserError, match="'cell'"):
+        to_nb201(from_darts(DARTS_V1))
+
+
+@pytest.mark.parametrize("text", ["", "hello", "[1, 2]"])
+def test_text_in_no_known_notation_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="softcell JSON"):
+        parse(text)
