@@ -1,0 +1,26 @@
+"""Datasets, seeded splits, device-resident batches and hashed augmentation."""
+
+from softcell.data.augment import Augment, augment, normalise
+from softcell.data.batches import Batch, Batches
+from softcell.data.catalogue import datasets, load
+from softcell.data.dataset import Dataset
+from softcell.data.guard import test_set_sealed
+from softcell.data.images import Files, Images, Resident
+from softcell.data.splits import fingerprint, split
+
+__all__ = [
+    "Augment",
+    "Batch",
+    "Batches",
+    "Dataset",
+    "Files",
+    "Images",
+    "Resident",
+    "augment",
+    "datasets",
+    "fingerprint",
+    "load",
+    "normalise",
+    "split",
+    "test_set_sealed",
+]

@@ -1,0 +1,209 @@
+"""Batches of augmented images in an order that is a pure function of (seed, epoch, indices)."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from softcell.data.augment import Augment, augment, normalise
+from softcell.data.guard import check_readable
+from softcell.data.hashing import permutation
+from softcell.data.images import Files, Images, Resident, centre_view
+from softcell.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """images: float [n, C, H, W], normalised. labels: int64 [n]. index: int64 [n], numbers in the dataset."""
+
+    images: Tensor
+    labels: Tensor
+    index: Tensor
+
+
+class _BatchReader(Dataset[Tensor | str]):
+    """What worker processes run: item k is the stored pixels of batch k, or the message of a UserError.
+
+    A message instead of the exception, because a DataLoader would bury it under the worker's traceback.
+    """
+
+    def __init__(self, images: Files, slices: list[Tensor]) -> None:
+        self.images = images
+        self.slices = slices
+
+    def __getitem__(self, number: int) -> Tensor | str:
+        try:
+            return self.images.read(self.slices[number])
+        except UserError as error:
+            return str(error)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+class Batches:
+    """One rank's share of the batches of an epoch.
+
+    images: where the pixels come from. indices: int64 [m], the samples to use, numbered as in `images`.
+    batch_size: of the *global* batch; each of `world` ranks gets its contiguous slice of every batch.
+    augment: None for evaluation, which sees the plain centre view.
+    drop_last: leave out a short last batch (training). With fewer samples than one batch, the batch shrinks
+        to the largest multiple of `world` there is, with a warning: small data must still train.
+        Without it (evaluation) the ranks together see every sample exactly once; their slices of the last
+        batch may differ by one and may be empty, so that all ranks make equally many steps.
+    workers: processes that decode `Files`; None for one per available core, at most 8; 0 to decode in this
+        process. Resident images need none.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        indices: Tensor,
+        batch_size: int,
+        *,
+        seed: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        augment: Augment | None,
+        shuffle: bool,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        world: int = 1,
+        drop_last: bool,
+        workers: int | None = None,
+    ) -> None:
+        _check(batch_size, indices, len(images), rank, world)
+        self.device = torch.device(device)
+        self.images = images.to(self.device) if isinstance(images, Resident) else images
+        self.indices = indices.cpu()
+        self.batch_size = _shrunk(batch_size, len(indices), world) if drop_last else batch_size
+        self.seed, self.shuffle, self.dtype = seed, shuffle, dtype
+        self.rank, self.world = rank, world
+        self.augment = augment
+        # Made once: a copy from the host in every step would be slow and could not be captured.
+        self._mean = torch.tensor(mean, device=self.device)
+        self._std = torch.tensor(std, device=self.device)
+        self._workers = min(8, _num_cores()) if workers is None else workers
+        whole, rest = divmod(len(indices), self.batch_size)
+        self.num_batches = whole + (1 if rest and not drop_last else 0)
+
+    def order(self, epoch: int) -> Tensor:
+        """All samples in the order of this epoch, int64 [m] on the CPU, for all ranks together."""
+        if not self.shuffle:
+            return self.indices
+        return self.indices[permutation(self.seed, epoch, len(self.indices), "order")]
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of one epoch from number `start` on, exactly as a full pass would give them."""
+        if not 0 <= start <= self.num_batches:
+            raise UserError(
+                f"0 <= start <= num_batches must hold, but got start={start}, "
+                f"num_batches={self.num_batches}; was the checkpoint made with other data or batch size?"
+            )
+        order = self.order(epoch)
+        slices = [self._slice(order, number) for number in range(start, self.num_batches)]
+        if isinstance(self.images, Files):
+            return self._from_files(self.images, slices, epoch)
+        return self._from_memory(slices, epoch)
+
+    def _slice(self, order: Tensor, number: int) -> Tensor:
+        """This rank's part of batch `number`, int64 [n]."""
+        batch = order[number * self.batch_size : (number + 1) * self.batch_size]
+        return batch[self.rank * len(batch) // self.world : (self.rank + 1) * len(batch) // self.world]
+
+    def _finish(self, stored: Tensor, labels: Tensor, index: Tensor, epoch: int) -> Batch:
+        """The batch from stored pixels uint8 [n, C, H', W'], all on the device."""
+        settings, shape = self.augment, self.images.shape
+        if settings is not None and settings.resized_crop:
+            pixels = augment(
+                stored, index, epoch, self.seed, settings, self._mean, self._std, self.dtype, size=shape[1:]
+            )
+        elif settings is not None:
+            view = centre_view(stored, shape)
+            pixels = augment(view, index, epoch, self.seed, settings, self._mean, self._std, self.dtype)
+        else:
+            pixels = normalise(centre_view(stored, shape), self._mean, self._std, self.dtype)
+        return Batch(pixels, labels, index)
+
+    def _from_memory(self, slices: list[Tensor], epoch: int) -> Iterator[Batch]:
+        if not slices:
+            return
+        # One copy of the whole order per epoch, so that a step copies nothing from the host.
+        joined = torch.cat(slices).to(self.device)
+        for index in torch.split(joined, [len(part) for part in slices]):
+            labels = self.images.labels.index_select(0, index)
+            yield self._finish(self.images.fetch_stored(index), labels, index, epoch)
+
+    def _from_files(self, images: Files, slices: list[Tensor], epoch: int) -> Iterator[Batch]:
+        check_readable(images.is_test)
+        on_cuda = self.device.type == "cuda"
+        loader = DataLoader(
+            _BatchReader(images, slices),
+            batch_size=None,
+            sampler=range(len(slices)),
+            num_workers=min(self._workers, len(slices)),
+            collate_fn=_unchanged,
+            pin_memory=on_cuda,
+            # Its own generator: a DataLoader draws a seed for its workers, and from the global generator that
+            # would change every later random number of the run.
+            generator=torch.Generator(),
+        )
+        for index, item in zip(slices, loader, strict=True):
+            check_readable(images.is_test)
+            if isinstance(item, str):
+                raise UserError(item)
+            labels = images.labels.index_select(0, index)
+            if on_cuda:
+                index, labels = index.pin_memory(), labels.pin_memory()
+            pixels, labels, index = (part.to(self.device, non_blocking=on_cuda) for part in (item, labels, index))
+            yield self._finish(pixels, labels, index, epoch)
+
+
+def _num_cores() -> int:
+    """Cores this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _check(batch_size: int, indices: Tensor, num_images: int, rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise UserError(f"0 <= rank < world must hold, but got rank={rank}, world={world}")
+    if batch_size < 1 or batch_size % world:
+        raise UserError(
+            f"batch_size must be a positive multiple of the number of ranks, but got "
+            f"batch_size={batch_size}, world={world}; it is the size of the global batch"
+        )
+    if indices.dtype != torch.int64 or indices.dim() != 1 or len(indices) == 0:
+        raise UserError(
+            f"indices must be int64 [m] with m >= 1, but got {indices.dtype} {list(indices.shape)}; "
+            "take them from split()"
+        )
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= num_images:
+        raise UserError(
+            f"indices must lie in 0..{num_images - 1}, but got {low}..{high}; was the split made for other data?"
+        )
+
+
+def _shrunk(batch_size: int, num_samples: int, world: int) -> int:
+    """`batch_size`, or the largest multiple of `world` that `num_samples` allow if they are fewer."""
+    if num_samples >= batch_size:
+        return batch_size
+    size = num_samples // world * world
+    if size == 0:
+        raise UserError(
+            f"training needs at least one sample per rank, but got {num_samples} samples for world={world}; "
+            "use fewer ranks or more data"
+        )
+    warnings.warn(
+        f"batch_size={batch_size} is more than the {num_samples} samples there are: using {size}",
+        stacklevel=3,
+    )
+    return size

@@ -1,0 +1,82 @@
+"""Find a dataset by name or path."""
+
+import os
+from pathlib import Path
+
+from softcell.data.arrays import load_npz
+from softcell.data.cifar import load_cifar
+from softcell.data.dataset import Dataset, check_fixed_size
+from softcell.data.digits import load_digits
+from softcell.data.folder import load_folder
+from softcell.data.imagenet import load_imagenet, load_imagenet16
+from softcell.data.svhn import load_svhn
+from softcell.errors import UserError, nearest
+
+MEMORY_LIMIT = 4 * 1024**3
+_ROOT_VARIABLE = "SOFTCELL_DATA"
+
+_DESCRIPTIONS = {
+    "digits": "1,797 handwritten digits, 8x8 grey, 10 classes; comes with the package",
+    "cifar10": "60,000 photographs, 32x32 colour, 10 classes; needs the official archive",
+    "cifar100": "60,000 photographs, 32x32 colour, 100 classes; needs the official archive",
+    "svhn": "99,289 house-number digits, 32x32 colour, 10 classes; needs train_32x32.mat and test_32x32.mat",
+    "imagenet": "1.3 million photographs, 224x224 colour, 1000 classes; needs ILSVRC 2012",
+    "imagenet16-120": "157,700 photographs, 16x16 colour, 120 classes; needs the ImageNet16 batches",
+}
+
+
+def datasets() -> dict[str, str]:
+    """Known dataset names with one line on each."""
+    return dict(_DESCRIPTIONS)
+
+
+def _root(root: str | Path | None) -> Path:
+    """Where named datasets are looked for: the argument, else $SOFTCELL_DATA, else ./data."""
+    return Path(root or os.environ.get(_ROOT_VARIABLE) or "data").expanduser()
+
+
+def load(
+    name_or_path: str | Path,
+    root: str | Path | None = None,
+    image_size: int | None = None,
+    memory_limit: int = MEMORY_LIMIT,
+) -> Dataset:
+    """Load a dataset by its name in `datasets()`, or from a path to an image folder or an .npz file.
+
+    root: the folder of a named dataset or the one above it; $SOFTCELL_DATA or ./data when None. A relative
+        path is taken from `root` when that is given.
+    image_size: side of the square that images are scaled to (image folders and imagenet only).
+    memory_limit: bytes of pixels up to which image folders are held in memory; beyond, files are decoded
+        each time they are read.
+    A name goes before a path: a folder that is called digits is ./digits.
+    """
+    if image_size is not None and image_size < 1:
+        raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
+    name = str(name_or_path)
+    if name == "imagenet":
+        return load_imagenet(_root(root), image_size, memory_limit)
+    if name in _DESCRIPTIONS:
+        found = _load_fixed(name, root)
+    else:
+        path = (Path(root) / name if root is not None else Path(name)).expanduser()
+        if path.is_dir():
+            return load_folder(path.resolve(), image_size, memory_limit)
+        if not path.is_file():
+            raise UserError(
+                f"a dataset is a known name or an existing path, but got {str(path)!r}; {nearest(name, _DESCRIPTIONS)}"
+            )
+        if path.suffix.lower() != ".npz":
+            raise UserError(f"a dataset file must be an .npz file, but got {path}; write it with numpy.savez")
+        found = load_npz(path)
+    check_fixed_size(name, image_size, found.shape[1:])
+    return found
+
+
+def _load_fixed(name: str, root: str | Path | None) -> Dataset:
+    if name == "digits":
+        return load_digits()
+    if name == "svhn":
+        return load_svhn(_root(root))
+    if name == "imagenet16-120":
+        return load_imagenet16(_root(root))
+    return load_cifar(name, _root(root))

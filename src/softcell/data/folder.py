@@ -1,0 +1,187 @@
+"""A folder of image folders, one per class, with images of any kind and size."""
+
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from softcell.data.augment import Augment
+from softcell.data.dataset import Dataset, hold_out_test, statistics
+from softcell.data.decode import SUFFIXES, decode, read_header
+from softcell.data.images import Files, Images, Resident
+from softcell.errors import UserError
+
+_TEST_FOLDERS = ("test", "val")
+_SMALLEST, _LARGEST, _STEP = 32, 224, 8  # of a size that is chosen here
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The image files under `root`, sorted by class and name: names [N] relative to it, labels int64 [N]."""
+
+    root: Path
+    classes: tuple[str, ...]
+    names: tuple[str, ...]
+    labels: NDArray[np.int64]
+
+    def take(self, indices: NDArray[np.int64]) -> "Scan":
+        names = tuple(self.names[index] for index in indices.tolist())
+        return Scan(self.root, self.classes, names, self.labels[indices])
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in `folder`, sorted by name, hidden files left out."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda e: e.name)
+    except OSError as error:
+        raise UserError(f"image folders must be readable, but {folder} is not ({error.strerror})") from error
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return not entry.is_dir() and os.path.splitext(entry.name)[1].lower() in SUFFIXES
+
+
+def scan(root: Path, classes: tuple[str, ...] | None = None) -> Scan:
+    """Find the images in the class folders of `root`; with `classes` given, these are the ones allowed."""
+    entries = _entries(root)
+    stray = next((entry.name for entry in entries if _is_image(entry)), None)
+    if stray is not None:
+        raise UserError(
+            f"every image must lie in the folder of its class, but {root / stray} lies outside; move it into one"
+        )
+    folders = [entry.name for entry in entries if entry.is_dir()]
+    if classes is None:
+        classes = tuple(folders)
+        if len(classes) < 2:
+            raise UserError(
+                f"an image folder must have at least 2 class folders, but {root} has {list(classes)}; "
+                "lay it out as CLASS/IMAGE or train/CLASS/IMAGE and test/CLASS/IMAGE"
+            )
+    number_of = {name: number for number, name in enumerate(classes)}
+    names: list[str] = []
+    labels: list[int] = []
+    ignored: list[str] = []
+    for folder in folders:
+        if folder not in number_of:
+            raise UserError(
+                f"test classes must be among the training classes, but {root / folder} is not; "
+                "rename the folder or add training images"
+            )
+        inside = _entries(root / folder)
+        found = [f"{folder}/{entry.name}" for entry in inside if _is_image(entry)]
+        ignored += [f"{folder}/{entry.name}" for entry in inside if not _is_image(entry)]
+        if not found:
+            raise UserError(
+                f"every class folder must hold an image ({', '.join(sorted(SUFFIXES))}), but "
+                f"{root / folder} has none; add images or remove the folder"
+            )
+        names += found
+        labels += [number_of[folder]] * len(found)
+    if not names:
+        raise UserError(f"an image folder must hold images in class folders, but {root} holds none")
+    if ignored:
+        warnings.warn(
+            f"{len(ignored)} entries of {root} are no images and are ignored, first {ignored[0]}",
+            stacklevel=2,
+        )
+    return Scan(root, classes, tuple(names), np.array(labels, np.int64))
+
+
+def images_of(
+    part: Scan,
+    channels: int,
+    size: tuple[int, int],
+    stored: tuple[int, int],
+    *,
+    is_test: bool,
+    resident: bool,
+) -> Images:
+    """The scanned images decoded to `stored` and seen at `size`, in memory if `resident`."""
+    labels = torch.from_numpy(part.labels)
+    if not resident:
+        return Files(part.root, part.names, labels, channels=channels, size=size, stored=stored, is_test=is_test)
+    pixels = np.empty((len(part.names), channels, *stored), np.uint8)
+
+    def fill(number: int) -> None:
+        pixels[number] = decode(part.root / part.names[number], channels, stored)
+
+    # Threads, because decoders release the interpreter lock; `map` raises the first error in file order.
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(fill, range(len(part.names))):
+            pass
+    return Resident(torch.from_numpy(pixels), labels, is_test=is_test, view=size)
+
+
+def choose_size(sizes: list[tuple[int, int]]) -> tuple[tuple[int, int], str]:
+    """The (height, width) to use for images of these sizes, and a note that says so.
+
+    The common size if there is one; else a square of the median short side, in steps of 8, from 32 to 224.
+    """
+    height, width = sizes[0]
+    if all(size == (height, width) for size in sizes):
+        return (height, width), f"all images are {height}x{width}"
+    middle = median(min(size) for size in sizes)
+    side = min(max(int(middle / _STEP + 0.5) * _STEP, _SMALLEST), _LARGEST)
+    return (
+        side,
+        side,
+    ), f"sizes differ: scaled and centre-cropped to {side}x{side}, from a median short side of {middle:g}"
+
+
+def _is_split(root: Path) -> bool:
+    """Whether `root`/train holds class folders; a class that happens to be called train holds images."""
+    if not (root / "train").is_dir():
+        return False
+    inside = _entries(root / "train")
+    return any(entry.is_dir() for entry in inside) and not any(_is_image(entry) for entry in inside)
+
+
+def _parts(root: Path) -> tuple[Scan, Scan, str]:
+    """Training files, test files and a note on the test set."""
+    if not _is_split(root):
+        whole = scan(root)
+    else:
+        whole = scan(root / "train")
+        present = [name for name in _TEST_FOLDERS if (root / name).is_dir()]
+        if present:
+            if len(present) > 1:
+                warnings.warn(f"{root / present[1]} is not used: {present[0]}/ is the test set", stacklevel=2)
+            return whole, scan(root / present[0], classes=whole.classes), f"test: {present[0]}/"
+    train, test, note = hold_out_test(whole.labels, whole.classes, str(root))
+    return whole.take(train.numpy()), whole.take(test.numpy()), note
+
+
+def load_folder(root: Path, image_size: int | None, memory_limit: int) -> Dataset:
+    """`root` has one folder per class, or train/ and perhaps test/ (or val/) that have them.
+
+    All images become grey only if all of them have a grey mode; all become `image_size` square, or as in
+    `choose_size`. They are held in memory if they fit into `memory_limit` bytes, else decoded when read.
+    """
+    train, test, note = _parts(root)
+    headers = [read_header(part.root / name) for part in (train, test) for name in part.names]
+    channels = 1 if all(header.grey for header in headers) else 3
+    if image_size is None:
+        size, size_note = choose_size([(header.height, header.width) for header in headers])
+    else:
+        size, size_note = (image_size, image_size), f"scaled and centre-cropped to {image_size}x{image_size}"
+    resident = len(headers) * channels * size[0] * size[1] <= memory_limit
+    train_images = images_of(train, channels, size, size, is_test=False, resident=resident)
+    test_images = images_of(test, channels, size, size, is_test=True, resident=resident)
+    mean, std = statistics(train_images)
+    return Dataset(
+        root.name,
+        train.classes,
+        train_images,
+        test_images,
+        mean,
+        std,
+        Augment(crop_padding=min(size) // 8, flip=True),
+        f"image folder {root.name}; {size_note}; {note}",
+    )

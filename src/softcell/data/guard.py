@@ -1,0 +1,41 @@
+"""A seal on the test set: code that must not look at it can be run where looking fails.
+
+    with test_set_sealed():
+        search(...)          # any read of test pixels raises AssertionError
+
+The seal counts for the whole process, all threads included: a loader thread must not be a way around it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+_lock = Lock()
+_depth = 0
+
+
+@contextmanager
+def test_set_sealed() -> Iterator[None]:
+    """While this is active, reading images flagged as test raises AssertionError; it may be nested."""
+    global _depth
+    with _lock:
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+
+
+# pytest collects whatever is called test_*, and this name is imported into test files.
+test_set_sealed.__test__ = False  # type: ignore[attr-defined]
+
+
+def check_readable(is_test: bool) -> None:
+    """Raise AssertionError if these images are test images and the seal is on."""
+    # Raised, not asserted: `python -O` must not open the seal.
+    if is_test and _depth:
+        raise AssertionError(
+            "the test set is sealed: no images flagged is_test may be read inside test_set_sealed(), "
+            "but a read was tried; use a split of the training images instead"
+        )

@@ -1,0 +1,146 @@
+"""Labelled images, either resident in memory as one uint8 tensor or decoded from files on demand."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from softcell.data.decode import decode
+from softcell.data.guard import check_readable
+from softcell.errors import UserError
+
+
+class Images(ABC):
+    """N labelled images that all have one shape.
+
+    Images may be *stored* larger than they are seen: ImageNet keeps 256 pixels of which evaluation sees the
+    central 224, while a random resized crop draws from all of them.
+
+    labels: int64 [N]. shape: (C, H, W) as a network sees them. is_test: see `softcell.data.guard`.
+    """
+
+    labels: Tensor
+    shape: tuple[int, int, int]
+    is_test: bool
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    @abstractmethod
+    def fetch_stored(self, indices: Tensor) -> Tensor:
+        """The images at `indices` int64 [n] as stored, uint8 [n, C, H', W'] with H' >= H and W' >= W."""
+
+    def fetch(self, indices: Tensor) -> Tensor:
+        """The images at `indices` int64 [n], uint8 [n, C, H, W]: the centre of what is stored."""
+        return centre_view(self.fetch_stored(indices), self.shape)
+
+
+def centre_view(stored: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """The centre of `stored` [n, C, H', W'], [n, *shape]."""
+    _, height, width = shape
+    top, left = (stored.shape[2] - height) // 2, (stored.shape[3] - width) // 2
+    return stored[:, :, top : top + height, left : left + width]
+
+
+class Resident(Images):
+    """Images held in one uint8 tensor, on the CPU or on a device.
+
+    pixels: uint8 [N, C, H', W']. labels: int64 [N], moved to the same device.
+    view: the central (H, W) that `fetch` gives; all of the stored image when None.
+    """
+
+    def __init__(
+        self, pixels: Tensor, labels: Tensor, *, is_test: bool = False, view: tuple[int, int] | None = None
+    ) -> None:
+        if pixels.dtype != torch.uint8 or pixels.dim() != 4 or labels.dtype != torch.int64:
+            raise UserError(
+                "pixels must be uint8 [N, C, H, W] with int64 labels [N], but got "
+                f"{pixels.dtype} {list(pixels.shape)} with {labels.dtype} {list(labels.shape)}; "
+                "convert them first"
+            )
+        if labels.shape != pixels.shape[:1]:
+            raise UserError(
+                f"there must be one label per image, but got {pixels.shape[0]} images and "
+                f"labels of shape {list(labels.shape)}; pass labels [N]"
+            )
+        height, width = view or (pixels.shape[2], pixels.shape[3])
+        assert height <= pixels.shape[2] and width <= pixels.shape[3]
+        self._pixels = pixels
+        self.labels = labels.to(pixels.device)
+        self.shape = (pixels.shape[1], height, width)
+        self.is_test = is_test
+        # The two loaders of a bilevel search share one copy of the data on the device.
+        self._copies: WeakValueDictionary[torch.device, Resident] = WeakValueDictionary()
+
+    @property
+    def device(self) -> torch.device:
+        return self._pixels.device
+
+    def to(self, device: torch.device | str) -> "Resident":
+        """These images on `device`; the object itself if they are there already."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device == self.device:
+            return self
+        copy = self._copies.get(device)
+        if copy is None:
+            pixels, view = self._pixels.to(device), self.shape[1:]
+            copy = Resident(pixels, self.labels, is_test=self.is_test, view=view)
+            self._copies[device] = copy
+        return copy
+
+    def fetch_stored(self, indices: Tensor) -> Tensor:
+        check_readable(self.is_test)
+        return self._pixels.index_select(0, indices.to(self.device))
+
+
+class Files(Images):
+    """Images decoded from files each time they are read, for data that does not fit in memory.
+
+    names: paths relative to `root`, one per image. labels: int64 [N]. channels: 1 or 3.
+    size: (H, W) as a network sees them. stored: the size decoded to before that centre is taken.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str],
+        labels: Tensor,
+        *,
+        channels: int,
+        size: tuple[int, int],
+        stored: tuple[int, int] | None = None,
+        is_test: bool = False,
+    ) -> None:
+        assert labels.dtype == torch.int64 and labels.shape == (len(names),)
+        self.root = root
+        # One block of bytes instead of a list of strings: worker processes that are forked share it,
+        # whereas counting references to a million strings would copy all their pages.
+        self._names = np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+        self.labels = labels
+        self.shape = (channels, *size)
+        self.stored = stored or size
+        self.is_test = is_test
+
+    def path(self, index: int) -> Path:
+        return self.root / os.fsdecode(bytes(self._names[index]))
+
+    def fetch_stored(self, indices: Tensor) -> Tensor:
+        check_readable(self.is_test)
+        return self.read(indices)
+
+    def read(self, indices: Tensor) -> Tensor:
+        """What `fetch_stored` gives, without the guard.
+
+        Only for worker processes, which cannot see the seal of their parent; the parent checks it.
+        """
+        out = np.empty((len(indices), self.shape[0], *self.stored), np.uint8)
+        for row, index in enumerate(indices.tolist()):
+            out[row] = decode(self.path(index), self.shape[0], self.stored)
+        return torch.from_numpy(out)

@@ -1,0 +1,116 @@
+"""Seeded, disjoint, stratified splits that are the same on every machine and under every torch version."""
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from softcell.data.hashing import permutation
+from softcell.data.images import Images
+from softcell.errors import UserError
+
+Counts = NDArray[np.int64]
+_ROUNDING = 1e-6  # fractions such as 0.1 + 0.2 + 0.7 miss 1 by about 1e-16
+
+
+def fingerprint(indices: Tensor) -> str:
+    """The first 16 hex digits of the SHA-256 of `indices` int64 [n] in their order."""
+    words = indices.detach().cpu().numpy().astype("<i8")
+    return hashlib.sha256(words.tobytes()).hexdigest()[:16]
+
+
+def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
+    """Sizes of the parts plus, last, of the unused rest: int64 [parts + 1], summing to `total`."""
+    if not fractions:
+        raise UserError("a split needs at least one part, but got none; give for example {'train': 0.5, 'valid': 0.5}")
+    shares = []
+    for name, value in fractions.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UserError(
+                f"a part must be a fraction in (0, 1] or a count >= 1, but {name!r} is {value!r}; "
+                "leave out parts that are to be empty"
+            )
+        if isinstance(value, float) and value > 1:
+            raise UserError(
+                f"a part given as a float is a fraction in (0, 1], but {name!r} is {value!r}; give a count as an int"
+            )
+        shares.append(value if isinstance(value, int) else value * total)
+    rest = total - sum(shares)
+    if rest < -_ROUNDING * total:
+        raise UserError(
+            f"the parts must not exceed the {total} images there are, but {dict(fractions)} asks for "
+            f"{sum(shares):g}; make a part smaller"
+        )
+    shares.append(rest if rest > _ROUNDING * total else 0)
+    exact = np.array(shares, np.float64)
+    # Largest remainder: whole sizes that sum to the total, each less than one away from its share.
+    sizes = np.floor(exact + _ROUNDING).astype(np.int64)
+    missing = total - int(sizes.sum())
+    sizes[np.argsort(-(exact - sizes), kind="stable")[:missing]] += 1
+    for name, size in zip(fractions, sizes, strict=False):
+        if size == 0:
+            raise UserError(
+                f"every part of a split must get an image, but {name!r} would get none of {total} with "
+                f"{dict(fractions)}; make it larger"
+            )
+    return sizes
+
+
+def _allocate(class_sizes: Counts, part_sizes: Counts) -> Counts:
+    """How many of each class go to each part, int64 [classes, parts]: rows and columns sum to the arguments.
+
+    Part by part, the class boundaries are cut proportionally and rounded as running sums, so that every
+    number is less than one away from proportional and the sums are exact.
+    """
+    table = np.zeros((len(class_sizes), len(part_sizes)), np.int64)
+    left = class_sizes.copy()
+    for part, size in enumerate(part_sizes):
+        pool = max(int(left.sum()), 1)
+        ends = (np.cumsum(left) * size + pool // 2) // pool
+        table[:, part] = np.diff(ends, prepend=0)
+        left -= table[:, part]
+    return table
+
+
+def _spread(table: Counts) -> None:
+    """Change `table` [classes, parts + 1] in place so that rare classes reach every part where they can.
+
+    Each repair is a 2 x 2 exchange, which leaves all row and column sums as they are. The last column is the
+    unused rest: it may become empty, and need not be filled.
+    """
+    num_parts = table.shape[1] - 1
+    for part in range(num_parts):
+        for needy in np.flatnonzero((table[:, part] == 0) & (table.sum(1) >= num_parts)):
+            spare = table[needy].copy()
+            spare[:num_parts] -= 1
+            giver = int(np.argmax(spare))
+            taker = int(np.argmax(table[:, part]))
+            if spare[giver] < 1 or table[taker, part] < 2:
+                continue  # the part is smaller than the number of classes
+            table[needy, part] += 1
+            table[needy, giver] -= 1
+            table[taker, part] -= 1
+            table[taker, giver] += 1
+
+
+def split(images: Images | Tensor, fractions: Mapping[str, float | int], seed: int) -> dict[str, Tensor]:
+    """Disjoint parts of `images` (or of labels int64 [N]), each a sorted int64 [n] of indices on the CPU.
+
+    fractions: part -> share of all images if a float, number of images if an int (1.0 is all, 1 is one).
+        The parts cover everything when the shares sum to one; otherwise the rest is left out.
+    Classes are spread proportionally, and a class with at least as many images as there are parts is in
+    every part, unless that part has fewer images than there are classes.
+    """
+    labels = (images.labels if isinstance(images, Images) else images).cpu().numpy()
+    sizes = _part_sizes(fractions, len(labels))
+    # Shuffle first, then sort by label stably: the images of each class come in a random order.
+    shuffled = permutation(seed, 0, len(labels), "split").numpy()
+    grouped = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    class_sizes = np.unique(labels, return_counts=True)[1].astype(np.int64)
+    table = _allocate(class_sizes, sizes)
+    _spread(table)
+    part_of = np.repeat(np.tile(np.arange(len(sizes)), len(class_sizes)), table.ravel())
+    return {name: torch.from_numpy(np.sort(grouped[part_of == part])) for part, name in enumerate(fractions)}

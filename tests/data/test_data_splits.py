@@ -1,0 +1,103 @@
+"""Laws of splits: disjoint, complete, stratified, seeded, and the same for ever."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from softcell.data import Resident, fingerprint, split
+from softcell.errors import UserError
+
+labels_of_any_kind = st.lists(st.integers(0, 5), min_size=4, max_size=200).map(torch.tensor)
+
+
+def counts(labels, part):
+    return torch.bincount(labels[part], minlength=int(labels.max()) + 1)
+
+
+@given(labels_of_any_kind, st.integers(-5, 1 << 40))
+@settings(deadline=None)
+def test_parts_are_disjoint_sorted_and_cover_everything(labels, seed):
+    parts = split(labels, {"a": 0.5, "b": 0.25, "c": 0.25}, seed)
+    joined = torch.cat(list(parts.values()))
+    assert torch.equal(joined.sort().values, torch.arange(len(labels)))
+    assert all(part.dtype == torch.int64 and torch.equal(part, part.sort().values) for part in parts.values())
+    for name, share in (("a", 0.5), ("b", 0.25), ("c", 0.25)):
+        assert abs(len(parts[name]) - share * len(labels)) < 1
+
+
+@given(labels_of_any_kind, st.data())
+@settings(deadline=None)
+def test_counts_are_exact_and_the_rest_is_left_out(labels, data):
+    first = data.draw(st.integers(1, len(labels) - 1))
+    second = data.draw(st.integers(1, len(labels) - first))
+    parts = split(labels, {"a": first, "b": second}, 0)
+    joined = torch.cat([parts["a"], parts["b"]])
+    assert len(parts["a"]) == first and len(parts["b"]) == second
+    assert len(joined.unique()) == len(joined) and joined.max() < len(labels)
+
+
+@given(st.lists(st.integers(2, 60), min_size=2, max_size=8), st.sampled_from([0.2, 0.5, 0.9]))
+@settings(deadline=None)
+def test_every_class_is_on_each_side_where_it_can_be(sizes, share):
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    small = round(share * len(labels))
+    parts = split(labels, {"a": small, "b": len(labels) - small}, 1)
+    for part in parts.values():
+        present = (counts(labels, part) > 0).sum().item()
+        assert present == min(len(sizes), len(part)) or present == len(sizes)
+
+
+@given(st.lists(st.integers(20, 60), min_size=2, max_size=8), st.floats(0.2, 0.8))
+@settings(deadline=None)
+def test_classes_are_spread_in_proportion(sizes, share):
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    parts = split(labels, {"a": share, "b": 1 - share}, 1)
+    actual = len(parts["a"]) / len(labels)
+    assert ((counts(labels, parts["a"]) - torch.tensor(sizes) * actual).abs() <= 1 + 1e-6).all()
+
+
+def test_a_class_of_three_is_in_all_of_three_parts():
+    labels = torch.tensor([0] * 97 + [1] * 3)
+    parts = split(labels, {"train": 0.8, "valid": 0.1, "test": 0.1}, 0)
+    assert [counts(labels, part).tolist() for part in parts.values()] == [[79, 1], [9, 1], [9, 1]]
+
+
+def test_seeds_matter_and_order_of_images_within_a_class_is_random():
+    labels = torch.zeros(100, dtype=torch.int64)
+    parts = [split(labels, {"a": 0.5, "b": 0.5}, seed)["a"] for seed in range(20)]
+    assert len({fingerprint(part) for part in parts}) == 20
+    first_half = [int((part < 50).sum()) for part in parts]
+    assert 20 < sum(first_half) / 20 < 30 and len(set(first_half)) > 1
+
+
+def test_a_split_never_changes():
+    """Recorded: runs made with one version must find their split again with the next."""
+    labels = torch.arange(1000) % 10
+    parts = split(Resident(torch.zeros(1000, 1, 1, 1, dtype=torch.uint8), labels), {"a": 0.5, "b": 0.5}, 0)
+    assert (fingerprint(parts["a"]), fingerprint(parts["b"])) == ("e84364fcfdcfa474", "367349070e92a99f")
+
+
+def test_fingerprint_is_of_the_values_and_their_order():
+    assert fingerprint(torch.tensor([1, 2])) == fingerprint(torch.tensor([1, 2], dtype=torch.int32))
+    assert fingerprint(torch.tensor([1, 2])) != fingerprint(torch.tensor([2, 1]))
+    assert len(fingerprint(torch.arange(0))) == 16
+
+
+@pytest.mark.parametrize(
+    ("fractions", "message"),
+    [
+        ({}, "at least one part"),
+        ({"a": 0.7, "b": 0.7}, "must not exceed"),
+        ({"a": 11}, "must not exceed"),
+        ({"a": 0.0}, "'a' is 0.0"),
+        ({"a": -1}, "'a' is -1"),
+        ({"a": 1.5}, "give a count as an int"),
+        ({"a": True}, "'a' is True"),
+        ({"a": float("nan")}, "'a' is nan"),
+        ({"a": 0.96, "b": 0.04}, "'b' would get none"),
+    ],
+)
+def test_wrong_parts_are_named(fractions, message):
+    with pytest.raises(UserError, match=message):
+        split(torch.arange(10) % 2, fractions, 0)
