@@ -1,0 +1,158 @@
+"""Keeps the last two states of a run in a folder; at any moment at least one of them can be loaded.
+
+A file is `MAGIC`, a header (version, payload length, SHA-256) and the payload, which is what `torch.save`
+writes. The digest covers the other header fields too: a flipped bit in the version must not pass for a newer
+version.
+"""
+
+import hashlib
+import io
+import os
+import pickle
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softcell.engine.files import fsync_folder, write_temporary
+from softcell.errors import UserError
+
+CURRENT = "checkpoint.bin"
+PREVIOUS = "checkpoint.prev.bin"
+MAGIC = b"SOFTCELL"
+VERSION = 1
+_HEADER = struct.Struct("<8sIQ32s")  # magic, version, payload length, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A restored state, and what the user has to know about where it came from."""
+
+    state: dict[str, Any]
+    note: str | None
+
+
+class _Bad(Exception):
+    """Says in words why a checkpoint file cannot be used."""
+
+
+def save(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Make `state` the current checkpoint of `folder`; the one before stays as the previous one.
+
+    Args:
+        folder: an existing folder.
+        state: tensors (any shape and device), numbers, strings, bools and None in dicts, lists and tuples.
+    """
+    folder = Path(folder)
+    current = folder / CURRENT
+    temporary = write_temporary(current, _encode(state))
+    # A spoilt current file must not push out the good previous one, hence the check before the rename.
+    if _is_good(current):
+        os.replace(current, folder / PREVIOUS)
+    os.replace(temporary, current)
+    fsync_folder(folder)
+
+
+def load_latest(folder: str | os.PathLike[str]) -> Loaded | None:
+    """Return the newest intact state of `folder` on the CPU, or None when there has never been one."""
+    folder = Path(folder)
+    current, previous = folder / CURRENT, folder / PREVIOUS
+    if not current.exists() and not previous.exists():
+        return None
+    try:
+        return Loaded(_decode(current), None)
+    except _Bad as error:
+        fault = str(error)
+    try:
+        state = _decode(previous)
+    except _Bad as error:
+        raise UserError(
+            f"a run needs one intact checkpoint to be resumed, but {current} {fault} and {previous} {error}. Restore "
+            f"one of them from a backup, or start again in another folder."
+        ) from None
+    return Loaded(state, f"{current} {fault}: going on from the one before it, {previous.name}.")
+
+
+def _encode(state: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(_plain(state, "state"), buffer)
+    payload = buffer.getvalue()
+    return _HEADER.pack(MAGIC, VERSION, len(payload), _digest(VERSION, payload)) + payload
+
+
+def _digest(version: int, payload: bytes) -> bytes:
+    return hashlib.sha256(struct.pack("<IQ", version, len(payload)) + payload).digest()
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        _payload(path)
+    except _Bad:
+        return False
+    return True
+
+
+def _payload(path: Path) -> bytes:
+    """Return the verified payload, or raise `_Bad`."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise _Bad("is missing (the run was probably killed while saving)") from None
+    except OSError as error:
+        raise _Bad(f"cannot be read ({error.strerror or error})") from error
+    if len(data) < _HEADER.size:
+        raise _Bad(f"is cut short ({len(data)} bytes, less than its header)")
+    magic, version, length, digest = _HEADER.unpack_from(data)
+    payload = data[_HEADER.size :]
+    if magic != MAGIC:
+        raise _Bad("does not begin as a Softcell checkpoint does")
+    if len(payload) != length:
+        raise _Bad(f"has a payload of {len(payload)} bytes where its header says {length}")
+    if _digest(version, payload) != digest:
+        raise _Bad("does not match its own checksum")
+    if version > VERSION:
+        raise UserError(
+            f"a checkpoint must be of version {VERSION} or older, but {path} is of version {version}. Resume with the "
+            f"newer Softcell that wrote it."
+        )
+    return payload
+
+
+def _decode(path: Path) -> dict[str, Any]:
+    payload = _payload(path)
+    try:
+        state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise _Bad(f"is intact but cannot be unpacked by torch {torch.__version__} ({error})") from error
+    assert isinstance(state, dict)
+    return state
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Copy the containers of `value`; refuse what `torch.load(weights_only=True)` would refuse later."""
+    if isinstance(value, Mapping):
+        return {_key(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if type(value) in (Tensor, torch.nn.Parameter):
+        tensor = value.detach()
+        # torch.save writes the whole storage of a view: a row of a data set would drag the set along.
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return tensor if whole else tensor.clone()
+    # Exact types: numpy.float64 is a float by inheritance, but does not come back.
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    raise TypeError(
+        f"a checkpoint holds tensors, numbers, strings, bools, None, dicts, lists and tuples, but {where} is a "
+        f"{type(value).__module__}.{type(value).__qualname__}; convert it first"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if type(key) not in (str, int, float, bool, bytes, tuple, type(None)):
+        raise TypeError(f"the keys of a checkpoint are plain values, but {where} has the key {key!r}")
+    return key

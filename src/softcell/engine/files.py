@@ -1,0 +1,50 @@
+"""Writes files so that a reader, or a crash, sees the old content or the new one and nothing between."""
+
+import os
+from pathlib import Path
+
+from softcell.errors import UserError
+
+TEMPORARY = ".tmp"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the renames done in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_temporary(path: Path, data: bytes) -> Path:
+    """Write `data` beside `path`, flushed to the disk, and return where; renaming it in is the caller's part.
+
+    The name is fixed, so what a killed run left behind is overwritten instead of piling up.
+    One process at a time may write a given path.
+    """
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path} must be writable, but writing {len(data)} bytes there failed: {error.strerror or error}; what was "
+            f"there before is untouched. Free some space or choose another folder, then go on."
+        ) from error
+    return temporary
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace the file at `path` by `data` in one step."""
+    path = Path(path)
+    os.replace(write_temporary(path, data), path)
+    fsync_folder(path.parent)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace the file at `path` by `text`, in UTF-8 and with the newlines as given, in one step."""
+    atomic_write_bytes(path, text.encode("utf-8"))

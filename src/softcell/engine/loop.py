@@ -1,0 +1,261 @@
+"""Drives a `Task` through its epochs: restore, step, watch, save, stop.
+
+Order at the end of an epoch: the line goes into the history, the history into the checkpoint, and only then
+are the `.jsonl` files written from it. A run killed in between finds its files behind the checkpoint and
+rewrites them when it is resumed; they are never ahead of it.
+"""
+
+import os
+import signal as signals
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from softcell.engine import checkpoint
+from softcell.engine.distributed import World, gather_objects, on_main, same_everywhere
+from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
+from softcell.engine.history import METRICS, History
+from softcell.engine.interrupt import Interrupt, agree, exit_code
+from softcell.engine.pace import Pace
+from softcell.engine.rng import rng_state, set_rng_state
+from softcell.engine.task import Task
+from softcell.engine.watch import DivergedError
+from softcell.errors import UserError
+
+# Asking a CUDA device for a flag makes the host wait for it, so it is asked rarely there.
+_LOOK_EVERY = 50
+# Ranks talk about stopping this often on CUDA: soon enough for the 30 s that torchrun grants after a signal.
+_AGREE_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended; `reason` says why, where it did not simply reach its last epoch."""
+
+    status: Literal["finished", "interrupted"]
+    exit_code: int
+    reason: str | None
+    metrics: list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where the run is, apart from the task's own state."""
+
+    epoch: int = 0
+    step: int = 0
+    seconds: float = 0.0  # spent in the current epoch, by earlier processes too
+    stopped: str | None = None
+    history: History = field(default_factory=History)
+
+
+def run(
+    task: Task,
+    folder: str | os.PathLike[str],
+    world: World,
+    *,
+    resume: bool,
+    on_event: OnEvent | None = None,
+    save_every_epochs: int = 1,
+) -> Outcome:
+    """Run `task` to its end or to a signal, keeping checkpoints and `metrics.jsonl` in the existing `folder`.
+
+    Args:
+        task: the job.
+        folder: where the run lives; used by rank 0 only.
+        world: from `distributed.start`.
+        resume: go on from the folder's checkpoint. Without it the folder must hold none.
+        on_event: called on rank 0 for each event.
+        save_every_epochs: epochs between checkpoints; the last epoch is always saved.
+    """
+    if save_every_epochs < 1:
+        raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
+    return _Loop(task, Path(folder), world, on_event, save_every_epochs).run(resume)
+
+
+class _Loop:
+    def __init__(self, task: Task, folder: Path, world: World, on_event: OnEvent | None, save_every: int) -> None:
+        self.task = task
+        self.folder = folder
+        self.world = world
+        self.on_event = on_event if world.is_main else None
+        self.save_every = save_every
+        self.at = _Progress()
+        self.pace = Pace()
+        self.interrupt = Interrupt()
+        self.restored: dict[str, Any] | None = None
+        self.counts: list[int] = []
+
+    def run(self, resume: bool) -> Outcome:
+        self._restore(resume)
+        task, at = self.task, self.at
+        self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
+        self._emit(Started(at.epoch, at.step, task.num_epochs))
+        with self.interrupt:
+            while at.epoch < task.num_epochs and at.stopped is None:
+                number = self._steps() or self._end_epoch()
+                if number:
+                    return self._interrupted(number)
+        self._emit(Finished(at.epoch, at.stopped))
+        return Outcome("finished", 0, at.stopped, at.history.rows())
+
+    def _steps(self) -> int:
+        """Make the current epoch's remaining steps; return the signal that stopped it, or 0."""
+        task, at = self.task, self.at
+        epoch, steps = at.epoch, self.counts[at.epoch]
+        began = time.perf_counter() - at.seconds
+        task.begin_epoch(epoch)
+        if self.restored is not None:
+            # begin_epoch has set the schedules but also zeroed the metrics of the half epoch.
+            task.load_state_dict(self.restored["task"])
+        batches = iter(task.batches(epoch, at.step))
+        if self.restored is not None:
+            set_rng_state(self.restored["rng"], self.world.device)
+            self.restored = None
+        self.pace.mark()
+        while at.step < steps:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                raise RuntimeError(
+                    f"batches({epoch}, ...) must reach the {steps} steps that steps_in({epoch}) promises, but ended "
+                    f"after {at.step}"
+                ) from None
+            task.step(batch)
+            at.step += 1
+            at.seconds = time.perf_counter() - began
+            self._emit_step(steps)
+            number = self._check(steps)
+            if number:
+                # After the last step too: an evaluation may outlast a scheduler's patience.
+                self._save()
+                return number
+        return 0
+
+    def _end_epoch(self) -> int:
+        """Finish the current epoch; return the signal that came meanwhile, or 0."""
+        task, at = self.task, self.at
+        began = time.perf_counter()
+        metrics = dict(task.end_epoch(at.epoch))
+        at.stopped = metrics.pop("_stop", None)
+        records = metrics.pop("_records", {})
+        at.seconds += time.perf_counter() - began
+        if METRICS in records or "epoch" in metrics:
+            raise ValueError(f"the record {METRICS!r} and the metric 'epoch' are the loop's own; name yours otherwise")
+        row = {"epoch": at.epoch, **metrics}
+        row.setdefault("seconds", at.seconds)
+        for name, value in {METRICS: row, **records}.items():
+            for lost in at.history.append(name, value):
+                self._emit(Note(f"epoch {at.epoch}: {lost} and is written as null in {name}.jsonl"))
+        ended = at.epoch
+        at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
+        last = at.epoch >= task.num_epochs or at.stopped is not None
+        number = agree([self.interrupt.signal], self.world)[0]
+        if last or number or at.epoch % self.save_every == 0:
+            self._save()
+        self.pace.ended_epoch()
+        self._emit(EpochEnded(ended, at.history.rows()[-1]))
+        return 0 if last else number
+
+    def _check(self, steps: int) -> int:
+        """Between two steps: raise if a loss is not finite, and return the signal to stop for, or 0."""
+        step, world = self.at.step, self.world
+        alone, cuda = world.size == 1, world.device.type == "cuda"
+        if not alone and cuda and step % _AGREE_EVERY and step != steps:
+            return 0
+        number = self.interrupt.signal
+        # No state is saved unlooked at: the end of an epoch and a signal both lead to a checkpoint.
+        look = not (alone and cuda) or step % _LOOK_EVERY == 0 or step == steps or number
+        failure = self.task.failed() if look else None
+        number, bad = agree([number, int(failure is not None)], world)
+        if bad:
+            found = next(item for item in gather_objects(failure, world) if item is not None)
+            raise DivergedError(self.at.epoch, found, self.folder)
+        return number
+
+    def _save(self) -> None:
+        at, world = self.at, self.world
+        rng = rng_state(world.device)
+        if not same_everywhere([value for value in rng.values() if value is not None], world):
+            raise RuntimeError(
+                "all ranks must have drawn the same random numbers, but their generators differ; draw for the global "
+                "batch on every rank, as softcell.nn.drop does"
+            )
+        task_state = dict(self.task.state_dict())
+        local = gather_objects(task_state.pop("_local", None), world)
+        state = {
+            "epoch": at.epoch,
+            "step": at.step,
+            "seconds": at.seconds,
+            "stopped": at.stopped,
+            "history": at.history.lines,
+            "rng": rng,
+            "task": task_state,
+            "local": local if at.step > 0 else None,
+            "world_size": world.size,
+        }
+
+        def write() -> None:
+            checkpoint.save(self.folder, state)
+            at.history.write(self.folder)
+
+        on_main(write, world)
+
+    def _restore(self, resume: bool) -> None:
+        loaded = on_main(lambda: checkpoint.load_latest(self.folder), self.world)
+        if loaded is None:
+            if resume:
+                self._emit(Note(f"{self.folder} has no checkpoint yet: starting from the beginning."))
+            return
+        if not resume:
+            raise UserError(
+                f"a new run needs a folder without a checkpoint, but {self.folder} has one. Use --resume to go on with "
+                f"it, or another --out."
+            )
+        if loaded.note:
+            self._emit(Note(loaded.note))
+        state = loaded.state
+        self._restore_local(state)
+        self.at = _Progress(
+            state["epoch"], state["step"], state["seconds"], state["stopped"], History(state["history"])
+        )
+        on_main(lambda: self.at.history.write(self.folder), self.world)
+        self.task.load_state_dict(state["task"])
+        set_rng_state(state["rng"], self.world.device)
+        # At an epoch's beginning nothing is left to do; within one, begin_epoch has to come in between.
+        self.restored = state if self.at.step > 0 else None
+
+    def _restore_local(self, state: dict[str, Any]) -> None:
+        """Put this rank's own part back into the task's state."""
+        before, now = state["world_size"], self.world.size
+        if before != now:
+            if any(part is not None for part in state["local"] or []):
+                raise UserError(
+                    f"a run saved within an epoch must be resumed with as many processes as before, but it had "
+                    f"{before} and now has {now}. Resume with {before} until the epoch's end."
+                )
+            self._emit(Note(f"the run had {before} processes and now has {now}: results will differ in rounding."))
+        elif state["local"] is not None and state["local"][self.world.rank] is not None:
+            state["task"]["_local"] = state["local"][self.world.rank]
+
+    def _interrupted(self, number: int) -> Outcome:
+        at = self.at
+        text = (
+            f"stopped by {signals.Signals(number).name} before epoch {at.epoch}, step {at.step}; the state is saved in "
+            f"{self.folder}. Go on with the same command and --resume."
+        )
+        self._emit(Interrupted(number, exit_code(number), at.epoch, at.step, text))
+        return Outcome("interrupted", exit_code(number), text, at.history.rows())
+
+    def _emit(self, event: Event) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def _emit_step(self, steps: int) -> None:
+        at = self.at
+        self.pace.stepped()
+        total = sum(self.counts)
+        done = sum(self.counts[: at.epoch]) + at.step
+        left = self.pace.seconds_left(total - done, len(self.counts) - at.epoch)
+        self._emit(Stepped(at.epoch, at.step, steps, done / total, left))

@@ -1,0 +1,105 @@
+"""Optimisers set up so that a step can be recorded: learning rates live on the device and are filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softcell.engine.distributed import World, average_
+
+
+def apply_gradients(
+    optimiser: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    world: World,
+    clip: float,
+    *,
+    averaged: bool = False,
+) -> None:
+    """Averages gradients over ranks (unless `averaged`), clips them by norm (0: not at all) and steps.
+
+    A parameter that took no part (gradient None) stays as it is.
+    """
+    for parameter, gradient in zip(parameters, _owned(gradients), strict=True):
+        parameter.grad = gradient
+    if not averaged:
+        average_([p.grad for p in parameters if p.grad is not None], world)
+    if clip > 0:
+        nn.utils.clip_grad_norm_(parameters, clip)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+
+
+def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients that may be changed in place: autograd hands out one tensor for a and b of a + b, and broadcasts."""
+    seen: set[int] = set()
+    result: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None:
+            place = gradient.untyped_storage().data_ptr()
+            overlaps = any(n > 1 and step == 0 for n, step in zip(gradient.shape, gradient.stride(), strict=True))
+            gradient = gradient.clone(memory_format=torch.contiguous_format) if place in seen or overlaps else gradient
+            seen.add(place)
+        result.append(gradient)
+    return result
+
+
+def load_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Restores what `state_dict` gave, but not where it lived and how it ran: that is this device's affair.
+
+    torch's own `load_state_dict` takes the learning rate as it was saved: a tensor on the host, which a recorded step
+    would read once and for ever.
+    """
+    groups = []
+    for own, saved in zip(optimiser.param_groups, state["param_groups"], strict=True):
+        kept: dict[str, Any] = {key: own[key] for key in ("foreach", "fused", "capturable") if key in own}
+        rate = float(saved["lr"])
+        kept["lr"] = torch.full_like(own["lr"], rate) if isinstance(own["lr"], Tensor) else rate
+        groups.append({**saved, **kept})
+    optimiser.load_state_dict({"state": state["state"], "param_groups": groups})
+
+
+def sgd(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool = False,
+) -> torch.optim.SGD:
+    """SGD with momentum; fused on CUDA, where its learning rate is a tensor."""
+    on_cuda = device.type == "cuda"
+    return torch.optim.SGD(
+        parameters,
+        lr=torch.tensor(lr, device=device) if on_cuda else lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        fused=True if on_cuda else None,
+        foreach=None if on_cuda else True,
+    )
+
+
+def adam(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.Adam:
+    """Adam with weight decay added to the gradient; on CUDA its step counters are on the device."""
+    on_cuda = device.type == "cuda"
+    return torch.optim.Adam(
+        parameters,
+        lr=torch.tensor(lr, device=device) if on_cuda else lr,
+        betas=betas,
+        weight_decay=weight_decay,
+        foreach=True,
+        capturable=on_cuda,
+    )

@@ -1,0 +1,122 @@
+"""The folder of one run, described by its `run.json`; everything after a run reads it from there."""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from softcell.engine.files import TEMPORARY, atomic_write_text
+from softcell.engine.migrate import FORMAT, VERSION, migrate
+from softcell.engine.provenance import collect, now
+from softcell.errors import UserError
+
+MANIFEST = "run.json"
+KINDS = ("search", "train")
+STATUSES = ("running", "interrupted", "finished", "failed")
+# What an overwritten run is cleared of: the kinds of files Softcell writes. Others may be the user's own.
+_OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", TEMPORARY)
+
+
+def new_manifest(kind: Literal["search", "train"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return the manifest of a run that starts now on this machine, from its resolved recipe."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "status": "running",
+        "recipe": recipe,
+        "seed": seed,
+        "created": now(),
+        "finished": None,
+        **collect(),
+        "results": {},
+    }
+
+
+class RunFolder:
+    """A folder with a manifest; made by `create` or `open`."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self._manifest = manifest
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], manifest: dict[str, Any], overwrite: bool = False) -> Self:
+        """Make the folder with `manifest` as its `run.json`; a folder that holds anything is refused.
+
+        With `overwrite`, an earlier run in it loses its files at the top level (those with a suffix
+        in `_OWN_SUFFIXES`); a
+        folder that holds something else than a run is refused still.
+        """
+        path = Path(path)
+        _check(manifest)
+        if path.exists() and not path.is_dir():
+            raise UserError(f"a run needs a folder, but {path} is a file; give another --out")
+        # What a run killed at its birth left half-written is nobody's.
+        if path.exists() and any(not entry.name.endswith(TEMPORARY) for entry in path.iterdir()):
+            if not overwrite:
+                raise UserError(
+                    f"a new run needs an empty folder, but {path} holds {len(list(path.iterdir()))} entries. Use "
+                    f"--resume to go on with the run in it, or another --out."
+                )
+            if not (path / MANIFEST).is_file():
+                raise UserError(
+                    f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give "
+                    f"another --out."
+                )
+            _clear(path)
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path, copy.deepcopy(manifest))
+        folder._write()
+        return folder
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Read the manifest, brought to the present version in memory; `update` alone changes the file."""
+        path = Path(path)
+        file = path / MANIFEST
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"a run's folder has a {MANIFEST}, but {path} has none; check the path") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} must be readable JSON, but is not: {error}") from error
+        manifest = migrate(manifest, str(file))
+        _check(manifest)
+        return cls(path, manifest)
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """A copy of the manifest."""
+        return copy.deepcopy(self._manifest)
+
+    def update(self, **fields: Any) -> None:
+        """Replace top-level fields of the manifest in memory and, in one step, on the disk."""
+        unknown = sorted(fields.keys() - self._manifest.keys())
+        if unknown:
+            raise UserError(f"update changes fields that a manifest has, but got {', '.join(unknown)}")
+        changed = {**self._manifest, **copy.deepcopy(fields)}
+        _check(changed)
+        self._manifest = changed
+        self._write()
+
+    def finish(self, status: Literal["interrupted", "finished", "failed"], **results: Any) -> None:
+        """Record how the run ended, when, and what came out (added to the results so far)."""
+        self.update(status=status, finished=now(), results={**self._manifest["results"], **results})
+
+    def _write(self) -> None:
+        text = json.dumps(self._manifest, indent=2, ensure_ascii=False, allow_nan=False)
+        atomic_write_text(self.path / MANIFEST, text + "\n")
+
+
+def _check(manifest: dict[str, Any]) -> None:
+    for name, allowed in (("kind", KINDS), ("status", STATUSES)):
+        if manifest.get(name) not in allowed:
+            raise UserError(f"a run's {name} must be one of {', '.join(allowed)}, but got {manifest.get(name)!r}")
+
+
+def _clear(path: Path) -> None:
+    for file in path.iterdir():
+        if file.is_file() and file.suffix in _OWN_SUFFIXES and file.name != MANIFEST:
+            file.unlink()

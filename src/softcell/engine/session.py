@@ -1,0 +1,68 @@
+"""What a run sets up before anything else: device, processes, threads, numeric switches, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from softcell.engine import distributed
+from softcell.engine.device import resolve_device, set_deterministic, set_tf32, set_threads
+from softcell.engine.distributed import World
+from softcell.engine.rng import seed_everything
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def place(module: M, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
+    """Moves a module; convolution weights are laid out channels-last.
+
+    Outputs then are channels-last too, which is faster for depthwise convolutions, pools and norms on CPUs and GPUs.
+    """
+    module.to(device=device, dtype=dtype)
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The surroundings of one run."""
+
+    world: World
+    dtype: torch.dtype
+    threads: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def place(self, module: M) -> M:
+        """The module on this run's device, in its precision and memory format."""
+        return place(module, self.device, self.dtype)
+
+
+@contextmanager
+def open_session(*, device: str, seed: int, precision: str, deterministic: bool, threads: int) -> Iterator[Session]:
+    """Sets everything up, and leaves the process group when the block ends.
+
+    Every rank seeds alike: what is random is drawn for the global batch on all ranks.
+    """
+    set_deterministic(deterministic)
+    # float32 means float32: speed by lower precision is a choice the user makes by name.
+    set_tf32(False)
+    count = set_threads(threads)
+    already = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world = distributed.current() if already else distributed.start(resolve_device(device))
+    seed_everything(seed)
+    try:
+        yield Session(world, DTYPES[precision], count)
+    finally:
+        if not already:
+            distributed.stop()

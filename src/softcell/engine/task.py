@@ -1,0 +1,56 @@
+"""What the loop asks of the thing it runs."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from softcell.engine.watch import Failure
+
+
+class Task(Protocol):
+    """A job of epochs and steps whose whole state can be saved between any two steps.
+
+    A run that was killed and resumed repeats an unbroken one bit by bit if these hold:
+
+    - `batches(epoch, start)` yields the batches from number `start` on, as a function of its arguments. It
+      may draw from torch's global generators while it makes a batch, but not ahead of time for a later one.
+    - `state_dict` holds all that steps change: weights, optimizers, running metrics. A resumed epoch calls
+      `load_state_dict`, `begin_epoch`, and `load_state_dict` again, so what `begin_epoch` sets from the
+      epoch's number alone (schedules) need not be in it.
+    """
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs the run has."""
+
+    def steps_in(self, epoch: int) -> int:
+        """How many steps `epoch` has; the same on every rank."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the schedules for `epoch` and zero the running metrics."""
+
+    def batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the batches of `epoch` that this rank sees, from step `start` on."""
+
+    def step(self, batch: Any) -> None:
+        """Learn from one batch; metrics are summed on the device."""
+
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
+        """Return the epoch's metrics, ready for JSON, the same on every rank.
+
+        Two keys are not metrics: `"_records"`, a dict whose values become lines of `<name>.jsonl`;
+        `"_stop"`, the reason to end the run after this epoch. `"epoch"` and `"seconds"` are added by the
+        loop.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as tensors (any shape) and plain values, the same on every rank.
+
+        What differs between ranks (metrics not yet summed over them) goes under the key `"_local"`. It is
+        kept, rank by rank, in the middle of an epoch only.
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; tensors come on the CPU, and `"_local"` in mid-epoch only."""
+
+    def failed(self) -> Failure | None:
+        """Return the first non-finite loss, if there was one; may read the device."""

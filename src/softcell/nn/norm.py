@@ -1,0 +1,104 @@
+"""Batch normalisation by the statistics of the whole batch, however many processes share it.
+
+Statistics are merged by the parallel rule of Chan, Golub & LeVeque (1983): with count n_i, mean m_i and sum
+of centred squares s_i on rank i,
+
+    n = sum n_i        m = sum n_i m_i / n        s = sum s_i + sum n_i (m_i - m)^2
+
+which, unlike "mean of squares minus square of mean", loses no digits when the mean is large. One collective
+brings all (n_i, m_i, s_i) everywhere. It is differentiable and everything else is plain tensor arithmetic, so
+gradients of any order flow across the processes: second-order search differentiates a gradient step.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks; each rank's loss depends on each rank's input, so gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return sum_over_ranks(gradient)
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Return the sum of `x` (any shape, the same on all ranks) over the ranks, differentiable at any order.
+
+    Gradients are those of the sum of all ranks' losses. All ranks must call this, and backward, in the same
+    order.
+    """
+    return _SumOverRanks.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def shared_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return count [], mean [C] and biased variance [C] of `x` [N, C, H, W] over the batches of all ranks.
+
+    N may differ between ranks and may be 0. Half-precision input is reduced in float32.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    channels = x.shape[1]
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    local = x.numel() // channels
+    # An empty batch has no mean; zero is as good as any, since its count is zero.
+    mean = x.sum((0, 2, 3)) / max(local, 1)
+    squares = (x - mean[:, None, None]).square().sum((0, 2, 3))
+    row = torch.cat([mean, squares, mean.new_full((1,), local)])
+    # A sum of rows padded with zeros is a gather, by the one collective that has its own adjoint.
+    rows = sum_over_ranks(F.pad(row[None], (0, 0, rank, size - rank - 1)))
+    means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    count = counts.sum()
+    mean = (counts * means).sum(0) / count
+    variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / count
+    return count.detach(), mean, variance
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """`torch.nn.BatchNorm2d` over the whole batch of all processes; with one it is exactly that class.
+
+    N ranks on parts of a batch give what one rank gives on the whole. Where batch statistics are used
+    (training, or no running statistics kept), all ranks must run it equally often; a rank without samples
+    passes an empty batch.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input` [N, C, H, W] per channel and return the same shape."""
+        by_batch = self.training or self.running_mean is None
+        if not (by_batch and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return super().forward(input)
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(f"input must have {self.num_features} channels, but its shape is {tuple(input.shape)}")
+        count, mean, variance = shared_moments(input)
+        # Reading the count costs nothing on the CPU, but would stall a CUDA stream.
+        if self.training and count.device.type == "cpu" and count <= 1:
+            raise ValueError(f"training needs more than 1 value per channel over all ranks, but got {int(count)}")
+        if self.training:
+            self._update_running(count, mean.detach(), variance.detach())
+        y = (input - mean[:, None, None]) * torch.rsqrt(variance + self.eps)[:, None, None]
+        if self.affine:
+            y = y * self.weight[:, None, None] + self.bias[:, None, None]
+        return y.to(input.dtype)
+
+    @torch.no_grad()
+    def _update_running(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards `mean` [C] and unbiased `variance` [C]; `count` is []."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        # momentum=None asks for the plain average over all batches so far; kept on the device for graph
+        # capture.
+        momentum = self.num_batches_tracked.to(mean.dtype).reciprocal() if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.add_((new - running) * momentum)

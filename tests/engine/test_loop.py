@@ -1,0 +1,250 @@
+"""The loop in one process: order of events, interruption, resumption, failure."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_toy import ALONE, Toy, final_state, same, untimed
+
+from softcell.engine import checkpoint, loop
+from softcell.engine.distributed import World
+from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+from softcell.engine.watch import DivergedError
+from softcell.errors import UserError
+
+# Every step of the toy task: four in even epochs, five in odd ones.
+PLACES = [(epoch, step) for epoch in range(3) for step in range(4 + epoch % 2)]
+
+
+def strike_at(epoch: int, step: int, number: int = signal.SIGINT) -> Callable[[int, int], None]:
+    def strike(now_epoch: int, now_step: int) -> None:
+        if (now_epoch, now_step) == (epoch, step):
+            os.kill(os.getpid(), number)
+
+    return strike
+
+
+def place(folder: Path) -> tuple[int, int] | None:
+    loaded = checkpoint.load_latest(folder)
+    return (loaded.state["epoch"], loaded.state["step"]) if loaded else None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("whole")
+    loop.run(Toy(), folder, ALONE, resume=False)
+    return final_state(folder)
+
+
+def test_events_come_in_order_and_lead_to_the_end(tmp_path: Path) -> None:
+    events: list[Event] = []
+    outcome = loop.run(Toy(num_epochs=2), tmp_path, ALONE, resume=False, on_event=events.append)
+    kinds = [type(event).__name__ for event in events]
+    assert kinds == ["Started", *["Stepped"] * 4, "EpochEnded", *["Stepped"] * 5, "EpochEnded", "Finished"]
+    steps = [event for event in events if isinstance(event, Stepped)]
+    assert [round(event.fraction * 9) for event in steps] == list(range(1, 10))
+    assert steps[0].seconds_left is None
+    assert all(event.seconds_left is not None and event.seconds_left >= 0 for event in steps[1:])
+    assert (outcome.status, outcome.exit_code, outcome.reason) == ("finished", 0, None)
+    ended = [event.metrics for event in events if isinstance(event, EpochEnded)]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ended == lines == outcome.metrics
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert all(line["seconds"] > 0 for line in lines)
+    records = [json.loads(line) for line in (tmp_path / "weights.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [0, 1]
+    assert "_records" not in lines[0]
+
+
+@settings(max_examples=12, deadline=None)
+@given(stops=st.lists(st.sampled_from(PLACES), max_size=3, unique=True))
+def test_an_interrupted_and_resumed_run_repeats_an_unbroken_one(
+    whole: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, stops: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    for epoch, step in sorted(stops):
+        outcome = loop.run(Toy(before_step=strike_at(epoch, step)), folder, ALONE, resume=True)
+        assert (outcome.status, outcome.exit_code) == ("interrupted", 130)
+    assert loop.run(Toy(), folder, ALONE, resume=True).status == "finished"
+    assert same(final_state(folder), whole)
+    shutil.rmtree(folder)
+
+
+def test_an_interruption_saves_the_place_and_says_how_to_go_on(tmp_path: Path) -> None:
+    events: list[Event] = []
+    task = Toy(before_step=strike_at(1, 1, signal.SIGTERM))
+    outcome = loop.run(task, tmp_path, ALONE, resume=False, on_event=events.append)
+    assert outcome.exit_code == 143
+    last = events[-1]
+    assert isinstance(last, Interrupted)
+    assert (last.epoch, last.step, last.exit_code) == (1, 2, 143)
+    assert "--resume" in last.text
+    assert "SIGTERM" in last.text
+    assert str(tmp_path) in last.text
+    loop.run(Toy(), tmp_path, ALONE, resume=True, on_event=events.append)
+    started = [event for event in events if isinstance(event, Started)]
+    assert (started[1].epoch, started[1].step) == (1, 2)
+
+
+def test_a_signal_during_the_end_of_an_epoch_is_heard(tmp_path: Path, whole: dict[str, Any]) -> None:
+    class Struck(Toy):
+        def end_epoch(self, epoch: int) -> dict[str, Any]:
+            if epoch == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().end_epoch(epoch)
+
+    outcome = loop.run(Struck(), tmp_path, ALONE, resume=False, save_every_epochs=10)
+    assert outcome.status == "interrupted"
+    assert place(tmp_path) == (1, 0)
+    loop.run(Toy(), tmp_path, ALONE, resume=True)
+    assert same(final_state(tmp_path), whole)
+
+
+def test_handlers_are_as_before_after_a_run(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    loop.run(Toy(), tmp_path, ALONE, resume=False)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_checkpoint_is_never_run_over(tmp_path: Path) -> None:
+    loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
+    with pytest.raises(UserError, match=r"--resume.*--out"):
+        loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
+
+
+def test_resuming_a_finished_run_does_nothing_and_a_longer_one_goes_on(tmp_path: Path) -> None:
+    first = loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
+
+    def never(epoch: int, step: int) -> None:
+        raise AssertionError("a finished run made a step")
+
+    assert loop.run(Toy(num_epochs=1, before_step=never), tmp_path, ALONE, resume=True) == first
+    assert len(loop.run(Toy(num_epochs=2), tmp_path, ALONE, resume=True).metrics) == 2
+
+
+def test_resuming_without_a_checkpoint_starts_and_says_so(tmp_path: Path) -> None:
+    events: list[Event] = []
+    loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=True, on_event=events.append)
+    assert isinstance(events[0], Note)
+    assert "no checkpoint" in events[0].text
+
+
+def test_a_spoilt_checkpoint_costs_one_epoch_and_a_note(tmp_path: Path, whole: dict[str, Any]) -> None:
+    loop.run(Toy(), tmp_path, ALONE, resume=False)
+    (tmp_path / checkpoint.CURRENT).write_bytes(b"spoilt")
+    events: list[Event] = []
+    loop.run(Toy(), tmp_path, ALONE, resume=True, on_event=events.append)
+    assert isinstance(events[0], Note)
+    assert checkpoint.PREVIOUS in events[0].text
+    assert same(final_state(tmp_path), whole)
+
+
+def test_files_left_behind_by_a_kill_are_rewritten(tmp_path: Path) -> None:
+    loop.run(Toy(num_epochs=2), tmp_path, ALONE, resume=False)
+    for file in tmp_path.glob("*.jsonl"):
+        file.write_text("")
+    loop.run(Toy(num_epochs=2), tmp_path, ALONE, resume=True)
+    final_state(tmp_path)  # compares files and checkpoint
+
+
+def test_an_early_stop_ends_the_run_for_good(tmp_path: Path) -> None:
+    events: list[Event] = []
+    outcome = loop.run(Toy(stop_after=1), tmp_path, ALONE, resume=False, on_event=events.append)
+    assert (outcome.status, outcome.reason, len(outcome.metrics)) == ("finished", "enough", 2)
+    assert events[-1] == Finished(2, "enough")
+    assert "_stop" not in outcome.metrics[1]
+    assert loop.run(Toy(), tmp_path, ALONE, resume=True) == outcome
+
+
+@pytest.mark.parametrize("place", [(1, 2), (1, 4)])
+def test_a_loss_that_is_not_finite_ends_the_run_at_once(tmp_path: Path, place: tuple[int, int]) -> None:
+    with pytest.raises(DivergedError, match=rf"nan in epoch 1 at step {place[1]}.*learning rate"):
+        loop.run(Toy(nan_at=place), tmp_path, ALONE, resume=False)
+    loaded = checkpoint.load_latest(tmp_path)
+    assert loaded is not None
+    assert (loaded.state["epoch"], loaded.state["step"]) == (1, 0)
+
+
+def test_on_cuda_a_failure_is_looked_for_rarely_but_before_anything_is_saved(tmp_path: Path) -> None:
+    steps: list[int] = []
+    task = Toy(nan_at=(0, 1), before_step=lambda epoch, step: steps.append(step))
+    with pytest.raises(DivergedError, match="epoch 0 at step 1"):
+        loop.run(task, tmp_path, World(0, 1, 0, torch.device("cuda")), resume=False)
+    assert steps == [0, 1, 2, 3]
+    assert place(tmp_path) is None
+    task = Toy(nan_at=(0, 1), before_step=strike_at(0, 2))
+    with pytest.raises(DivergedError, match="epoch 0 at step 1"):
+        loop.run(task, tmp_path, World(0, 1, 0, torch.device("cuda")), resume=False)
+    assert place(tmp_path) is None
+
+
+def test_a_signal_together_with_a_failure_saves_no_bad_state(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError):
+        loop.run(Toy(nan_at=(0, 1), before_step=strike_at(0, 1)), tmp_path, ALONE, resume=False)
+    assert checkpoint.load_latest(tmp_path) is None
+
+
+def test_checkpoints_come_every_so_many_epochs_and_files_with_them(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, EpochEnded):
+            file = tmp_path / "metrics.jsonl"
+            seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
+
+    loop.run(Toy(num_epochs=5), tmp_path, ALONE, resume=False, on_event=look, save_every_epochs=2)
+    assert seen == [0, 2, 2, 4, 5]
+    with pytest.raises(UserError, match="save_every_epochs=0"):
+        loop.run(Toy(), tmp_path, ALONE, resume=True, save_every_epochs=0)
+
+
+def test_a_metric_that_is_not_finite_is_null_and_noted(tmp_path: Path) -> None:
+    class Odd(Toy):
+        def end_epoch(self, epoch: int) -> dict[str, Any]:
+            return {"loss": float("inf"), "deep": [{"a": float("nan")}], "pair": (1, 2)}
+
+    events: list[Event] = []
+    outcome = loop.run(Odd(num_epochs=1), tmp_path, ALONE, resume=False, on_event=events.append)
+    assert untimed(outcome.metrics) == [{"epoch": 0, "loss": None, "deep": [{"a": None}], "pair": [1, 2]}]
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert any("loss is inf" in note for note in notes)
+    assert any("deep[0].a is nan" in note for note in notes)
+
+
+def test_too_few_batches_are_an_error(tmp_path: Path) -> None:
+    class Short(Toy):
+        def batches(self, epoch: int, start: int) -> Any:
+            yield from list(super().batches(epoch, start))[:2]
+
+    with pytest.raises(RuntimeError, match="ended after 2"):
+        loop.run(Short(), tmp_path, ALONE, resume=False)
+
+
+@pytest.mark.parametrize("names", [{"_records": {"metrics": 1}}, {"epoch": 3}, {"_records": {"../x": 1}}])
+def test_names_of_the_loops_own_are_refused(tmp_path: Path, names: dict[str, Any]) -> None:
+    class Named(Toy):
+        def end_epoch(self, epoch: int) -> dict[str, Any]:
+            return names
+
+    with pytest.raises(ValueError, match=r"loop's own|file name"):
+        loop.run(Named(), tmp_path, ALONE, resume=False)
+
+
+def test_the_global_generator_is_part_of_the_state(tmp_path: Path, whole: dict[str, Any]) -> None:
+    loop.run(Toy(before_step=strike_at(0, 1)), tmp_path, ALONE, resume=False)
+    task = Toy()
+    torch.manual_seed(99)
+    loop.run(task, tmp_path, ALONE, resume=True)
+    assert same(final_state(tmp_path), whole)

@@ -1,0 +1,141 @@
+"""Run folders: refusing, updating, migrating."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from softcell.engine import provenance
+from softcell.engine.migrate import VERSION, migrate
+from softcell.engine.runfolder import MANIFEST, RunFolder, new_manifest
+from softcell.errors import UserError
+
+RECIPE = {"method": "x", "weights": {"learning_rate": 0.025}}
+
+
+def stored(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    return found
+
+
+def test_a_manifest_tells_where_a_run_comes_from(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a" / "run", new_manifest("search", RECIPE, 7))
+    manifest = RunFolder.open(folder.path).manifest
+    assert manifest == folder.manifest == stored(folder.path)
+    assert (manifest["format"], manifest["version"]) == ("softcell-run", VERSION)
+    assert (manifest["kind"], manifest["seed"], manifest["status"]) == ("search", 7, "running")
+    assert manifest["recipe"] == RECIPE
+    assert manifest["results"] == {}
+    assert set(manifest["versions"]) == {"python", "torch", "numpy", "softcell"}
+    assert set(manifest["hardware"]) == {"cpu", "cores", "memory", "gpus"}
+    assert manifest["created"].endswith("+00:00")
+    assert manifest["finished"] is None
+    assert manifest["threads"] >= 1
+    assert isinstance(manifest["command"], list)
+
+
+def test_a_folder_that_holds_anything_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    manifest = new_manifest("train", {}, 0)
+    with pytest.raises(UserError, match=r"--resume.*--out"):
+        RunFolder.create(tmp_path, manifest)
+    with pytest.raises(UserError, match="not a run"):
+        RunFolder.create(tmp_path, manifest, overwrite=True)
+    with pytest.raises(UserError, match="is a file"):
+        RunFolder.create(tmp_path / "notes.txt", manifest)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_overwriting_clears_the_old_run_and_spares_other_files(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, new_manifest("search", {}, 0)).finish("finished", accuracy=0.5)
+    for name in ("checkpoint.bin", "checkpoint.prev.bin", "metrics.jsonl", "genotype.json", ".x.tmp"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    RunFolder.create(tmp_path, new_manifest("train", {}, 1), overwrite=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.txt", MANIFEST]
+    assert stored(tmp_path)["kind"] == "train"
+    assert stored(tmp_path)["results"] == {}
+
+
+def test_updates_reach_the_disk_and_keep_the_rest(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, new_manifest("search", RECIPE, 7))
+    folder.update(threads=3)
+    folder.finish("finished", accuracy=0.9)
+    folder.update(results={**folder.manifest["results"], "cost": 2})
+    found = stored(tmp_path)
+    assert (found["threads"], found["status"], found["results"]) == (
+        3,
+        "finished",
+        {"accuracy": 0.9, "cost": 2},
+    )
+    assert found["finished"] is not None
+    assert found["recipe"] == RECIPE
+    with pytest.raises(UserError, match="staus"):
+        folder.update(staus="failed")
+    with pytest.raises(UserError, match="status must be one of"):
+        folder.update(status="done")
+    assert stored(tmp_path) == found
+
+
+def test_a_manifest_handed_out_is_a_copy(tmp_path: Path) -> None:
+    given = new_manifest("search", {"a": {"b": 1}}, 7)
+    folder = RunFolder.create(tmp_path, given)
+    given["recipe"]["a"]["b"] = folder.manifest["recipe"]["a"]["b"] = 2
+    assert folder.manifest["recipe"] == {"a": {"b": 1}}
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has none"):
+        RunFolder.open(tmp_path)
+    for text in ("{", "[]", '{"format": "other"}', '{"format": "softcell-run", "version": "1"}'):
+        (tmp_path / MANIFEST).write_text(text)
+        with pytest.raises(UserError):
+            RunFolder.open(tmp_path)
+
+
+def test_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({"format": "softcell-run", "version": VERSION + 1}))
+    with pytest.raises(UserError, match="newer Softcell"):
+        RunFolder.open(tmp_path)
+
+
+def test_version_0_becomes_the_present_one(tmp_path: Path) -> None:
+    old = {
+        "format": "softcell-run",
+        "version": 0,
+        "kind": "search",
+        "status": "done",
+        "seed": 4,
+        "recipe.method": "x",
+        "recipe.weights.learning_rate": 0.025,
+        "recipe.weights.momentum": 0.9,
+        "version_of_torch": "2.11.0",
+        "results": {"accuracy": 0.9},
+    }
+    kept = json.dumps(old)
+    (tmp_path / MANIFEST).write_text(kept)
+    folder = RunFolder.open(tmp_path)
+    manifest = folder.manifest
+    assert manifest == migrate(old)
+    assert json.dumps(old) == kept
+    assert manifest["version"] == VERSION
+    assert manifest["status"] == "finished"
+    assert manifest["seed"] == 4
+    assert manifest["recipe"] == {"method": "x", "weights": {"learning_rate": 0.025, "momentum": 0.9}}
+    assert manifest["versions"] == {"python": None, "torch": "2.11.0", "numpy": None, "softcell": None}
+    assert not [name for name in manifest if "." in name or name.startswith("version_of_")]
+    assert manifest.keys() == new_manifest("search", {}, 0).keys()
+    assert (tmp_path / MANIFEST).read_text() == kept
+    folder.update(threads=1)
+    assert stored(tmp_path)["version"] == VERSION
+    assert migrate(stored(tmp_path)) == stored(tmp_path)
+
+
+def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance.commit(tmp_path) is None
+    assert provenance.commit(tmp_path / "none") is None
+    monkeypatch.setenv("PATH", "")
+    assert provenance.commit() is None
+    json.dumps(provenance.collect())
