@@ -1,0 +1,33 @@
+"""A candidate of your own, in every space that is told its name.
+
+    softcell search --plugin examples/my_candidate.py --set "space.candidates=[none, skip_connect, gated_conv_3x3]"
+
+A candidate maps [n, channels, h, w] to [n, channels, ceil(h / stride), ceil(w / stride)], for any h and w.
+`softcell.testing.check_candidate("gated_conv_3x3")` tells whether it keeps to that.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from softcell.nn.candidates import Spec, candidate
+from softcell.nn.conv import ReLUConvBN
+
+
+class GatedConv(nn.Module):
+    """A 3×3 convolution whose channels are turned up or down by what the whole image holds."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        # `affine` is False in search and True in the final network: hand it to every batch-norm.
+        self.conv = ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)
+        self.gate = nn.Linear(spec.channels, spec.channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x.mean(dim=(2, 3))).sigmoid()
+        return self.conv(x) * gate[:, :, None, None]
+
+
+@candidate("gated_conv_3x3")
+def gated_conv_3x3(spec: Spec) -> nn.Module:
+    return GatedConv(spec)

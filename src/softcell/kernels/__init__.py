@@ -1,0 +1,1 @@
+"""Fused operations, each beside a plain-PyTorch twin of the same signature."""

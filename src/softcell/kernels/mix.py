@@ -1,0 +1,72 @@
+"""The weighted sum that forms a node: out = Σ_k w_k · x_k, in one pass forward and one backward.
+
+Plain autograd would make one product and one sum per candidate and keep every product. Here the inputs are kept only
+when the weights want a gradient (the architecture step), and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """inputs: m tensors of one shape; weights [m]; gives Σ weights[k] · inputs[k]."""
+    assert len(inputs) == weights.shape[0] and len(inputs) > 0
+    result: Tensor = _WeightedSum.apply(weights, *inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+def weighted_sum_reference(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """The literal twin of `weighted_sum`, by plain autograd."""
+    total = weights[0] * inputs[0]
+    for weight, term in zip(weights[1:], inputs[1:], strict=True):
+        total = total + weight * term
+    return total
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *(inputs if ctx.needs_input_grad[0] else ()))
+        if weights.device.type == "cpu":
+            first, *rest = weights.tolist()
+            total: Tensor = inputs[0] * first
+            for scale, term in zip(rest, inputs[1:], strict=True):
+                total.add_(term, alpha=scale)
+            return total
+        # On a device the weights stay there: reading them would stall the step.
+        scales = weights.unbind()
+        total = inputs[0] * scales[0]
+        for weight, term in zip(scales[1:], inputs[1:], strict=True):
+            total = torch.addcmul(total, term, weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *inputs = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled() or weights.device.type != "cpu":
+            # With create_graph every factor must stay a tensor, or second derivatives would be lost in silence.
+            scales: Sequence[Any] = weights.unbind()
+        else:
+            scales = weights.tolist()
+        grad_inputs = [grad * scale if want else None for scale, want in zip(scales, wanted, strict=True)]
+        grad_weights = None
+        if ctx.needs_input_grad[0]:
+            if torch.is_grad_enabled() or grad.dtype in (torch.bfloat16, torch.float16):
+                products = [(grad * term).sum(dtype=weights.dtype) for term in inputs]
+            else:
+                products = [torch.dot(*_flat(grad, term)) for term in inputs]
+            grad_weights = torch.stack(products).to(weights.dtype)
+        return (grad_weights, *grad_inputs)
+
+
+def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as vectors in the same order of elements: views where their memory is laid out alike, else copies."""
+    if a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last) and not a.is_contiguous():
+        a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
+    return a.reshape(-1), b.reshape(-1)

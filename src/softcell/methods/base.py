@@ -1,0 +1,99 @@
+"""What a search method is.
+
+A `Method` owns architecture parameters and nothing else: it hands the supernet a mix for each step and, at the end,
+says which architecture it found. A `Sampler` owns no parameters: it proposes architectures that are trained one by
+one, and is told how they did. Neither knows of loops, devices or data.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Genotype, Layout, Mix, derive
+
+Regime = Literal["single-level", "bilevel", "unrolled"]
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """For methods that have nothing to set."""
+
+
+class Method(nn.Module, ABC):
+    """Architecture parameters and what they mean.
+
+    `recipes` maps a scale (`small`, `paper`) to what its recipe changes in the defaults of `SearchRecipe`.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str] = ""
+    regime: ClassVar[Regime] = "bilevel"
+    Settings: ClassVar[type] = NoSettings
+    recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __init__(self, layout: Layout, settings: Any) -> None:
+        super().__init__()
+        self.layout, self.settings = layout, settings
+
+    @abstractmethod
+    def relax(self) -> Mix:
+        """The mix of one step. Runs on the device's clock: nothing in it may wait for the host."""
+
+    @abstractmethod
+    def probabilities(self) -> dict[str, Tensor]:
+        """Per table how much each candidate is believed in, [choices, width], padding 0; for records and derivation."""
+
+    def derive(self) -> Genotype:
+        """The architecture found so far; by default the space's rule on the probabilities."""
+        return derive(self.layout, self.probabilities(), about={"method": self.name})
+
+    def begin_epoch(self, progress: float) -> None:
+        """Moves schedules; `progress` runs from 0 to 1 over the search. Values go into buffers, in place."""
+
+    def penalty(self, mix: Mix) -> Tensor | None:
+        """A term added to the loss that trains the architecture, if the method has one."""
+        return None
+
+
+class Sampler(ABC):
+    """A method that proposes whole architectures, each trained on its own without shared weights."""
+
+    name: ClassVar[str]
+    about: ClassVar[str] = ""
+    Settings: ClassVar[type] = NoSettings
+    recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __init__(self, layout: Layout, settings: Any, seed: int) -> None:
+        self.layout, self.settings, self.seed = layout, settings, seed
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """How many architectures will be proposed."""
+
+    @abstractmethod
+    def propose(self, number: int, scores: list[float]) -> Genotype:
+        """Architecture `number`, given the validation accuracies of those before it."""
+
+
+def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:
+    """One logits matrix [choices, width] per table, drawn from a normal distribution of deviation `scale`."""
+    return nn.ParameterDict({table.name: nn.Parameter(scale * torch.randn(*table.shape)) for table in layout.tables})
+
+
+class Masks(nn.Module):
+    """The masks of all tables as buffers, so that they move with the method."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        for table in layout.tables:
+            self.register_buffer(table.name, table.mask(), persistent=False)
+
+    def __getitem__(self, table: str) -> Tensor:
+        return self.get_buffer(table)

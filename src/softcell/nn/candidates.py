@@ -1,0 +1,88 @@
+"""The registry of candidate operations: a name, how to build it, and what it shares.
+
+A candidate maps [n, channels, h, w] to [n, channels, ceil(h / stride), ceil(w / stride)]. Adding one is a function
+with a decorator; it is then known to every space, to the command line and to the genotype reader:
+
+    @candidate("my_conv")
+    def my_conv(spec: Spec) -> nn.Module:
+        return ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from softcell.errors import UserError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a candidate is built for.
+
+    `affine`: whether batch-norm learns scale and shift (not in search). `pool_norm`: whether pools are followed by
+    batch-norm (DARTS supernets).
+    """
+
+    channels: int
+    stride: int = 1
+    affine: bool = True
+    pool_norm: bool = False
+
+
+Builder = Callable[[Spec], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A registered operation.
+
+    `zero`: its output is all zeros, so it never runs. `shared(spec)`: its output depends on its input alone (no
+    weights, no noise), so it is computed once for all edges that leave a node.
+    """
+
+    name: str
+    build: Builder
+    zero: bool = False
+    shared: Callable[[Spec], bool] = lambda spec: False
+
+
+_REGISTRY: dict[str, Candidate] = {}
+
+
+def _always(spec: Spec) -> bool:
+    return True
+
+
+def _never(spec: Spec) -> bool:
+    return False
+
+
+def candidate(
+    name: str, *, zero: bool = False, shared: bool | Callable[[Spec], bool] = False
+) -> Callable[[Builder], Builder]:
+    """Registers the decorated function as the builder of candidate `name`."""
+
+    def register(build: Builder) -> Builder:
+        if not name.isidentifier():
+            raise UserError(f"a candidate's name must be a plain identifier such as 'sep_conv_3x3', got {name!r}")
+        known = _REGISTRY.get(name)
+        if known is not None and known.build.__module__ != build.__module__:
+            raise UserError(f"candidate {name!r} exists already (from {known.build.__module__}); choose another name")
+        shares = shared if callable(shared) else (_always if shared else _never)
+        _REGISTRY[name] = Candidate(name, build, zero, shares)
+        return build
+
+    return register
+
+
+def get_candidate(name: str) -> Candidate:
+    if name not in _REGISTRY:
+        raise UserError(f"no candidate operation {name!r} (--plugin FILE brings your own); {nearest(name, _REGISTRY)}")
+    return _REGISTRY[name]
+
+
+def known_candidates() -> tuple[str, ...]:
+    return tuple(sorted(_REGISTRY))

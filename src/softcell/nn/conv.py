@@ -1,0 +1,161 @@
+"""Convolutional candidates and blocks of the DARTS family, in ReLU-Conv-BN order."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.nn.candidates import Spec, candidate
+from softcell.nn.norm import BatchNorm2d
+
+
+class ReLUFirst(nn.Sequential):
+    """A chain that starts with ReLU; whoever has max(x, 0) already may hand it over and save the work."""
+
+    def forward(self, x: Tensor, activated: Tensor | None = None) -> Tensor:
+        """x, and max(x, 0) if known, both [n, c, h, w]."""
+        first, *rest = self
+        x = first(x) if activated is None else activated
+        for part in rest:
+            x = part(x)
+        return x
+
+
+class ReLUConvBN(ReLUFirst):
+    """ReLU, k×k convolution without bias, batch-norm: [n, c_in, h, w] to [n, c_out, ⌈h/s⌉, ⌈w/s⌉]."""
+
+    def __init__(self, c_in: int, c_out: int, kernel: int, stride: int = 1, *, affine: bool = True) -> None:
+        super().__init__(
+            nn.ReLU(),
+            nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False),
+            BatchNorm2d(c_out, affine=affine),
+        )
+
+
+class DilatedConv(ReLUFirst):
+    """ReLU, depthwise k×k with dilation 2, pointwise, batch-norm (`dil_conv`)."""
+
+    def __init__(self, channels: int, kernel: int, stride: int, *, affine: bool) -> None:
+        padding = kernel - 1  # dilation 2: half of the dilated extent 2(k-1)+1
+        super().__init__(
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, kernel, stride, padding, dilation=2, groups=channels, bias=False),
+            nn.Conv2d(channels, channels, 1, bias=False),
+            BatchNorm2d(channels, affine=affine),
+        )
+
+
+class SeparableConv(ReLUFirst):
+    """ReLU, depthwise, pointwise, batch-norm, applied twice; only the first strides (`sep_conv`)."""
+
+    def __init__(self, channels: int, kernel: int, stride: int, *, affine: bool) -> None:
+        super().__init__(
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, kernel, stride, kernel // 2, groups=channels, bias=False),
+            nn.Conv2d(channels, channels, 1, bias=False),
+            BatchNorm2d(channels, affine=affine),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, kernel, 1, kernel // 2, groups=channels, bias=False),
+            nn.Conv2d(channels, channels, 1, bias=False),
+            BatchNorm2d(channels, affine=affine),
+        )
+
+
+class FactorisedReduction(nn.Module):
+    """ReLU, two 1×1 convolutions of stride 2 on grids shifted by one pixel, concatenated, batch-norm.
+
+    An odd size is padded by one row or column of zeros, so that the output is ⌈h/2⌉ × ⌈w/2⌉ like that of every other
+    stride-2 operation (DARTS itself fails there).
+    """
+
+    def __init__(self, c_in: int, c_out: int, *, affine: bool = True) -> None:
+        super().__init__()
+        first = c_out // 2  # an odd width gives the second half one channel more
+        self.even = nn.Conv2d(c_in, first, 1, stride=2, bias=False) if first else None
+        self.odd = nn.Conv2d(c_in, c_out - first, 1, stride=2, bias=False)
+        self.norm = BatchNorm2d(c_out, affine=affine)
+
+    def forward(self, x: Tensor, activated: Tensor | None = None) -> Tensor:
+        """x, and max(x, 0) if known, both [n, c_in, h, w]."""
+        x = F.relu(x) if activated is None else activated
+        height, width = x.shape[-2:]
+        padded = F.pad(x, (0, width % 2, 0, height % 2)) if height % 2 or width % 2 else x
+        halves = [self.odd(padded[:, :, 1:, 1:])]
+        if self.even is not None:
+            halves.insert(0, self.even(x))
+        return self.norm(torch.cat(halves, dim=1))  # type: ignore[no-any-return]
+
+
+class Zero(nn.Module):
+    """The `none` candidate as a module, for those who want to call it; networks never do."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x[:, :, :: self.stride, :: self.stride])
+
+
+def _identity(spec: Spec) -> bool:
+    return spec.stride == 1
+
+
+@candidate("none", zero=True, shared=True)
+def none(spec: Spec) -> nn.Module:
+    return Zero(spec.stride)
+
+
+@candidate("skip_connect", shared=_identity)
+def skip_connect(spec: Spec) -> nn.Module:
+    if spec.stride == 1:
+        return nn.Identity()
+    return FactorisedReduction(spec.channels, spec.channels, affine=spec.affine)
+
+
+@candidate("sep_conv_3x3")
+def sep_conv_3x3(spec: Spec) -> nn.Module:
+    return SeparableConv(spec.channels, 3, spec.stride, affine=spec.affine)
+
+
+@candidate("sep_conv_5x5")
+def sep_conv_5x5(spec: Spec) -> nn.Module:
+    return SeparableConv(spec.channels, 5, spec.stride, affine=spec.affine)
+
+
+@candidate("sep_conv_7x7")
+def sep_conv_7x7(spec: Spec) -> nn.Module:
+    return SeparableConv(spec.channels, 7, spec.stride, affine=spec.affine)
+
+
+@candidate("dil_conv_3x3")
+def dil_conv_3x3(spec: Spec) -> nn.Module:
+    return DilatedConv(spec.channels, 3, spec.stride, affine=spec.affine)
+
+
+@candidate("dil_conv_5x5")
+def dil_conv_5x5(spec: Spec) -> nn.Module:
+    return DilatedConv(spec.channels, 5, spec.stride, affine=spec.affine)
+
+
+@candidate("conv_7x1_1x7")
+def conv_7x1_1x7(spec: Spec) -> nn.Module:
+    """A 7×7 convolution in two strokes (AmoebaNet)."""
+    c, s = spec.channels, spec.stride
+    return ReLUFirst(
+        nn.ReLU(),
+        nn.Conv2d(c, c, (1, 7), (1, s), (0, 3), bias=False),
+        nn.Conv2d(c, c, (7, 1), (s, 1), (3, 0), bias=False),
+        BatchNorm2d(c, affine=spec.affine),
+    )
+
+
+@candidate("nor_conv_1x1")
+def nor_conv_1x1(spec: Spec) -> nn.Module:
+    return ReLUConvBN(spec.channels, spec.channels, 1, spec.stride, affine=spec.affine)
+
+
+@candidate("nor_conv_3x3")
+def nor_conv_3x3(spec: Spec) -> nn.Module:
+    return ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)

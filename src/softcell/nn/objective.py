@@ -1,0 +1,48 @@
+"""What a step minimises: a module from (network, images, labels) to a loss.
+
+An objective sees a network only as `features` and `head`, so the same one serves a supernet under a mix and a derived
+network, and it may own modules of its own (a decoder, a frozen teacher).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Features(Protocol):
+    """A network in two halves."""
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        """[n, c, h, w] to one feature map per stage."""
+
+    def head(self, features: Tensor) -> Tensor:
+        """The last feature map to logits [n, classes]."""
+
+
+class Evaluated(NamedTuple):
+    """The mean loss over the batch [], and logits [n, classes] where the objective makes any."""
+
+    loss: Tensor
+    logits: Tensor | None
+
+
+class Objective(nn.Module, ABC):
+    @abstractmethod
+    def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
+        """images [n, c, h, w], labels [n]."""
+
+
+class CrossEntropy(Objective):
+    """Classification, with optional label smoothing."""
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+
+    def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
+        logits = network.head(network.features(images)[-1])
+        return Evaluated(F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing), logits)

@@ -1,0 +1,27 @@
+"""Pooling candidates: no weights of their own, so all edges that leave a node share one computation."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from softcell.nn.candidates import Spec, candidate
+from softcell.nn.norm import BatchNorm2d
+
+
+def _shares(spec: Spec) -> bool:
+    # Batch-norm without scale and shift gives every edge the same result; with them each edge has its own weights.
+    return not (spec.pool_norm and spec.affine)
+
+
+def _with_norm(pool: nn.Module, spec: Spec) -> nn.Module:
+    return nn.Sequential(pool, BatchNorm2d(spec.channels, affine=spec.affine)) if spec.pool_norm else pool
+
+
+@candidate("max_pool_3x3", shared=_shares)
+def max_pool_3x3(spec: Spec) -> nn.Module:
+    return _with_norm(nn.MaxPool2d(3, spec.stride, 1), spec)
+
+
+@candidate("avg_pool_3x3", shared=_shares)
+def avg_pool_3x3(spec: Spec) -> nn.Module:
+    return _with_norm(nn.AvgPool2d(3, spec.stride, 1, count_include_pad=False), spec)

@@ -1,0 +1,6 @@
+"""Search spaces, one file each."""
+
+from softcell.spaces.base import Bound, Network, Shape, Space, Supernet
+from softcell.spaces.registry import SPACES, build_space, register_space
+
+__all__ = ["SPACES", "Bound", "Network", "Shape", "Space", "Supernet", "build_space", "register_space"]

@@ -1,0 +1,133 @@
+"""What a search space is: a layout of choices, a supernet that holds all of them, and the network of one genotype."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Genotype, Layout, Mix
+from softcell.nn.drop import DropPath
+
+Shape = tuple[int, int, int]
+"""Channels, height and width of an input image."""
+
+
+class Supernet(nn.Module, ABC):
+    """All architectures of a space in one network: weights only, never architecture parameters."""
+
+    def __init__(self, space: Space, shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        self.space, self.shape, self.num_classes = space, shape, num_classes
+        self.layout = space.layout()
+
+    @abstractmethod
+    def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
+        """x [n, c, h, w] to one feature map per resolution stage; the last is what `head` reads."""
+
+    @abstractmethod
+    def head(self, features: Tensor) -> Tensor:
+        """The last feature map to logits [n, classes]."""
+
+    def forward(self, x: Tensor, mix: Mix) -> Tensor:
+        return self.head(self.features(x, mix)[-1])
+
+    def child(self, genotype: Genotype) -> Network:
+        """The derived network in its search form with this supernet's weights: nothing is trained anew.
+
+        Modules of supernet and network carry the same names, so a child is the subset of the supernet's state that
+        the genotype uses.
+        """
+        network = self.space.network(genotype, self.shape, self.num_classes, search_form=True)
+        own, reference = self.state_dict(), next(self.parameters())
+        network = network.to(device=reference.device, dtype=reference.dtype)
+        network.load_state_dict({name: own[name] for name in network.state_dict()})
+        return network
+
+
+class Bound:
+    """A supernet together with one mix: looks like a plain network to an objective."""
+
+    def __init__(self, supernet: Supernet, mix: Mix) -> None:
+        self._supernet, self._mix = supernet, mix
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        return self._supernet.features(x, self._mix)
+
+    def head(self, features: Tensor) -> Tensor:
+        return self._supernet.head(features)
+
+
+class Network(nn.Module, ABC):
+    """The network of one genotype."""
+
+    def __init__(self, genotype: Genotype, shape: Shape, num_classes: int) -> None:
+        super().__init__()
+        self.genotype, self.shape, self.num_classes = genotype, shape, num_classes
+        self.drop_path = DropPath(0.0)
+        self.auxiliary: nn.Module | None = None
+
+    def use_drop_path(self, probability: float) -> None:
+        """Drops paths in training with up to `probability`; the schedule moves inside that."""
+        self.drop_path.probability = probability
+
+    @abstractmethod
+    def features(self, x: Tensor) -> list[Tensor]:
+        """x [n, c, h, w] to one feature map per resolution stage; the last is what `head` reads."""
+
+    @abstractmethod
+    def head(self, features: Tensor) -> Tensor:
+        """The last feature map to logits [n, classes]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x)[-1])
+
+    def forward_with_auxiliary(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits, and those of the auxiliary tower; spaces that have a tower override this."""
+        return self(x), None
+
+
+class Space(ABC):
+    """A search space. Subclasses are frozen dataclasses: their fields are its settings (depth, width, candidates…).
+
+    `small` holds the settings for a laptop: less of everything, nothing of another kind. `evaluation` holds the sizes
+    of networks that are trained for good, by name (`cifar`, `imagenet`); `has_auxiliary` tells whether they can carry
+    an auxiliary tower.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str] = ""
+    small: ClassVar[Mapping[str, Any]] = {}
+    evaluation: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    has_auxiliary: ClassVar[bool] = False
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Tables, sites and the derivation rule."""
+
+    @abstractmethod
+    def supernet(self, shape: Shape, num_classes: int) -> Supernet: ...
+
+    @abstractmethod
+    def network(
+        self,
+        genotype: Genotype,
+        shape: Shape,
+        num_classes: int,
+        *,
+        search_form: bool = False,
+        auxiliary: bool = False,
+    ) -> Network:
+        """The network of `genotype` at this space's size.
+
+        `search_form` builds it as the supernet computes it (batch-norm without scale and shift, norm after pools), so
+        that it can take over the supernet's weights.
+        """
+
+
+def global_pool(x: Tensor) -> Tensor:
+    """[n, c, h, w] to [n, c]."""
+    return torch.mean(x, dim=(2, 3))

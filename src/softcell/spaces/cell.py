@@ -1,0 +1,203 @@
+"""Cells as graphs: one that mixes all candidates of a table, one that runs the picks of a genotype.
+
+Both keep their candidate modules in `Edges` under the same names, so weights move from one to the other by name. A cell
+is evaluated node by node: when a node is known, everything that leaves it runs, and what depends on the node alone
+(pools, identity) runs once for all edges that leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
+from softcell.arch.genotype import check_forward
+from softcell.kernels.mix import weighted_sum
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.nn.conv import FactorisedReduction, ReLUFirst
+from softcell.nn.drop import DropPath
+
+SpecOf = Callable[[int], Spec]
+"""What the candidates that leave a node are built for."""
+
+
+class Edges(nn.Module):
+    """The candidate modules of a set of picks.
+
+    `own` holds one module per edge and candidate, `shared` one per source and candidate that needs no weights. With
+    `share_features` everything is shared by source (EnTranNAS, Eq 6). A candidate that stands twice on one edge gets a
+    module each time.
+    """
+
+    def __init__(self, picks: Iterable[Pick], spec_of: SpecOf, *, share_features: bool = False) -> None:
+        super().__init__()
+        self.own, self.shared = nn.ModuleDict(), nn.ModuleDict()
+        self.places: list[tuple[str, str, str] | None] = []  # None: a zero candidate, which has no module
+        counts: dict[Pick, int] = {}
+        for pick in picks:
+            kind, spec = get_candidate(pick.op), spec_of(pick.source)
+            if kind.zero:
+                self.places.append(None)
+                continue
+            sharing = kind.shared(spec)
+            group = self.shared if sharing else self.own
+            by_source = sharing or share_features
+            row = str(pick.source) if by_source else f"{pick.source}_{pick.target}"
+            counts[pick] = counts.get(pick, 0) + 1
+            column = pick.op if by_source or counts[pick] == 1 else f"{pick.op}__{counts[pick]}"
+            modules = _row(group, row)
+            if column not in modules:
+                modules[column] = kind.build(spec)
+            self.places.append(("shared" if sharing else "own", row, column))
+
+    def module(self, index: int) -> nn.Module | None:
+        """The module of pick number `index`; the same object for picks that share it."""
+        place = self.places[index]
+        if place is None:
+            return None
+        group, row, column = place
+        modules = (self.shared if group == "shared" else self.own)[row]
+        assert isinstance(modules, nn.ModuleDict)
+        return modules[column]
+
+
+def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
+    if name not in group:
+        group[name] = nn.ModuleDict()
+    row = group[name]
+    assert isinstance(row, nn.ModuleDict)
+    return row
+
+
+class _Runner:
+    """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x, self._done = x, dict[int, Tensor]()
+        self._activated: Tensor | None = None
+
+    def __call__(self, module: nn.Module) -> Tensor:
+        key = id(module)
+        if key not in self._done:
+            self._done[key] = self._run(module)
+        return self._done[key]
+
+    def _run(self, module: nn.Module) -> Tensor:
+        if not isinstance(module, ReLUFirst | FactorisedReduction):
+            return module(self._x)  # type: ignore[no-any-return]
+        if self._activated is None:
+            self._activated = torch.relu(self._x)
+        return module(self._x, self._activated)  # type: ignore[no-any-return]
+
+
+class MixedCell(nn.Module):
+    """Every candidate of every choice of a table, combined by a mix."""
+
+    def __init__(self, table: Table, inputs: int, spec_of: SpecOf, *, share_features: bool = False) -> None:
+        super().__init__()
+        self.table, self.inputs, self.spec_of = table, inputs, spec_of
+        entries = [
+            (index, k, Pick(choice.source, choice.target, op))
+            for index, choice in enumerate(table.choices)
+            for k, op in enumerate(choice.candidates)
+        ]
+        self.edges = Edges((pick for _, _, pick in entries), spec_of, share_features=share_features)
+        self._leaving: dict[int, list[tuple[int, int, int, int]]] = {}  # source: (entry, choice, candidate, target)
+        for number, (index, k, pick) in enumerate(entries):
+            self._leaving.setdefault(pick.source, []).append((number, index, k, pick.target))
+        self._spec = spec_of(0)
+        self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+    def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
+        """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
+        values = list(states)
+        live = mix.live(site)
+        arrived: dict[int, list[tuple[int, int, Tensor | None]]] = {target: [] for target in self.table.targets}
+        for node in range(max(self.table.targets) + 1):
+            if node >= self.inputs:
+                value = self._combine(arrived[node], mix, site)
+                values.append(_zeros(states[0], self._spec) if value is None else value)
+            if node in self._leaving:
+                self._depart(node, values[node], live, arrived)
+        return values
+
+    def _depart(
+        self,
+        node: int,
+        x: Tensor,
+        live: Live | None,
+        arrived: dict[int, list[tuple[int, int, Tensor | None]]],
+    ) -> None:
+        run = _Runner(x)
+        for entry, choice, candidate, target in self._leaving[node]:
+            if live is None or candidate in live[choice]:
+                module = self.edges.module(entry)
+                arrived[target].append((choice, candidate, None if module is None else run(module)))
+
+    def _combine(self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int) -> Tensor | None:
+        if isinstance(mix, WeightMix):
+            present = [(choice, candidate, x) for choice, candidate, x in outputs if x is not None]
+            if not present:
+                return None
+            weights = mix.weights(site).flatten()
+            width = self.table.width
+            index = self._index(weights.device, tuple(choice * width + k for choice, k, _ in present))
+            return weighted_sum([x for _, _, x in present], weights.index_select(0, index))
+        total: Tensor | None = None
+        for choice in sorted({choice for choice, _, _ in outputs}):
+            own = {k: x for c, k, x in outputs if c == choice}
+            value = mix.combine(site, choice, own)
+            if value is not None:
+                total = value if total is None else total + value
+        return total
+
+    def _index(self, device: torch.device, positions: tuple[int, ...]) -> Tensor:
+        """Positions as a tensor on the device; kept, since copying them each step would stall a GPU."""
+        key = (device, positions)
+        if key not in self._index_cache:
+            self._index_cache[key] = torch.tensor(positions, device=device)
+        return self._index_cache[key]
+
+
+class PickedCell(nn.Module):
+    """The picks of one genotype cell; a node is the plain sum of what arrives."""
+
+    def __init__(
+        self, cell: Cell, inputs: int, spec_of: SpecOf, drop_path: DropPath, *, share_features: bool = False
+    ) -> None:
+        super().__init__()
+        check_forward(cell, inputs)
+        self.cell, self.inputs = cell, inputs
+        self.edges = Edges(cell.picks, spec_of, share_features=share_features)
+        self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
+        self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
+        self._spec = spec_of(0)
+
+    def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
+        values = list(states)
+        runners = [_Runner(x) for x in values]
+        for node in range(self.inputs, self._nodes):
+            total: Tensor | None = None
+            for index, source in self._incoming(node):
+                module = self.edges.module(index)
+                if module is None:
+                    continue
+                output = runners[source](module)
+                if not isinstance(module, nn.Identity):  # DARTS: identity is never dropped
+                    output = self._drop_path[0](output)
+                total = output if total is None else total + output
+            values.append(_zeros(states[0], self._spec) if total is None else total)
+            runners.append(_Runner(values[-1]))
+        return values
+
+    def _incoming(self, node: int) -> Iterator[tuple[int, int]]:
+        return ((i, pick.source) for i, pick in enumerate(self.cell.picks) if pick.target == node)
+
+
+def _zeros(like: Tensor, spec: Spec) -> Tensor:
+    """The value of a node that nothing reaches: zeros at the resolution of the cell's inner nodes."""
+    n, _, height, width = like.shape
+    return like.new_zeros(n, spec.channels, -(-height // spec.stride), -(-width // spec.stride))

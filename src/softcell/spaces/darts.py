@@ -1,0 +1,303 @@
+"""The DARTS space: cells with two inputs and four inner nodes, each connected to all nodes before it.
+
+Liu, Simonyan, Yang: DARTS: Differentiable Architecture Search, ICLR 2019. Reduction cells stand at 1/3 and 2/3 of the
+depth and double the width; all normal cells share one table, all reduction cells another. In the supernet (and in a
+network in search form) batch-norm inside cells has no scale and shift and pools are followed by batch-norm; in an
+evaluation network batch-norm is affine and pools stand alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Cell, Choice, Genotype, Layout, Mix, Table, TopInputs
+from softcell.arch.genotype import alive
+from softcell.errors import UserError
+from softcell.nn.auxiliary import AuxiliaryHead
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.nn.conv import FactorisedReduction, ReLUConvBN
+from softcell.nn.norm import BatchNorm2d
+from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
+from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
+from softcell.spaces.registry import register_space
+
+CANDIDATES = (
+    "none",
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "skip_connect",
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+)
+INPUTS = 2
+
+
+@register_space
+@dataclass(frozen=True)
+class DartsSpace(Space):
+    """DARTS cells: `cells` of them, `channels` wide at the start, with `nodes` inner nodes each."""
+
+    name: ClassVar[str] = "darts"
+    about: ClassVar[str] = "DARTS cells: 2 inputs, 4 inner nodes, 14 edges, 8 candidates; normal and reduction cell"
+    small: ClassVar[dict[str, Any]] = {"cells": 4, "channels": 8}
+    evaluation: ClassVar[dict[str, dict[str, Any]]] = {
+        "small": {"cells": 5, "channels": 16},
+        "cifar": {"cells": 20, "channels": 36},
+        "imagenet": {"cells": 14, "channels": 48, "stem": "imagenet"},
+    }
+    has_auxiliary: ClassVar[bool] = True
+
+    cells: int = 8
+    channels: int = 16
+    nodes: int = 4
+    candidates: tuple[str, ...] = CANDIDATES
+    stem: Literal["cifar", "imagenet"] = "cifar"
+    stem_multiplier: int = 3
+    share_features: bool = False
+    """One weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
+
+    def __post_init__(self) -> None:
+        if self.cells < 3:
+            raise UserError(
+                f"`cells >= 3` must hold (reduction cells stand at 1/3 and 2/3), but got cells={self.cells}"
+            )
+        for name, least in (("channels", 1), ("nodes", 1), ("stem_multiplier", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"`{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
+        for op in self.candidates:
+            get_candidate(op)
+
+    def edge_candidates(self, table: str, source: int, target: int) -> tuple[str, ...]:
+        """The candidates of one edge; spaces with other candidates per edge override this alone."""
+        return self.candidates
+
+    def layout(self) -> Layout:
+        return Layout(
+            space=self.name,
+            tables=(self._table("normal"), self._table("reduce")),
+            sites=tuple("reduce" if self.reduces(i) else "normal" for i in range(self.cells)),
+            rule=TopInputs(2, exclude=("none",)),
+        )
+
+    def reduces(self, cell: int) -> bool:
+        return cell in (self.cells // 3, 2 * self.cells // 3)
+
+    def supernet(self, shape: Shape, num_classes: int) -> Supernet:
+        return DartsSupernet(self, shape, num_classes)
+
+    def network(
+        self,
+        genotype: Genotype,
+        shape: Shape,
+        num_classes: int,
+        *,
+        search_form: bool = False,
+        auxiliary: bool = False,
+    ) -> Network:
+        for name in ("normal", "reduce"):
+            if name not in genotype.cells:
+                raise UserError(
+                    f"a genotype for cells like those of DARTS needs a {name!r} cell, got {sorted(genotype.cells)}"
+                )
+        return DartsNetwork(self, genotype, shape, num_classes, search_form=search_form, auxiliary=auxiliary)
+
+    def _table(self, name: str) -> Table:
+        last = INPUTS + self.nodes
+        choices = tuple(
+            Choice(source, target, self.edge_candidates(name, source, target))
+            for target in range(INPUTS, last)
+            for source in range(target)
+        )
+        return Table(name, choices, output=tuple(range(INPUTS, last)))
+
+
+class Stem(nn.Module):
+    """From pixels to the two inputs of the first cell."""
+
+    def __init__(self, space: DartsSpace, in_channels: int) -> None:
+        super().__init__()
+        width = space.channels
+        self.second: nn.Module | None = None
+        if space.stem == "cifar":
+            self.channels = space.stem_multiplier * width
+            self.first: nn.Module = nn.Sequential(
+                nn.Conv2d(in_channels, self.channels, 3, padding=1, bias=False), BatchNorm2d(self.channels)
+            )
+        else:
+            self.channels = width
+            half = max(1, width // 2)
+            self.first = nn.Sequential(
+                nn.Conv2d(in_channels, half, 3, stride=2, padding=1, bias=False),
+                BatchNorm2d(half),
+                nn.ReLU(),
+                nn.Conv2d(half, width, 3, stride=2, padding=1, bias=False),
+                BatchNorm2d(width),
+            )
+            self.second = nn.Sequential(
+                nn.ReLU(), nn.Conv2d(width, width, 3, stride=2, padding=1, bias=False), BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x)
+        return first, first if self.second is None else self.second(first)
+
+
+@dataclass(frozen=True, slots=True)
+class CellPlan:
+    """Where one cell stands: its table, width, the widths of its two inputs, and whether the older one is larger."""
+
+    table: str
+    width: int
+    widths: tuple[int, int]
+    older_is_larger: bool
+
+    @property
+    def reduces(self) -> bool:
+        return self.table == "reduce"
+
+
+def plan_cells(space: DartsSpace, stem_channels: int, outputs: dict[str, int]) -> list[CellPlan]:
+    """Widths and strides cell by cell; `outputs` is the number of nodes each kind of cell concatenates."""
+    plans: list[CellPlan] = []
+    older = newer = stem_channels
+    width, older_is_larger = space.channels, space.stem == "imagenet"  # that stem halves between its two outputs
+    for i in range(space.cells):
+        reduces = space.reduces(i)
+        table = "reduce" if reduces else "normal"
+        width = 2 * width if reduces else width
+        plans.append(CellPlan(table, width, (older, newer), older_is_larger))
+        older, newer, older_is_larger = newer, width * outputs[table], reduces
+    return plans
+
+
+def spec_of(plan: CellPlan, *, search_form: bool) -> SpecOf:
+    """Stride 2 only on edges from the input nodes of a reduction cell."""
+
+    def spec(source: int) -> Spec:
+        stride = 2 if plan.reduces and source < INPUTS else 1
+        return Spec(plan.width, stride, affine=not search_form, pool_norm=search_form)
+
+    return spec
+
+
+class Preprocess(nn.Module):
+    """Brings a cell's two inputs to its width, and the older one to the resolution of the newer."""
+
+    def __init__(self, plan: CellPlan, *, affine: bool) -> None:
+        super().__init__()
+        older, newer = plan.widths
+        self.older: nn.Module = (
+            FactorisedReduction(older, plan.width, affine=affine)
+            if plan.older_is_larger
+            else ReLUConvBN(older, plan.width, 1, affine=affine)
+        )
+        self.newer = ReLUConvBN(newer, plan.width, 1, affine=affine)
+
+    def forward(self, older: Tensor, newer: Tensor) -> tuple[Tensor, Tensor]:
+        return self.older(older), self.newer(newer)
+
+
+class DartsSupernet(Supernet):
+    """Stem, cells that mix all candidates, global pooling and a linear classifier."""
+
+    def __init__(self, space: DartsSpace, shape: Shape, num_classes: int) -> None:
+        super().__init__(space, shape, num_classes)
+        self.stem = Stem(space, shape[0])
+        outputs = {table.name: len(table.output) for table in self.layout.tables}
+        self.plans = plan_cells(space, self.stem.channels, outputs)
+        self.pre = nn.ModuleList(Preprocess(plan, affine=False) for plan in self.plans)
+        self.cells = nn.ModuleList(
+            MixedCell(
+                self.layout.table(plan.table),
+                INPUTS,
+                spec_of(plan, search_form=True),
+                share_features=space.share_features,
+            )
+            for plan in self.plans
+        )
+        self.classifier = nn.Linear(self.plans[-1].width * outputs[self.plans[-1].table], num_classes)
+
+    def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
+        older, newer = self.stem(x)
+        stages: list[Tensor] = []
+        for site, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
+            if plan.reduces:
+                stages.append(newer)
+            nodes = cell(pre(older, newer), mix, site)
+            older, newer = newer, torch.cat([nodes[n] for n in self.layout.table(plan.table).output], dim=1)
+        return [*stages, newer]
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.classifier(global_pool(features))  # type: ignore[no-any-return]
+
+
+class DartsNetwork(Network):
+    """The network of a DARTS genotype.
+
+    In search form a vanished node (SNAS can drop all its edges) is zeros in the concatenation, as in the supernet; in
+    the evaluation form it is left out, with everything that only it would feed.
+    """
+
+    def __init__(
+        self,
+        space: DartsSpace,
+        genotype: Genotype,
+        shape: Shape,
+        num_classes: int,
+        *,
+        search_form: bool,
+        auxiliary: bool,
+    ) -> None:
+        super().__init__(genotype, shape, num_classes)
+        used: dict[str, Cell] = {
+            name: cell if search_form else alive(cell, INPUTS) for name, cell in genotype.cells.items()
+        }
+        self.stem = Stem(space, shape[0])
+        self._outputs = {name: cell.output for name, cell in used.items()}
+        outputs = {name: len(nodes) for name, nodes in self._outputs.items()}
+        self.plans = plan_cells(space, self.stem.channels, outputs)
+        self.pre = nn.ModuleList(Preprocess(plan, affine=not search_form) for plan in self.plans)
+        self.cells = nn.ModuleList(
+            PickedCell(
+                used[plan.table],
+                INPUTS,
+                spec_of(plan, search_form=search_form),
+                self.drop_path,
+                share_features=space.share_features and search_form,
+            )
+            for plan in self.plans
+        )
+        self.classifier = nn.Linear(self.plans[-1].width * outputs[self.plans[-1].table], num_classes)
+        self._tower_after = 2 * space.cells // 3
+        if auxiliary:
+            plan = self.plans[self._tower_after]
+            self.auxiliary = AuxiliaryHead(plan.width * outputs[plan.table], num_classes, stem=space.stem)
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        return self._trace(x)[0]
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.classifier(global_pool(features))  # type: ignore[no-any-return]
+
+    def forward_with_auxiliary(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        stages, middle = self._trace(x)
+        return self.head(stages[-1]), None if self.auxiliary is None else self.auxiliary(middle)
+
+    def _trace(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        older, newer = self.stem(x)
+        stages: list[Tensor] = []
+        middle = newer
+        for i, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
+            if plan.reduces:
+                stages.append(newer)
+            nodes = cell(pre(older, newer))
+            older, newer = newer, torch.cat([nodes[n] for n in self._outputs[plan.table]], dim=1)
+            if i == self._tower_after:
+                middle = newer
+        return [*stages, newer], middle

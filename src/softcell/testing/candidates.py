@@ -1,0 +1,110 @@
+"""What every candidate operation must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.testing.tools import images, require, require_close
+
+CHANNELS = 6
+SIZES = ((8, 8), (9, 7), (5, 4))
+
+CandidateCheck = Callable[[str], None]
+
+
+def halves_by_rounding_up(name: str) -> None:
+    """[n, c, h, w] becomes [n, c, ⌈h/s⌉, ⌈w/s⌉] for any size: all candidates of an edge can be added."""
+    for stride in (1, 2):
+        module = _build(name, Spec(CHANNELS, stride, affine=False, pool_norm=True))
+        for height, width in SIZES:
+            found = tuple(module(images((CHANNELS, height, width), batch=2)).shape)
+            expected = (2, CHANNELS, -(-height // stride), -(-width // stride))
+            require(
+                found == expected,
+                f"{name} with stride {stride} on {height}x{width} must give {expected}, but gave {found}",
+            )
+
+
+def affine_is_asked_for(name: str) -> None:
+    """Batch-norm learns scale and shift exactly when the spec says so."""
+    for affine in (False, True):
+        for stride in (1, 2):
+            module = _build(name, Spec(CHANNELS, stride, affine=affine, pool_norm=True))
+            norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
+            wrong = [norm for norm in norms if norm.affine != affine]
+            require(not wrong, f"{name} must have affine={affine} in all its norms, but {wrong} differ")
+
+
+def zero_means_zeros(name: str) -> None:
+    """A candidate marked `zero` gives zeros; any other gives something."""
+    kind = get_candidate(name)
+    for stride in (1, 2):
+        output = _build(name, Spec(CHANNELS, stride, affine=False))(images((CHANNELS, 8, 8)))
+        require(
+            kind.zero == (not bool(output.any())),
+            f"{name} says zero={kind.zero}, but its output is {'not ' if kind.zero else ''}all zeros",
+        )
+
+
+def shared_means_the_same_for_every_edge(name: str) -> None:
+    """Two builds of a shared candidate give the same output, have no weights and draw no random numbers."""
+    for stride in (1, 2):
+        for affine in (False, True):
+            for pool_norm in (False, True):
+                spec = Spec(CHANNELS, stride, affine=affine, pool_norm=pool_norm)
+                if not get_candidate(name).shared(spec):
+                    continue
+                first, second = _build(name, spec, seed=0), _build(name, spec, seed=1)
+                require(
+                    not list(first.parameters()), f"{name} says it is shared for {spec}, but it has weights of its own"
+                )
+                x = images((CHANNELS, 9, 7))
+                require_close(first(x), second(x), f"{name} says it is shared for {spec}, but two builds differ")
+
+
+def gradients_reach_input_and_weights(name: str) -> None:
+    """Every weight and the input take part."""
+    if get_candidate(name).zero:
+        return
+    for stride in (1, 2):
+        module = _build(name, Spec(CHANNELS, stride, affine=True, pool_norm=True))
+        x = images((CHANNELS, 8, 8)).requires_grad_()
+        output = module(x)
+        (output * torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
+        require(x.grad is not None and bool(x.grad.any()), f"{name}, stride {stride}: no gradient reaches the input")
+        dead = [key for key, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]
+        require(not dead, f"{name}, stride {stride}: no gradient reaches {dead}")
+
+
+def input_stays_as_it_was(name: str) -> None:
+    """The input is read by other candidates too, so nothing may write into it."""
+    x = images((CHANNELS, 8, 8))
+    before = x.clone()
+    _build(name, Spec(CHANNELS, 1, affine=False, pool_norm=True))(x)
+    require(torch.equal(x, before), f"{name} changes its input in place")
+
+
+CANDIDATE_CHECKS: tuple[CandidateCheck, ...] = (
+    halves_by_rounding_up,
+    affine_is_asked_for,
+    zero_means_zeros,
+    shared_means_the_same_for_every_edge,
+    gradients_reach_input_and_weights,
+    input_stays_as_it_was,
+)
+
+
+def check_candidate(name: str) -> None:
+    """Runs every candidate check on the registered operation `name`."""
+    for check in CANDIDATE_CHECKS:
+        check(name)
+
+
+def _build(name: str, spec: Spec, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_candidate(name).build(spec).double()

@@ -1,0 +1,293 @@
+"""What every search method must do, on any space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softcell.arch import Genotype, Mix, WeightMix, check_against, sample
+from softcell.methods import METHODS, Method, Sampler
+from softcell.settings import build, to_dict
+from softcell.spaces import Space, Supernet
+from softcell.testing.tools import NUM_CLASSES, SHAPE, build_supernet, images, require, require_close
+
+MethodCheck = Callable[[type[Method], Space], None]
+SamplerCheck = Callable[[type[Sampler], Space], None]
+
+
+def settings_are_plain_data(kind: type[Method], space: Space) -> None:
+    """The defaults of a method's settings survive being written and read."""
+    settings = kind.Settings()
+    again: object = build(kind.Settings, to_dict(settings))
+    require(again == settings, f"{kind.name}: settings {settings} came back as {again}")
+
+
+def probabilities_are_distributions_over_real_candidates(kind: type[Method], space: Space) -> None:
+    """Per choice they sum to 1, or are all 0 where nothing is believed in; padding is exactly 0."""
+    method = build_method(kind, space)
+    tables, found = space.layout().tables, method.probabilities()
+    require(set(found) == {t.name for t in tables}, f"{kind.name}: probabilities of each table, got {sorted(found)}")
+    for table in tables:
+        p = found[table.name].detach()
+        where = f"{kind.name}: probabilities of table {table.name!r}"
+        require(tuple(p.shape) == table.shape, f"{where} must be {table.shape}, got {tuple(p.shape)}")
+        require(bool(p.isfinite().all()) and bool((p >= 0).all()), f"{where} must be finite and not negative")
+        require(not bool(p[~table.mask()].any()), f"{where} must be exactly 0 on padding")
+        sums = p.sum(1)
+        right = ((sums - 1).abs() < 1e-9) | (sums == 0)
+        require(bool(right.all()), f"{where} must sum to 1 (or be 0) per choice, got {sums.tolist()}")
+
+
+def mix_fits_the_layout(kind: type[Method], space: Space) -> None:
+    """Plain weights are finite, [choices, width] or one such per site, 0 on padding and 0 outside `live`."""
+    method, layout = build_method(kind, space), space.layout()
+    mix = method.relax()
+    require(isinstance(mix, Mix), f"{kind.name}: relax must give a Mix, got {type(mix).__name__}")
+    if not isinstance(mix, WeightMix):
+        return
+    for site, name in enumerate(layout.sites):
+        table, weights = layout.table(name), mix.weights(site).detach()
+        where = f"{kind.name}: weights of site {site} ({name})"
+        require(tuple(weights.shape) == table.shape, f"{where} must be {table.shape}, got {tuple(weights.shape)}")
+        require(bool(weights.isfinite().all()), f"{where} must be finite")
+        require(not bool(weights[~table.mask()].any()), f"{where} must be exactly 0 on padding")
+        live = mix.live(site)
+        if live is not None:
+            require(len(live) == len(table), f"{where}: live must list candidates of all {len(table)} choices")
+            for choice, row in enumerate(weights.tolist()):
+                lost = [k for k, weight in enumerate(row) if weight and k not in live[choice]]
+                require(not lost, f"{where}: candidates {lost} of choice {choice} have weight but are not live")
+
+
+def gradients_reach_every_logit(kind: type[Method], space: Space) -> None:
+    """Through the supernet's loss every architecture parameter learns; padding of a table of logits does not."""
+    method, layout, supernet = build_method(kind, space), space.layout(), build_supernet(space)
+    parameters = dict(method.named_parameters())
+    require(bool(parameters), f"{kind.name}: a Method must own architecture parameters")
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = _loss(method, supernet)
+        for name, gradient in zip(
+            sums, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True
+        ):
+            if gradient is not None:
+                require(bool(gradient.isfinite().all()), f"{kind.name}: the gradient of {name} must be finite")
+                sums[name] += gradient.abs()
+    for name, total in sums.items():
+        require(bool(total.any()), f"{kind.name}: no gradient reaches {name}")
+        for table in layout.tables:
+            if _is_table(name, total, table.name, table.shape):
+                mask = table.mask()
+                # A softmax over one candidate is 1 whatever its logit: nothing to learn there.
+                free = mask & (mask.sum(1, keepdim=True) > 1)
+                require(bool(total[free].all()), f"{kind.name}: a gradient must reach every logit of {name}")
+                require(not bool(total[~mask].any()), f"{kind.name}: padding of {name} must get no gradient")
+
+
+def derived_architecture_belongs_to_the_space(kind: type[Method], space: Space) -> None:
+    """`derive` gives a genotype of the layout, the same each time, from which a network is built."""
+    method = build_method(kind, space)
+    genotype = method.derive()
+    check_against(genotype, space.layout())
+    require(method.derive() == genotype, f"{kind.name}: derive must give the same architecture when nothing changed")
+    logits = space.network(genotype, SHAPE, NUM_CLASSES).double()(images())
+    require(bool(logits.isfinite().all()), f"{kind.name}: the derived network must work")
+
+
+def state_restores_mix_and_architecture(kind: type[Method], space: Space) -> None:
+    """A method loaded from another's state relaxes and derives as that one."""
+    supernet = build_supernet(space)
+    method, other = build_method(kind, space, seed=0, progress=0.5), build_method(kind, space, seed=1)
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)))
+    other.load_state_dict(method.state_dict())
+    require_close(
+        _outcome(other, supernet), _outcome(method, supernet), f"{kind.name}: state_dict must hold all that relax reads"
+    )
+    require(other.derive() == method.derive(), f"{kind.name}: state_dict must hold all that derive reads")
+
+
+def same_seed_gives_the_same_mix(kind: type[Method], space: Space) -> None:
+    """Everything random comes from torch's generator."""
+    supernet = build_supernet(space)
+    first, second = (build_method(kind, space, seed=3) for _ in range(2))
+    require_close(_outcome(first, supernet), _outcome(second, supernet), f"{kind.name}: a seed must repeat the mix", 0)
+
+
+def epochs_run_from_start_to_end(kind: type[Method], space: Space) -> None:
+    """Schedules accept progress 0 to 1 and keep parameters and buffers where they are in memory."""
+    method, supernet = build_method(kind, space), build_supernet(space)
+    places = {name: t.data_ptr() for name, t in [*method.named_parameters(), *method.named_buffers()]}
+    for progress in (0.0, 0.5, 1.0):
+        method.begin_epoch(progress)
+        require(bool(_outcome(method, supernet).isfinite().all()), f"{kind.name}: finite mix at progress {progress}")
+    moved = [
+        name for name, t in [*method.named_parameters(), *method.named_buffers()] if t.data_ptr() != places.get(name)
+    ]
+    require(not moved, f"{kind.name}: schedules must fill their tensors in place, but {moved} were replaced")
+
+
+def relax_works_without_gradients(kind: type[Method], space: Space) -> None:
+    """Weight steps relax under `no_grad`; the mix is the same and asks for nothing."""
+    method, supernet = build_method(kind, space), build_supernet(space).requires_grad_(False)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        mix = method.relax()
+    without = supernet(images(), mix)
+    require(not without.requires_grad, f"{kind.name}: a mix made under no_grad must not ask for gradients")
+    require_close(without, _outcome(method, supernet), f"{kind.name}: no_grad must not change the mix")
+
+
+def planted_architecture_is_derived(kind: type[Method], space: Space) -> None:
+    """Where logits of one architecture tower over all others, its picks are derived.
+
+    Applies to methods with one parameter of a table's shape per table, named after it.
+    """
+    layout = space.layout()
+    for seed in range(3):
+        method, genotype = build_method(kind, space), sample(layout, seed)
+        planted = 0
+        for table in layout.tables:
+            for name, parameter in method.named_parameters():
+                if _is_table(name, parameter, table.name, table.shape):
+                    _plant(parameter, table.choices, genotype, table.name)
+                    planted += 1
+        if not planted:
+            return
+        derived = method.derive()
+        for name, cell in genotype.cells.items():
+            missing = [str(pick) for pick in cell.picks if pick not in derived.cells[name].picks]
+            require(not missing, f"{kind.name}: {missing} have by far the largest logits but were not derived")
+
+
+def precision_is_that_of_the_method(kind: type[Method], space: Space) -> None:
+    """In float64 all is float64, in float32 all is float32."""
+    for dtype in (torch.float64, torch.float32):
+        method = build_method(kind, space).to(dtype)
+        for name, p in method.probabilities().items():
+            require(p.dtype == dtype, f"{kind.name}: probabilities of {name!r} must be {dtype}, got {p.dtype}")
+        mix = method.relax()
+        if isinstance(mix, WeightMix):
+            kinds = {mix.weights(site).dtype for site in range(len(space.layout().sites))}
+            require(kinds == {dtype}, f"{kind.name}: weights of a {dtype} method must be {dtype}, got {kinds}")
+
+
+def relax_never_waits_for_the_host(kind: type[Method], space: Space) -> None:
+    """Nothing in `relax` reads a value: it works on tensors that have none."""
+    method = build_method(kind, space).to("meta")
+    try:
+        mix = method.relax()
+    except (RuntimeError, NotImplementedError) as error:
+        raise AssertionError(f"{kind.name}: relax must not read values on the host, but: {error}") from error
+    if isinstance(mix, WeightMix):
+        devices = {mix.weights(site).device.type for site in range(len(space.layout().sites))}
+        require(devices == {"meta"}, f"{kind.name}: weights must be on the method's device, got {devices}")
+
+
+METHOD_CHECKS: tuple[MethodCheck, ...] = (
+    settings_are_plain_data,
+    probabilities_are_distributions_over_real_candidates,
+    mix_fits_the_layout,
+    gradients_reach_every_logit,
+    derived_architecture_belongs_to_the_space,
+    state_restores_mix_and_architecture,
+    same_seed_gives_the_same_mix,
+    epochs_run_from_start_to_end,
+    relax_works_without_gradients,
+    planted_architecture_is_derived,
+    precision_is_that_of_the_method,
+    relax_never_waits_for_the_host,
+)
+
+
+def sampler_has_plain_settings(kind: type[Sampler], space: Space) -> None:
+    """The defaults of a sampler's settings survive being written and read."""
+    settings = kind.Settings()
+    require(build(kind.Settings, to_dict(settings)) == settings, f"{kind.name}: settings {settings} do not survive")
+
+
+def proposals_belong_to_the_space(kind: type[Sampler], space: Space) -> None:
+    """Every proposal is a genotype of the layout from which a network is built."""
+    sampler = kind(space.layout(), kind.Settings(), 0)
+    require(sampler.num_samples >= 1, f"{kind.name}: at least one architecture must be proposed")
+    for number in range(min(4, sampler.num_samples)):
+        genotype = sampler.propose(number, [0.5] * number)
+        check_against(genotype, space.layout())
+        space.network(genotype, SHAPE, NUM_CLASSES)
+
+
+def proposals_depend_on_seed_number_and_scores_alone(kind: type[Sampler], space: Space) -> None:
+    """A resumed search proposes what the uninterrupted one would have."""
+    first, second = (kind(space.layout(), kind.Settings(), 5) for _ in range(2))
+    scores = [0.3, 0.9, 0.1]
+    in_order = [first.propose(number, scores[:number]) for number in range(4)]
+    require(second.propose(3, scores) == in_order[3], f"{kind.name}: proposal 3 depends on earlier calls")
+    require(second.propose(0, []) == in_order[0], f"{kind.name}: a proposal must not change when asked again")
+
+
+def seeds_give_other_proposals(kind: type[Sampler], space: Space) -> None:
+    """Different seeds search differently."""
+    runs = {kind(space.layout(), kind.Settings(), seed).propose(0, []) for seed in range(20)}
+    require(len(runs) > 1, f"{kind.name}: 20 seeds propose one and the same architecture")
+
+
+SAMPLER_CHECKS: tuple[SamplerCheck, ...] = (
+    sampler_has_plain_settings,
+    proposals_belong_to_the_space,
+    proposals_depend_on_seed_number_and_scores_alone,
+    seeds_give_other_proposals,
+)
+
+
+def checks_for(kind: type[Method] | type[Sampler]) -> tuple[Callable[..., None], ...]:
+    """The suite for a method's kind."""
+    return METHOD_CHECKS if issubclass(kind, Method) else SAMPLER_CHECKS
+
+
+def check_method(method: str | type[Method] | type[Sampler], space: Space) -> None:
+    """Runs every check for a method, given by name or class, on one space."""
+    kind = METHODS.get(method) if isinstance(method, str) else method
+    for check in checks_for(kind):
+        check(kind, space)
+
+
+def build_method(kind: type[Method], space: Space, seed: int = 0, progress: float = 0.0) -> Method:
+    """The method with its default settings in float64, at the beginning of an epoch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        method = kind(space.layout(), kind.Settings()).double()
+    method.begin_epoch(progress)
+    return method
+
+
+def _outcome(method: Method, supernet: Supernet) -> Tensor:
+    """Logits [n, classes] of the supernet under one mix: what can be compared for any kind of mix."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        logits: Tensor = supernet(images(), method.relax())
+        return logits
+
+
+def _loss(method: Method, supernet: Supernet) -> Tensor:
+    mix = method.relax()
+    logits = supernet(images(), mix)
+    loss: Tensor = (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)).sum()
+    penalty = method.penalty(mix)
+    return loss if penalty is None else loss + penalty
+
+
+def _is_table(name: str, parameter: Tensor, table: str, shape: tuple[int, int]) -> bool:
+    return name.rpartition(".")[2] == table and tuple(parameter.shape) == shape
+
+
+def _plant(parameter: Tensor, choices: Any, genotype: Genotype, table: str) -> None:
+    rows = {(choice.source, choice.target): index for index, choice in enumerate(choices)}
+    with torch.no_grad():
+        for pick in genotype.cells[table].picks:
+            row = rows[pick.source, pick.target]
+            parameter[row, choices[row].candidates.index(pick.op)] = 50.0

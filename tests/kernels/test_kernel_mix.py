@@ -1,0 +1,116 @@
+"""The weighted sum against its literal twin: values, gradients of both orders, and what it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.kernels.mix import weighted_sum, weighted_sum_reference
+
+
+def terms(number: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(number)
+    shape = (2, 3, 4, 5)
+    return tuple(torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad) for _ in range(number))
+
+
+def scales(number: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
+    return torch.randn(number, generator=torch.Generator().manual_seed(9), dtype=dtype).requires_grad_(grad)
+
+
+def test_hand_computed_value() -> None:
+    inputs = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]), torch.tensor([100.0, 200.0])]
+    assert weighted_sum(inputs, torch.tensor([1.0, 0.5, -2.0])).tolist() == [-194.0, -388.0]
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_values_and_gradients_equal_the_twin(number: int) -> None:
+    found = []
+    for function in (weighted_sum, weighted_sum_reference):
+        x, w = terms(number), scales(number)
+        y = function(x, w)
+        gradients = torch.autograd.grad((y**3).sum(), [w, *x])
+        found.append([y, *gradients])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_channels_last_inputs_mix_with_others() -> None:
+    x, w = list(terms(3)), scales(3)
+    x[1] = x[1].detach().to(memory_format=torch.channels_last).requires_grad_()
+    mine = torch.autograd.grad(weighted_sum(x, w).square().sum(), [w, *x])
+    theirs = torch.autograd.grad(weighted_sum_reference(x, w).square().sum(), [w, *x])
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_derivatives_of_both_orders_equal_finite_differences() -> None:
+    x, w = tuple(t[:1, :1, :2, :2].detach().requires_grad_() for t in terms(3)), scales(3)
+
+    def function(w: Tensor, *x: Tensor) -> Tensor:
+        return weighted_sum(x, w)
+
+    assert torch.autograd.gradcheck(function, (w, *x))
+    assert torch.autograd.gradgradcheck(function, (w, *x))
+
+
+def test_a_gradient_of_a_gradient_reaches_the_weights() -> None:
+    """d/dw of ‖dy/dx‖²: what second-order search needs, and what a detached factor would lose in silence."""
+    x, w = terms(2), scales(2)
+    (slope,) = torch.autograd.grad(weighted_sum(x, w).sum(), x[:1], create_graph=True)
+    (second,) = torch.autograd.grad(slope.square().sum(), w)
+    expected = torch.tensor([2 * w[0].item() * x[0].numel(), 0.0], dtype=torch.float64)
+    torch.testing.assert_close(second, expected)
+
+
+def saved(function: Any) -> list[Tensor]:
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        function()
+    return kept
+
+
+def test_inputs_are_kept_only_when_the_weights_want_a_gradient() -> None:
+    x = terms(4)
+    without = saved(lambda: weighted_sum(x, scales(4, grad=False)))
+    assert [t.dim() for t in without] == [1]
+    with_gradient = saved(lambda: weighted_sum(x, scales(4)))
+    assert sorted(t.dim() for t in with_gradient) == [1, 4, 4, 4, 4]
+
+
+def test_inputs_without_gradient_get_none() -> None:
+    x, w = list(terms(3)), scales(3)
+    x[1] = x[1].detach()
+    weighted_sum(x, w).sum().backward()
+    assert x[1].grad is None
+    torch.testing.assert_close(x[2].grad, torch.full_like(x[2], w[2].item()))
+
+
+def test_inputs_stay_as_they_were() -> None:
+    x = terms(3, grad=False)
+    before = [t.clone() for t in x]
+    weighted_sum(x, scales(3, grad=False))
+    assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_is_near_the_twin_in_float32(weight_dtype: torch.dtype) -> None:
+    x, w = terms(5, torch.bfloat16), scales(5, torch.float32).detach().to(weight_dtype).requires_grad_()
+    y = weighted_sum(x, w)
+    assert y.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(y.float().sum(), [w, *x])
+    wide = [t.detach().float().requires_grad_() for t in (w, *x)]
+    expected = weighted_sum_reference(wide[1:], wide[0])
+    # bfloat16 has 8 bits: each of the 5 additions rounds by 2⁻⁹ of values of a few units.
+    torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.1)
+    assert gradients[0].dtype == weight_dtype
+    for mine, theirs in zip(gradients, torch.autograd.grad(expected.sum(), wide), strict=True):
+        torch.testing.assert_close(mine.float(), theirs, rtol=0.02, atol=0.2)
+
+
+def test_the_path_for_devices_reads_no_values() -> None:
+    x = [t.detach().to("meta") for t in terms(3)]
+    assert weighted_sum(x, scales(3).detach().to("meta")).shape == x[0].shape

@@ -1,0 +1,47 @@
+"""Every method that is registered on every space that is registered, against the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from softcell.methods import METHODS
+from softcell.search import resolve
+from softcell.spaces import SPACES, Space
+from softcell.testing import RaggedSpace, check_name, checks_for, tiny_space
+
+FOUND = tuple(METHODS)
+PLACES = (*SPACES, "ragged")
+CASES = [
+    pytest.param(check, method, space, id=f"{method}-{space}-{check_name(check)}")
+    for method in FOUND
+    for space in PLACES
+    for check in checks_for(METHODS.get(method))
+]
+
+
+@pytest.fixture(scope="module")
+def spaces() -> dict[str, Space]:
+    return {**{name: tiny_space(name) for name in SPACES}, "ragged": RaggedSpace()}
+
+
+@pytest.mark.parametrize(("check", "method", "space"), CASES)
+def test_every_method_keeps_its_contracts_on_every_space(
+    check: Callable[..., None], method: str, space: str, spaces: dict[str, Space]
+) -> None:
+    check(METHODS.get(method), spaces[space])
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("space", list(SPACES))
+@pytest.mark.parametrize("method", FOUND)
+def test_every_method_has_a_recipe_for_every_space(method: str, space: str, scale: str) -> None:
+    recipe = resolve({"method": method, "space": space, "scale": scale})
+    assert (recipe.method, recipe.space, recipe.scale) == (method, space, scale)
+    assert recipe.regime != "auto"
+    assert resolve(recipe.to_dict()) == recipe
+
+
+def test_discovery_finds_the_methods_that_ship() -> None:
+    assert {"darts", "random"} <= set(FOUND)

@@ -1,0 +1,180 @@
+"""No import points the wrong way: a layer knows those below it and nothing else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import softcell
+
+ROOT = Path(softcell.__file__).parent
+
+# From the lowest up. Layers that stand together do not know each other.
+ORDER = (
+    {"arch"},
+    {"nn", "kernels", "data", "engine"},
+    {"spaces"},
+    {"methods"},
+    {"search", "evaluate"},
+    {"report"},
+    {"drawings"},
+    {"api"},
+    {"baseline"},
+    {"cli"},
+)
+GROUND = {"errors", "settings", "registry"}
+"""Known to everybody, and knowing only each other."""
+
+ALLOWED = {
+    ("nn", "kernels"): "blocks may be built on kernels; kernels know no blocks",
+}
+"""Arrows between layers that stand together, with the reason."""
+
+
+def level(layer: str) -> int:
+    return next(i for i, together in enumerate(ORDER) if layer in together)
+
+
+def layer_of(module: str) -> str | None:
+    """`softcell.nn.conv` to `nn`; None for the package itself."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def imports(source: str, package: str) -> set[str]:
+    """Modules of softcell that a file imports, at its top or anywhere inside; relative ones resolved."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ""
+            if node.level:
+                base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+            module = ".".join(part for part in (base, node.module or "") if part)
+            # `from softcell import nn` names a layer only in its last part.
+            found |= {_part(alias.name) for alias in node.names} if module == "softcell" else {module}
+    return {name for name in found if name.split(".")[0] == "softcell"}
+
+
+def _part(name: str) -> str:
+    """What `from softcell import name` imports: a module, or something of the package itself such as its version."""
+    return f"softcell.{name}" if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file() else "softcell"
+
+
+def is_wrong(importer: str | None, imported: str | None) -> bool:
+    """Whether a module of layer `importer` must not import from layer `imported`."""
+    if imported is None or importer is None or importer == imported:
+        return False
+    if importer == "__main__":
+        return False
+    if importer in GROUND:
+        return imported not in GROUND
+    if imported in GROUND:
+        return False
+    if importer == "testing":
+        return imported == "cli"
+    if imported == "testing":
+        return importer != "testing"
+    if (importer, imported) in ALLOWED:
+        return False
+    return level(imported) >= level(importer)
+
+
+def files() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = ["softcell", *path.relative_to(ROOT).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def arrows() -> list[tuple[str, str]]:
+    """(importing module, imported module) of the whole package."""
+    found = []
+    for path in files():
+        module = module_of(path)
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        found += [(module, other) for other in sorted(imports(path.read_text(encoding="utf-8"), package))]
+    return found
+
+
+def test_every_import_points_to_a_lower_layer() -> None:
+    wrong = [f"{a} imports {b}" for a, b in arrows() if is_wrong(layer_of(a), layer_of(b))]
+    assert not wrong
+
+
+def test_every_folder_has_its_place_in_the_order() -> None:
+    known = set().union(*ORDER) | GROUND | {"testing", "__main__", None}
+    assert {layer_of(module_of(path)) for path in files()} <= known
+
+
+def test_no_method_knows_another() -> None:
+    shared = {"softcell.methods.base", "softcell.methods.registry", "softcell.methods"}
+    wrong = [
+        f"{a} imports {b}"
+        for a, b in arrows()
+        if layer_of(a) == layer_of(b) == "methods" and a not in shared and b not in shared
+    ]
+    assert not wrong
+
+
+def test_no_step_or_loop_knows_the_name_of_a_paper() -> None:
+    papers = {path.stem for path in (ROOT / "methods").glob("*.py")} - {"__init__", "base", "registry"}
+    wrong = [
+        f"{a} imports {b}"
+        for a, b in arrows()
+        if layer_of(a) != "methods" and b in {f"softcell.methods.{p}" for p in papers}
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "wrong"),
+    [
+        ("arch", "nn", True),
+        ("nn", "arch", False),
+        ("nn", "spaces", True),
+        ("data", "engine", True),
+        ("engine", "data", True),
+        ("nn", "kernels", False),
+        ("api", "cli", True),
+        ("kernels", "nn", True),
+        ("search", "evaluate", True),
+        ("methods", "search", True),
+        ("cli", "report", False),
+        ("report", "cli", True),
+        ("errors", "arch", True),
+        ("settings", "errors", False),
+        ("arch", "errors", False),
+        ("testing", "search", False),
+        ("testing", "cli", True),
+        ("methods", "testing", True),
+    ],
+)
+def test_the_judge_of_arrows_is_right(importer: str, imported: str, wrong: bool) -> None:
+    assert is_wrong(importer, imported) is wrong
+
+
+def test_the_reader_of_imports_finds_all_forms() -> None:
+    source = """
+import softcell.nn.conv as conv, os
+from softcell import __version__, data
+from softcell.arch import Cell
+from . import base
+from ..search.steps import bilevel
+def later():
+    from softcell.engine.loop import run
+"""
+    assert imports(source, "softcell.methods") == {
+        "softcell",
+        "softcell.nn.conv",
+        "softcell.data",
+        "softcell.arch",
+        "softcell.methods",
+        "softcell.search.steps",
+        "softcell.engine.loop",
+    }
