@@ -30,7 +30,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m 'not exhaustive'
+	$(BIN)/python -m pytest -m 'not exhaustive' -n auto --dist loadfile
 
 exhaustive: $(STAMP)  ## complete enumerations, minutes long
 	$(BIN)/python -m pytest -m exhaustive

@@ -25,13 +25,20 @@ def apply_gradients(
     A parameter that took no part (gradient None) stays as it is.
     """
     for parameter, gradient in zip(parameters, _owned(gradients), strict=True):
-        parameter.grad = gradient
+        parameter.grad = _laid_out_like(parameter, gradient)
     if not averaged:
         average_([p.grad for p in parameters if p.grad is not None], world)
     if clip > 0:
         nn.utils.clip_grad_norm_(parameters, clip)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)
+
+
+def _laid_out_like(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The gradient with the strides of its parameter, which fused optimisers insist on."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
 
 
 def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -45,9 +45,8 @@ class RunFolder:
     def create(cls, path: str | os.PathLike[str], manifest: dict[str, Any], overwrite: bool = False) -> Self:
         """Make the folder with `manifest` as its `run.json`; a folder that holds anything is refused.
 
-        With `overwrite`, an earlier run in it loses its files at the top level (those with a suffix
-        in `_OWN_SUFFIXES`); a
-        folder that holds something else than a run is refused still.
+        With `overwrite`, an earlier run in it loses its files at the top level (those with a suffix of
+        `_OWN_SUFFIXES`); a folder that holds something else than a run is refused still.
         """
         path = Path(path)
         _check(manifest)
@@ -66,7 +65,13 @@ class RunFolder:
                     f"another --out."
                 )
             _clear(path)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"a run needs a folder it may write, but {path} cannot be made ({error.strerror or error}); give "
+                "another --out"
+            ) from error
         folder = cls(path, copy.deepcopy(manifest))
         folder._write()
         return folder

@@ -8,14 +8,14 @@ one, and is told how they did. Neither knows of loops, devices or data.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Genotype, Layout, Mix, derive
+from softcell.arch import Genotype, Layout, Mix, Rule, derive
 
 Regime = Literal["single-level", "bilevel", "unrolled"]
 
@@ -28,12 +28,14 @@ class NoSettings:
 class Method(nn.Module, ABC):
     """Architecture parameters and what they mean.
 
-    `recipes` maps a scale (`small`, `paper`) to what its recipe changes in the defaults of `SearchRecipe`.
+    `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`) to what
+    its recipe changes in the defaults of `SearchRecipe`.
     """
 
     name: ClassVar[str]
     about: ClassVar[str] = ""
     regime: ClassVar[Regime] = "bilevel"
+    rule: ClassVar[Rule | None] = None
     Settings: ClassVar[type] = NoSettings
     recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
@@ -50,8 +52,8 @@ class Method(nn.Module, ABC):
         """Per table how much each candidate is believed in, [choices, width], padding 0; for records and derivation."""
 
     def derive(self) -> Genotype:
-        """The architecture found so far; by default the space's rule on the probabilities."""
-        return derive(self.layout, self.probabilities(), about={"method": self.name})
+        """The architecture found so far; by default the method's or the space's rule on the probabilities."""
+        return derive(self.layout, self.probabilities(), self.rule, about={"method": self.name})
 
     def begin_epoch(self, progress: float) -> None:
         """Moves schedules; `progress` runs from 0 to 1 over the search. Values go into buffers, in place."""
@@ -59,6 +61,28 @@ class Method(nn.Module, ABC):
     def penalty(self, mix: Mix) -> Tensor | None:
         """A term added to the loss that trains the architecture, if the method has one."""
         return None
+
+    def watched(self, mix: Mix) -> Sequence[Tensor]:
+        """Tensors of the mix whose gradients `observe` wants; they come from the architecture's own backward pass."""
+        return ()
+
+    def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
+        """Takes the gradients of what is watched, once per step on the device's clock; sums go into buffers, in place.
+
+        Under several processes these are the gradients of this one's part of the batch.
+        """
+
+    def diagnostics(self) -> dict[str, dict[str, Tensor]]:
+        """By name of a record the running sums per table [choices, width] that `observe` adds to.
+
+        The search zeroes them before an epoch, saves them within one, and writes their mean per step, averaged over
+        processes, to `<name>.jsonl`. They are no part of the method's state.
+        """
+        return {}
+
+    def gauges(self) -> dict[str, Tensor]:
+        """Single numbers [] for `metrics.jsonl`, such as a temperature; read once per epoch."""
+        return {}
 
 
 class Sampler(ABC):

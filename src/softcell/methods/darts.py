@@ -38,7 +38,7 @@ class Darts(Method):
     Settings: ClassVar[type] = DartsSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {},
-        "small": {"epochs": 8, "batch_size": 64, "weights": {"lr": 0.05}, "architecture": {"lr": 0.03}},
+        "small": {"epochs": 8, "batch_size": 96, "weights": {"lr": 0.1}, "architecture": {"lr": 0.04}},
     }
 
     def __init__(self, layout: Layout, settings: DartsSettings) -> None:

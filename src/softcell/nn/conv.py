@@ -33,14 +33,40 @@ class ReLUConvBN(ReLUFirst):
         )
 
 
+class DilatedDepthwise(nn.Conv2d):
+    """A depthwise k×k convolution with dilation 2 and "same" padding.
+
+    Pixels of even and odd rows and columns never meet in it, so it is an ordinary convolution on four interleaved
+    grids (on one of them with stride 2). Libraries are slow at the gradients of dilated depthwise convolutions; on
+    the grids they are several times faster. Without gradients, and at odd sizes, it is called as it is.
+    """
+
+    def __init__(self, channels: int, kernel: int, stride: int) -> None:
+        # Dilation 2: the padding is half of the dilated extent 2(k-1)+1.
+        super().__init__(channels, channels, kernel, stride, kernel - 1, dilation=2, groups=channels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, height, width = x.shape
+        if height % 2 or width % 2 or not torch.is_grad_enabled():
+            return super().forward(x)
+        half = self.kernel_size[0] // 2
+        if self.stride[0] == 2:
+            return F.conv2d(x[:, :, ::2, ::2], self.weight, padding=half, groups=c)
+        # [n, c, h, w] to the four grids as a batch [4n, c, h/2, w/2], and back.
+        rows, columns = height // 2, width // 2
+        grids = x.permute(0, 2, 3, 1).reshape(n, rows, 2, columns, 2, c).permute(2, 4, 0, 1, 3, 5)
+        y = F.conv2d(grids.reshape(4 * n, rows, columns, c).permute(0, 3, 1, 2), self.weight, padding=half, groups=c)
+        y = y.permute(0, 2, 3, 1).reshape(2, 2, n, rows, columns, c).permute(2, 3, 0, 4, 1, 5)
+        return y.reshape(n, height, width, c).permute(0, 3, 1, 2)
+
+
 class DilatedConv(ReLUFirst):
     """ReLU, depthwise k×k with dilation 2, pointwise, batch-norm (`dil_conv`)."""
 
     def __init__(self, channels: int, kernel: int, stride: int, *, affine: bool) -> None:
-        padding = kernel - 1  # dilation 2: half of the dilated extent 2(k-1)+1
         super().__init__(
             nn.ReLU(),
-            nn.Conv2d(channels, channels, kernel, stride, padding, dilation=2, groups=channels, bias=False),
+            DilatedDepthwise(channels, kernel, stride),
             nn.Conv2d(channels, channels, 1, bias=False),
             BatchNorm2d(channels, affine=affine),
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix
 from softcell.nn.drop import DropPath
+from softcell.spaces.cell import MixedCell
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an input image."""
@@ -23,6 +24,17 @@ class Supernet(nn.Module, ABC):
         super().__init__()
         self.space, self.shape, self.num_classes = space, shape, num_classes
         self.layout = space.layout()
+        self.drop_path = DropPath(0.0)
+
+    def use_drop_path(self, probability: float) -> None:
+        """Drops what a choice adds to a node, per sample, in training with up to `probability` (SNAS).
+
+        The schedule moves inside that. At 0 nothing is drawn and nothing is computed for it.
+        """
+        self.drop_path.probability = probability
+        for module in self.modules():
+            if isinstance(module, MixedCell):
+                module.use_drop_path(self.drop_path if probability > 0 else None)
 
     @abstractmethod
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:

@@ -18,6 +18,7 @@ from softcell.kernels.mix import weighted_sum
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.drop import DropPath
+from softcell.spaces.fused import Entry, Fused, serves
 
 SpecOf = Callable[[int], Spec]
 """What the candidates that leave a node are built for."""
@@ -108,12 +109,33 @@ class MixedCell(nn.Module):
         for number, (index, k, pick) in enumerate(entries):
             self._leaving.setdefault(pick.source, []).append((number, index, k, pick.target))
         self._spec = spec_of(0)
+        self._drop_path: list[DropPath] = []  # a list: the supernet owns it
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
+
+    def use_drop_path(self, drop_path: DropPath | None) -> None:
+        """Puts what each choice contributes through `drop_path`; None takes it out."""
+        self._drop_path = [] if drop_path is None else [drop_path]
+
+    def _drops(self) -> bool:
+        return bool(self._drop_path) and self.training
+
+    def _entries(self, live: Live | None) -> Iterator[Entry]:
+        """The live candidates, with the positions of their weights in the flattened matrix of a mix."""
+        for source, leaving in self._leaving.items():
+            for entry, choice, candidate, target in leaving:
+                if live is None or candidate in live[choice]:
+                    weight = choice * self.table.width + candidate
+                    yield Entry(source, target, weight, self.edges.module(entry))
 
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
-        values = list(states)
         live = mix.live(site)
+        if isinstance(mix, WeightMix) and not self._drops() and serves(states[0]):
+            fused = self._fused.of(live, self._spec.channels, self._spec.stride)
+            if fused is not None:
+                return fused(states, mix.weights(site).flatten())
+        values = list(states)
         arrived: dict[int, list[tuple[int, int, Tensor | None]]] = {target: [] for target in self.table.targets}
         for node in range(max(self.table.targets) + 1):
             if node >= self.inputs:
@@ -137,6 +159,18 @@ class MixedCell(nn.Module):
                 arrived[target].append((choice, candidate, None if module is None else run(module)))
 
     def _combine(self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int) -> Tensor | None:
+        """The value of a node out of all that arrives at it; with drop-path, choice by choice."""
+        if not self._drops():
+            return self._sum(outputs, mix, site)
+        total: Tensor | None = None
+        for choice in sorted({choice for choice, _, _ in outputs}):
+            value = self._sum([output for output in outputs if output[0] == choice], mix, site)
+            if value is not None:
+                kept = self._drop_path[0](value)
+                total = kept if total is None else total + kept
+        return total
+
+    def _sum(self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int) -> Tensor | None:
         if isinstance(mix, WeightMix):
             present = [(choice, candidate, x) for choice, candidate, x in outputs if x is not None]
             if not present:

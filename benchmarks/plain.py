@@ -1,0 +1,51 @@
+"""The plain formulation every other toolkit ships: one module per candidate and edge, a sum of products per edge.
+
+It exists to be compared with: it runs the very modules of our supernet's own kind, shares nothing between edges,
+multiplies zeros for `none`, and lets autograd keep every product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Table, WeightMix
+from softcell.nn.candidates import get_candidate
+from softcell.spaces import Supernet
+from softcell.spaces.cell import MixedCell, SpecOf
+
+
+class PlainCell(nn.Module):
+    """Every candidate of every edge as a module of its own."""
+
+    def __init__(self, table: Table, inputs: int, spec_of: SpecOf) -> None:
+        super().__init__()
+        self.table, self.inputs = table, inputs
+        self.edges = nn.ModuleList(
+            nn.ModuleList(get_candidate(op).build(spec_of(choice.source)) for op in choice.candidates)
+            for choice in table.choices
+        )
+
+    def forward(self, states: list[Tensor], mix: WeightMix, site: int) -> list[Tensor]:
+        values, weights = list(states), mix.weights(site)
+        for node in range(self.inputs, max(self.table.targets) + 1):
+            arriving = []
+            for index in self.table.incoming(node):
+                x = values[self.table.choices[index].source]
+                row = weights[index]
+                arriving.append(sum(w * op(x) for w, op in zip(row, self.edges[index], strict=False)))
+            values.append(sum(arriving))
+        return values
+
+
+def make_plain(supernet: Supernet) -> Supernet:
+    """Replaces every cell of a supernet by its plain formulation, with fresh weights."""
+    cells = supernet.cells
+    assert isinstance(cells, nn.ModuleList)
+    for i, cell in enumerate(cells):
+        assert isinstance(cell, MixedCell)
+        parameter = next(supernet.parameters())
+        plain = PlainCell(cell.table, cell.inputs, cell.spec_of)
+        cells[i] = plain.to(device=parameter.device, dtype=parameter.dtype)
+    torch.manual_seed(0)
+    return supernet

@@ -1,0 +1,147 @@
+"""The cost of a search step (weight step + architecture step) beside the plain formulation.
+
+Both run in turns in one process on the same inputs, so that their ratio holds whatever else the machine does; the
+median over rounds is reported. Peak memory comes from a fresh process per variant on the CPU, where the system only
+knows the largest size ever.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.plain import make_plain
+from softcell.engine.distributed import World
+from softcell.engine.session import place
+from softcell.engine.timing import Stopwatch, Timing
+from softcell.methods import METHODS, Method
+from softcell.nn.objective import CrossEntropy
+from softcell.search.steps import Players, bilevel
+from softcell.spaces import build_space
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One supernet under one method at one input size."""
+
+    space: str
+    settings: dict[str, Any]
+    shape: tuple[int, int, int]
+    batch: int
+    method: str = "darts"
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{key}={value}" for key, value in self.settings.items()) or "paper size"
+        return f"{self.space} ({sizes}), batch {self.batch}, {'×'.join(map(str, self.shape))}"
+
+
+SMALL = [
+    Case("darts", {"cells": 4, "channels": 8}, (1, 8, 8), 64),
+    Case("nb201", {"cells_per_stage": 1, "channels": 8}, (1, 8, 8), 64),
+]
+PAPER = [
+    Case("darts", {}, (3, 32, 32), 64),
+    Case("nb201", {}, (3, 32, 32), 64),
+]
+
+
+def players(case: Case, device: torch.device, *, plain: bool) -> Players:
+    torch.manual_seed(0)
+    space = build_space(case.space, case.settings)
+    supernet = space.supernet(case.shape, 10)
+    if plain:
+        make_plain(supernet)
+    kind = METHODS.get(case.method)
+    assert issubclass(kind, Method)
+    method = kind(space.layout(), kind.Settings())
+    if plain:
+        supernet.to(device)
+    else:
+        place(supernet, device)
+    method.to(device)
+    return Players(
+        supernet,
+        method,
+        CrossEntropy(),
+        torch.optim.SGD(supernet.parameters(), lr=0.025, momentum=0.9, weight_decay=3e-4, foreach=True),
+        torch.optim.Adam(method.parameters(), lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3, foreach=True),
+        World(0, 1, 0, device),
+        5.0,
+        0.0,
+    )
+
+
+def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(case.batch, *case.shape, generator=generator)
+    return images.to(device), torch.randint(10, (case.batch,), generator=generator).to(device)
+
+
+def once(actors: Players, data: tuple[Tensor, Tensor], device: torch.device) -> Timing:
+    watch = Stopwatch(device)
+    with watch:
+        bilevel(actors, data, data)
+    return watch.timing
+
+
+def compare(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Medians of both formulations, timed in turns after one warm-up each, and their ratios."""
+    data = batch(case, device)
+    actors = {name: players(case, device, plain=name == "plain") for name in ("plain", "softcell")}
+    for actor in actors.values():
+        once(actor, data, device)
+    timings: dict[str, list[Timing]] = {name: [] for name in actors}
+    for _ in range(rounds):
+        for name, actor in actors.items():
+            timings[name].append(once(actor, data, device))
+    row: dict[str, Any] = {"case": asdict(case), "name": str(case), "device": device.type, "rounds": rounds}
+    for name, values in timings.items():
+        row[name] = {
+            "wall_ms": 1e3 * statistics.median(t.wall_seconds for t in values),
+            "cpu_ms": 1e3 * statistics.median(t.cpu_seconds for t in values),
+            "peak_mb": peak_megabytes(case, device, plain=name == "plain"),
+        }
+    for key in ("wall_ms", "cpu_ms", "peak_mb"):
+        row[f"ratio_{key.rsplit('_', 1)[0]}"] = row["plain"][key] / row["softcell"][key]
+    return row
+
+
+def peak_megabytes(case: Case, device: torch.device, *, plain: bool) -> float:
+    """Peak memory of two steps in a process of its own; on the CPU less what an idle process needs."""
+    request = json.dumps({"case": asdict(case), "device": device.type, "plain": plain})
+    code = "import sys; from benchmarks.steps import report_peak; report_peak(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, request], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def report_peak(request: str) -> None:
+    """The body of that process: prints the peak in megabytes."""
+    asked = json.loads(request)
+    case = Case(**{**asked["case"], "shape": tuple(asked["case"]["shape"])})
+    device = torch.device(asked["device"])
+    data = batch(case, device)
+    actors = players(case, device, plain=asked["plain"])
+    if device.type == "cuda":
+        print(max(once(actors, data, device).peak_bytes for _ in range(2)) / 1e6)
+        return
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from here on
+    for _ in range(2):
+        bilevel(actors, data, data)
+    print((_resident("VmHWM") - before) / 1e3)
+
+
+def _resident(field: str) -> int:
+    """A line of /proc/self/status in kibibytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1])
+    raise RuntimeError(f"the system does not tell {field}; peak memory on the CPU is measured on Linux only")

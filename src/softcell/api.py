@@ -1,0 +1,348 @@
+"""Searching and training from Python, with the same defaults, strictness and run folders as the command line.
+
+from softcell.api import search, train
+
+result = search("darts", data="digits", epochs=5)
+trained = train(result.genotype, data="digits")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softcell import drawings
+from softcell.arch import Genotype, notation
+from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
+from softcell.engine.events import OnEvent
+from softcell.engine.migrate import FORMAT, migrate
+from softcell.errors import UserError
+from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_training
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate import train as run_training
+from softcell.evaluate.count import Cost
+from softcell.registry import load_plugin
+from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
+from softcell.search.recipe import read_mapping
+from softcell.search.search import search as run_search
+from softcell.settings import merge
+from softcell.spaces import SPACES, build_space
+
+__all__ = [
+    "Genotype",
+    "SearchResult",
+    "TrainResult",
+    "UserError",
+    "build_space",
+    "free_folder",
+    "load_network",
+    "read_genotype",
+    "search",
+    "train",
+]
+
+RUNS = Path("runs")
+
+
+def search(
+    method: str | None = None,
+    *,
+    space: str | None = None,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    config: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+    **settings: Any,
+) -> SearchResult:
+    """Searches an architecture and leaves a run folder with drawings; by default DARTS in its own space on `digits`.
+
+    settings: keys of `SearchRecipe`, with nested mappings for its parts: `epochs=5, weights={"lr": 0.1},
+        space_settings={"cells": 5}`. They win over `config`, a YAML or JSON file or an earlier run.
+    out: a new folder; `runs/<method>-<space>-<data>-<n>` when None. `resume` goes on with the run in it.
+    """
+    given = _given(settings, method=method, space=space, data=data)
+    recipe = search_recipe(given, config=config, resume_from=_resumed(out) if resume else None)
+    return search_with(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
+
+
+def train(
+    genotype: Genotype | str | Path | None = None,
+    *,
+    data: str | Path | None = None,
+    recipe: str | None = None,
+    out: str | Path | None = None,
+    config: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Trains the network of a genotype from scratch and measures it once on the test set.
+
+    genotype: a `Genotype`, its file, a run folder or any notation; None where `config` is an earlier training's run.
+    recipe: `small`, `cifar` or `imagenet`; the one that suits the data when None.
+    settings: keys of `TrainRecipe`, such as `epochs=5, space_settings={"cells": 8}`; they win over `config`.
+    out: a new folder; `runs/train-<space>-<data>-<n>` when None. `resume` goes on with the run in it.
+    """
+    given = _given(settings, data=data, recipe=recipe)
+    resume_from = _resumed(out) if resume else None
+    chosen, full = train_recipe(genotype, given, config=config, resume_from=resume_from)
+    return train_with(chosen, full, out, resume=resume, overwrite=overwrite, on_event=on_event)
+
+
+def search_recipe(
+    given: Mapping[str, Any], *, config: str | Path | None = None, resume_from: Path | None = None
+) -> SearchRecipe:
+    """The complete recipe of a search; that of the run in `resume_from` where there is one."""
+    base = {} if config is None else _config(config, "search")[0]
+    for plugin in (*base.get("plugins", ()), *given.get("plugins", ())):
+        load_plugin(plugin)
+    if resume_from is not None:
+        return stored_recipe(resume_from, layered(base, given))
+    return resolve(base, given)
+
+
+def train_recipe(
+    genotype: Genotype | str | Path | None,
+    given: Mapping[str, Any],
+    *,
+    config: str | Path | None = None,
+    resume_from: Path | None = None,
+) -> tuple[Genotype, TrainRecipe]:
+    """What is trained and how; both from the run in `resume_from` where there is one."""
+    base, stored = ({}, None) if config is None else _config(config, "train")
+    if resume_from is None and not isinstance(genotype, Genotype):
+        base = layered(_inherited(genotype), base)
+    plugins = list(dict.fromkeys((*base.get("plugins", ()), *given.get("plugins", ()))))
+    for plugin in plugins:
+        load_plugin(plugin)
+    if plugins and resume_from is None:
+        given = {**given, "plugins": plugins}
+    wanted = read_genotype(genotype) if genotype is not None else stored
+    if resume_from is not None:
+        kept, recipe = stored_training(resume_from, layered(base, given))
+        if wanted is not None and wanted != kept:
+            raise UserError(f"a resumed run keeps its genotype, but {resume_from} trains another one; leave it out")
+        return kept, recipe
+    if wanted is None:
+        raise UserError("a training needs a genotype: a file, a run folder or a notation; none was given")
+    return wanted, resolve_training(wanted, base, given)
+
+
+def search_with(
+    recipe: SearchRecipe,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> SearchResult:
+    """Runs a complete recipe; a finished run that is resumed gives its result at once."""
+    if resume:
+        done = _finished_search(_resumed(out), recipe)
+        if done is not None:
+            return done
+    with joined(recipe.device, recipe.deterministic) as world:
+        folder = agreed_folder(out, world, recipe.method, recipe.space, recipe.data)
+        result = run_search(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
+        if world.is_main:
+            _draw_search(result)
+        return result
+
+
+def train_with(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> TrainResult:
+    """Trains by a complete recipe; a finished run that is resumed gives its result at once."""
+    if resume:
+        done = _finished_training(_resumed(out), genotype, recipe)
+        if done is not None:
+            return done
+    with joined(recipe.device, recipe.deterministic) as world:
+        folder = agreed_folder(out, world, "train", genotype.space, recipe.data)
+        result = run_training(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
+        if world.is_main:
+            title = f"{genotype.space} network on {recipe.data}"
+            drawings.draw_genotype(folder, genotype, title)
+            drawings.draw_curves(folder, result.metrics, title)
+        return result
+
+
+def read_genotype(source: Genotype | str | Path) -> Genotype:
+    """A genotype from itself, a file in any notation, a run folder, or the notation as text."""
+    if isinstance(source, Genotype):
+        return source
+    text = str(source).strip()
+    if is_notation(text):
+        return notation.parse(text)
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "genotype.json").exists() and (path / "run.json").exists():
+            status = RunFolder.open(path).manifest["status"]
+            raise UserError(
+                f"{path}: this run has no genotype yet (status {status!r}); `softcell search --resume {path}` goes on"
+            )
+        return Genotype.load(path)
+    if not path.exists():
+        raise UserError(
+            f"no genotype at {text[:80]!r}: give a file, a run folder, DARTS notation (Genotype(...)) or a "
+            "NAS-Bench-201 string (|op~0|+...)"
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as text ({error})") from error
+    if content.strip().startswith("{"):
+        return Genotype.loads(content, str(path))
+    try:
+        return notation.parse(content)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def is_notation(text: str) -> bool:
+    """Whether `text` is an architecture itself and not the name of a file."""
+    return text.lstrip().startswith(("{", "|")) or "Genotype(" in text
+
+
+def free_folder(*parts: str) -> Path:
+    """`runs/<parts>-<n>` with the first n that is free."""
+    stem = "-".join(re.sub(r"[^\w.]+", "-", Path(part).name).strip("-.") or "data" for part in parts)
+    number = 1
+    while (RUNS / f"{stem}-{number}").exists():
+        number += 1
+    return RUNS / f"{stem}-{number}"
+
+
+def agreed_folder(out: str | Path | None, world: distributed.World, *parts: str) -> Path:
+    """`out`, or a free folder that all processes agree on."""
+    return Path(out) if out is not None else distributed.broadcast_object(free_folder(*parts), world)
+
+
+@contextmanager
+def joined(device: str, deterministic: bool) -> Iterator[distributed.World]:
+    """Joins torchrun's processes for a whole block of runs, so that all of them agree on its folders."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        yield distributed.current()
+        return
+    set_deterministic(deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
+    world = distributed.start(resolve_device(device))
+    try:
+        yield world
+    finally:
+        distributed.stop()
+
+
+def is_main() -> bool:
+    """Whether this is the process that speaks and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of settings in one, the later winning; `space: {cells: 5}` is short for `space_settings: {cells: 5}`."""
+    return merge(
+        *(
+            {f"{k}_settings" if k in ("method", "space") and isinstance(v, Mapping) else k: v for k, v in layer.items()}
+            for layer in layers
+        )
+    )
+
+
+def _given(settings: Mapping[str, Any], **named: str | Path | None) -> dict[str, Any]:
+    """Settings with those that have a parameter of their own; paths as text, None left out."""
+    return layered(settings, {key: str(value) for key, value in named.items() if value is not None})
+
+
+def _resumed(out: str | Path | None) -> Path:
+    if out is None:
+        raise UserError("`resume` needs the folder of the run to go on with: give it as `out`")
+    return Path(out)
+
+
+def _config(path: str | Path, kind: str) -> tuple[dict[str, Any], Genotype | None]:
+    """Settings from a file; from a run also the genotype that it trained."""
+    data = read_mapping(path)
+    if data.get("format") != FORMAT:
+        return layered(data), None
+    manifest = migrate(data, str(path))
+    if manifest["kind"] != kind:
+        raise UserError(f"--config of a {kind} must be a {kind} run, but {path} is a {manifest['kind']} run")
+    stored = manifest["results"].get("genotype")
+    return manifest["recipe"], None if stored is None else Genotype.from_dict(stored, f"{path}: genotype")
+
+
+def run_of(source: str | Path | None) -> Path | None:
+    """The run folder that an argument names, directly or by its genotype file."""
+    if source is None or is_notation(str(source)):
+        return None
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    return folder if path.exists() and (folder / "run.json").is_file() else None
+
+
+def _inherited(source: str | Path | None) -> dict[str, Any]:
+    """What a training takes over from the search that its genotype comes from: plugins and the space, not its sizes."""
+    folder = run_of(source)
+    if folder is None:
+        return {}
+    manifest = RunFolder.open(folder).manifest
+    recipe = manifest["recipe"]
+    plugins = list(recipe.get("plugins", ()))
+    if manifest["kind"] != "search":
+        return {"plugins": plugins}
+    for plugin in plugins:
+        load_plugin(plugin)
+    space = SPACES.get(recipe["space"])
+    sizes = {key for layer in (space.small, *space.evaluation.values()) for key in layer}
+    kept = {key: value for key, value in recipe["space_settings"].items() if key not in sizes}
+    return {"plugins": plugins, "space_settings": kept}
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+
+def _finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:
+    if RunFolder.open(folder).manifest["status"] != "finished":
+        return None
+    result = SearchResult(folder, recipe, Genotype.load(folder), _rows(folder), 0)
+    if is_main() and not (folder / drawings.CELLS).exists():
+        _draw_search(result)
+    return result
+
+
+def _finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> TrainResult | None:
+    manifest = RunFolder.open(folder).manifest
+    if manifest["status"] != "finished":
+        return None
+    results = manifest["results"]
+    cost = Cost(results["parameters"], results["multiply_adds"])
+    network = load_network(folder)
+    accuracy, split = results["accuracy"], results["split"]
+    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, _rows(folder), 0)
+
+
+def _draw_search(result: SearchResult) -> None:
+    recipe = result.recipe
+    title = f"{recipe.method} in space {recipe.space} on {recipe.data}"
+    if result.genotype is not None:
+        drawings.draw_genotype(result.folder, result.genotype, title)
+    drawings.draw_curves(result.folder, result.metrics, title)
+    layout = build_space(recipe.space, recipe.space_settings).layout()
+    drawings.draw_architecture(result.folder, layout, title)

@@ -1,0 +1,147 @@
+"""`softcell info`"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from softcell.cli import options as o
+from softcell.errors import UserError
+
+if TYPE_CHECKING:
+    from softcell.spaces import Shape
+
+EPILOG = o.examples(
+    "softcell info runs/darts-darts-digits-1",
+    "softcell info cell.json --cells 14 --channels 48 --input 3x224x224 --classes 1000 --set space.stem=imagenet",
+    "softcell info nb201",
+)
+
+
+def info(
+    what: Annotated[
+        str, typer.Argument(metavar="GENOTYPE|RUN|SPACE", help="An architecture, a run folder or the name of a space.")
+    ],
+    cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network; else as for CIFAR.")] = None,
+    channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else as for CIFAR.")] = None,
+    input_: Annotated[str | None, typer.Option("--input", metavar="CxHxW", help="Size of an image: 3x32x32.")] = None,
+    classes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of classes: 10.")] = None,
+    set_: o.Set = None,
+    plugin: o.Plugin = None,
+) -> None:
+    """Count parameters, multiply-adds and bytes of a network, or describe a space.
+
+    A training run is counted at its own size, anything else as a CIFAR network unless told otherwise.
+    """
+    from softcell.cli.console import console
+    from softcell.settings import assignments, merge
+    from softcell.spaces import SPACES
+
+    o.load_plugins(plugin)
+    given = assignments(set_ or ())
+    unknown = sorted(set(given) - {"space"})
+    if unknown:
+        raise UserError(f"--set takes settings of the space here, as space.nodes=3, but got {unknown[0]!r}")
+    size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
+    settings = merge(size, given.get("space", {}))
+    if what in SPACES:
+        describe_space(console(), what, settings)
+    else:
+        describe_network(console(), what, settings, None if input_ is None else shape(input_), classes)
+
+
+def describe_network(
+    out: Console, what: str, settings: dict[str, Any], image: Shape | None, classes: int | None
+) -> None:
+    from softcell.api import run_of
+    from softcell.cli import inputs
+    from softcell.cli.results import facts
+    from softcell.engine import RunFolder
+    from softcell.evaluate import count_genotype
+    from softcell.registry import load_plugin
+    from softcell.settings import merge
+    from softcell.spaces import SPACES, build_space
+
+    folder = run_of(what)
+    manifest = None if folder is None else RunFolder.open(folder).manifest
+    if manifest is not None:
+        for path in manifest["recipe"].get("plugins", ()):
+            load_plugin(path)
+    found = inputs.genotype(what)
+    base: dict[str, Any] = dict(SPACES.get(found.space).evaluation.get("cifar", {}))
+    trained = manifest is not None and manifest["kind"] == "train"
+    if manifest is not None and trained:
+        base, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
+        image, classes = image or tuple(data["shape"]), classes or len(data["classes"])
+    space = build_space(found.space, merge(base, settings))
+    image, classes = image or (3, 32, 32), classes or 10
+    cost = count_genotype(space, found, image, classes)
+    facts(out, space=found.space)
+    if found.about:
+        facts(out, found_by=", ".join(f"{key} {value}" for key, value in found.about.items()))
+    sizes = ", ".join(f"{key} {getattr(space, key)}" for key in _sizes(space))
+    facts(
+        out,
+        network=f"{sizes}, input {'x'.join(map(str, image))}, {classes} classes, without auxiliary tower",
+        parameters=f"{cost.parameters:,}",
+        multiply_adds=f"{cost.multiply_adds:,}",
+        size=f"{cost.megabytes:.2f} MB in float32",
+    )
+    if manifest is not None and folder is not None:
+        describe_run(out, manifest, folder)
+
+
+def describe_run(out: Console, manifest: dict[str, Any], folder: Path) -> None:
+    from softcell.cli.console import percent
+    from softcell.cli.results import facts
+
+    recipe, results = manifest["recipe"], manifest["results"]
+    facts(
+        out, run=f"{manifest['kind']} in {folder}, {manifest['status']}, data {recipe['data']}, seed {manifest['seed']}"
+    )
+    if results.get("accuracy") is not None:
+        facts(
+            out,
+            accuracy=f"{percent(results['accuracy'])} on the {results['split']} split ({results['count']:,} images)",
+        )
+    elif results.get("val_accuracy") is not None:
+        facts(out, supernet=f"{percent(results['val_accuracy'])} on the {results['val_split']} split")
+
+
+def describe_space(out: Console, name: str, settings: dict[str, Any]) -> None:
+    from softcell.arch import count
+    from softcell.cli.results import facts
+    from softcell.settings import to_dict
+    from softcell.spaces import build_space
+
+    space = build_space(name, settings)
+    layout = space.layout()
+    number = count(layout)
+    facts(out, space=f"{name}: {space.about}" if space.about else name)
+    facts(out, architectures=f"{number:,}" if number < 10**7 else f"{number:,} (about {number:.1e})")
+    for table in layout.tables:
+        sites = len(layout.sites_of(table.name))
+        facts(out, table=f"{table.name}: {len(table)} choices, up to {table.width} candidates, read at {sites} sites")
+    candidates = dict.fromkeys(op for table in layout.tables for choice in table.choices for op in choice.candidates)
+    facts(out, candidates=", ".join(candidates))
+    values = {key: value for key, value in to_dict(space).items() if key != "candidates"}
+    facts(out, settings=", ".join(f"{key}={value}" for key, value in values.items()))
+
+
+def shape(text: str) -> Shape:
+    """`3x32x32` as channels, height and width."""
+    found = re.fullmatch(r"([1-9]\d*)[x×]([1-9]\d*)[x×]([1-9]\d*)", text)
+    if found is None:
+        raise UserError(f"--input must be CHANNELSxHEIGHTxWIDTH, as 3x32x32, got {text!r}")
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def _sizes(space: Any) -> list[str]:
+    """The whole numbers among a space's settings: what makes a network deeper or wider."""
+    import dataclasses
+
+    return [f.name for f in dataclasses.fields(space) if type(getattr(space, f.name)) is int]

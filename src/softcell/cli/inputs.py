@@ -1,0 +1,32 @@
+"""What an argument that names an architecture may be."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from softcell.errors import UserError
+
+if TYPE_CHECKING:
+    from softcell.arch import Genotype
+
+
+def from_stdin(text: str | None) -> str | None:
+    """The argument itself, or what standard input holds where it is `-`."""
+    if text != "-":
+        return text
+    content = sys.stdin.read()
+    if not content.strip():
+        raise UserError("an architecture was expected on standard input, but it is empty")
+    from softcell.arch import notation
+
+    notation.parse(content)  # so that text which is no notation is not taken for a path
+    return content
+
+
+def genotype(text: str) -> Genotype:
+    from softcell.api import read_genotype
+
+    content = from_stdin(text)
+    assert content is not None
+    return read_genotype(content)

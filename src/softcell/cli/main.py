@@ -1,0 +1,97 @@
+"""`softcell`: collects the commands, and turns what goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from softcell import __version__
+from softcell.cli import convert, demo, info, list_, random_, search, show, train
+from softcell.errors import UserError
+
+USAGE = 2
+INTERRUPTED = 130  # what shells report for an end by Ctrl-C
+
+# What is wrong with the command line itself. Typer brings its own copy of click or uses an installed one, depending on
+# its version, and exports only this subclass of the common base.
+_UsageError: Any = typer.BadParameter.__bases__[0].__bases__[0]
+
+app = typer.Typer(
+    name="softcell",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Begin with [bold]softcell demo[/bold]; `softcell COMMAND --help` has examples for every command.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"softcell {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def softcell(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Differentiable neural architecture search: search, train, draw, count, convert."""
+
+
+app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
+app.command(name="search", epilog=search.EPILOG)(search.search)
+app.command(name="train", epilog=train.EPILOG)(train.train)
+app.command(name="show", epilog=show.EPILOG)(show.show)
+app.command(name="info", epilog=info.EPILOG)(info.info)
+app.command(name="convert", epilog=convert.EPILOG)(convert.convert)
+app.command(name="random", epilog=random_.EPILOG)(random_.random)
+app.command(name="list", epilog=list_.EPILOG)(list_.list_)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point: exits with 0, with 2 for bad input, with 128 + n after signal n; bugs keep a traceback."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one command and gives its exit code."""
+    try:
+        code = app(arguments, prog_name="softcell", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except UserError as error:
+        return _tell(str(error))
+    except _UsageError as error:
+        text = str(error.format_message())
+        return _tell(f"{text.rstrip('.')}; see `softcell {_command(arguments)}--help`") if text else USAGE
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone; Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        # The machine's side: a full disk, a folder without permission.
+        place = f"{error.filename}: " if error.filename else ""
+        return _tell(f"{place}{error.strerror or error}")
+
+
+def _tell(text: str) -> int:
+    """Shows an error on one line; under torchrun it says on which rank it happened."""
+    rank = os.environ.get("RANK")
+    where = f"rank {rank}: " if rank not in (None, "0") else ""
+    print(f"error: {where}{' '.join(text.split())}", file=sys.stderr)
+    return USAGE
+
+
+def _command(arguments: list[str]) -> str:
+    known = [command.name for command in app.registered_commands]
+    return f"{arguments[0]} " if arguments and arguments[0] in known else ""

@@ -1,0 +1,78 @@
+"""Options that several commands share, said once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+Data = Annotated[
+    str | None,
+    typer.Option(help="Dataset: a name from `softcell list datasets`, a folder of class/image files, or an .npz file."),
+]
+DataRoot = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Where named datasets are looked for; else $SOFTCELL_DATA, else ./data."),
+]
+ImageSize = Annotated[
+    int | None, typer.Option(metavar="PIXELS", help="Scale images to this square (image folders and imagenet).")
+]
+Epochs = Annotated[int | None, typer.Option(metavar="N", help="Number of epochs; else the recipe's.")]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per step over all processes.")]
+Seed = Annotated[int | None, typer.Option(metavar="K", help="Seed of everything random; 0 unless given.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes CUDA where there is one.")]
+Precision = Annotated[
+    Literal["float32", "float64"] | None, typer.Option(help="Numbers the networks compute in; float32 unless given.")
+]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Repeatable bit by bit on a GPU too (on a CPU it always is).")
+]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads per operation; else torch's choice.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Settings from YAML or JSON, or an earlier run (its run.json or folder)."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, as weights.lr=0.1; may be repeated."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the earlier run in --out.")]
+OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Python file with your own spaces, methods or candidates; may be repeated."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only warnings and the result.")]
+Architecture = Annotated[
+    str,
+    typer.Argument(
+        metavar="GENOTYPE",
+        help="A genotype file, a run folder, DARTS notation, a NAS-Bench-201 string, or - for standard input.",
+    ),
+]
+Notation = Literal["json", "darts", "nb201"]
+
+
+def settings(set_: list[str] | None, plugin: list[Path] | None, **options: Any) -> dict[str, Any]:
+    """What was given on the command line as settings of a recipe; an option that was left out is no setting."""
+    from softcell.api import layered
+    from softcell.settings import assignments
+
+    named = {key: value for key, value in options.items() if value is not None and value is not False}
+    if plugin:
+        # Absolute, so that the run can be resumed and repeated from any folder.
+        named["plugins"] = [str(path.resolve()) for path in plugin]
+    return layered(named, assignments(set_ or ()))
+
+
+def load_plugins(plugin: list[Path] | None) -> None:
+    from softcell.registry import load_plugin
+
+    for path in plugin or ():
+        load_plugin(path)
+
+
+def examples(*lines: str) -> str:
+    """An epilog; each line stands for itself in the help."""
+    return "\n\n".join(("Examples:", *(f"  {line}" for line in lines)))

@@ -1,0 +1,112 @@
+"""What a running search or training shows: a live bar in a terminal, one line per epoch anywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from softcell.cli.console import percent
+from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+
+
+class Display:
+    """A context that takes the events of one run."""
+
+    def __init__(self, console: Console, heading: str, quiet: bool = False) -> None:
+        self._console, self._quiet = console, quiet
+        self.heading = heading  # shown when the run really starts, so that an error stands alone
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._num_epochs = 0
+        self._left: float | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._quiet and not self._console.quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TextColumn("step {task.completed}/{task.total}"),
+                TextColumn("{task.fields[left]}", style="cyan"),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar, self._task = None, None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._num_epochs = event.num_epochs
+                self._say(self.heading)
+                if (event.epoch or event.step) and event.epoch < event.num_epochs:
+                    self._say(f"going on at epoch {event.epoch + 1} of {event.num_epochs}, step {event.step}")
+            case Stepped():
+                self._step(event)
+            case EpochEnded():
+                self._say(epoch_line(event.metrics, self._num_epochs, self._left))
+            case Note():
+                self._console.print(Text(f"note: {event.text}", "yellow"))
+            case Finished():
+                if event.reason is not None:
+                    self._console.print(Text(f"stopped after {event.num_epochs} epochs: {event.reason}", "yellow"))
+            case Interrupted():
+                pass  # the command itself tells how to go on
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(Text(text))
+
+    def _step(self, event: Stepped) -> None:
+        self._left = event.seconds_left
+        if self._bar is None:
+            return
+        description = f"epoch {event.epoch + 1}/{self._num_epochs}"
+        if self._task is None:
+            self._task = self._bar.add_task(description, total=event.steps, left="")
+        left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
+        self._bar.update(self._task, description=description, completed=event.step, total=event.steps, left=left)
+
+
+def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
+    """One epoch in one line; every accuracy stands behind the name of its split."""
+    digits = len(str(num_epochs))
+    parts = [f"epoch {metrics['epoch'] + 1:>{digits}}/{num_epochs}"]
+    if "architecture" in metrics:
+        parts.append(f"architecture {metrics['architecture'] + 1}")
+    parts += [f"loss {_number(metrics['train_loss'], '.3f')}", f"train {_share(metrics['train_accuracy'])}"]
+    if "val_accuracy" in metrics:
+        parts.append(f"{metrics['val_split']} {_share(metrics['val_accuracy'])}")
+    if "child_accuracy" in metrics:
+        parts.append(f"child {_share(metrics['child_accuracy'])}")
+    if "entropy" in metrics:
+        parts.append(f"entropy {_number(metrics['entropy'], '.3f')}")
+    if left is not None and metrics["epoch"] + 1 < num_epochs:
+        parts.append(f"{clock(left)} left")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:02:10`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{percent(value):>5}"

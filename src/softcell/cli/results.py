@@ -1,0 +1,91 @@
+"""What is printed when a run has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from softcell.cli.console import command, percent
+
+if TYPE_CHECKING:
+    from softcell.baseline import Baseline
+    from softcell.evaluate import TrainResult
+    from softcell.search import SearchResult
+
+
+def show_search(out: Console, result: SearchResult) -> None:
+    """The cells, how the search itself measured, and where everything is."""
+    from softcell.report import to_text
+
+    assert result.genotype is not None
+    out.print()
+    out.print(to_text(result.genotype))
+    out.print()
+    last: dict[str, Any] = next((row for row in reversed(result.metrics) if "val_accuracy" in row), {})
+    if "best_val_accuracy" in last:
+        facts(out, accuracy=f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one")
+    elif last:
+        facts(out, supernet=f"{percent(last['val_accuracy'])} on the {last['val_split']} split")
+        if "child_accuracy" in last:
+            facts(out, child=f"{percent(last['child_accuracy'])} on the {last['val_split']} split, without training")
+    facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
+
+
+def show_training(out: Console, result: TrainResult, count: int | None) -> None:
+    """Accuracy with its split, and what the network costs."""
+    out.print()
+    if result.accuracy is None:
+        facts(out, accuracy="not measured: the data has no test split")
+    else:
+        images = f" ({count:,} images)" if count else ""
+        facts(out, accuracy=f"{percent(result.accuracy)} on the {result.split} split{images}")
+    cost = result.cost
+    facts(
+        out,
+        parameters=f"{cost.parameters:,}",
+        multiply_adds=f"{cost.multiply_adds:,}",
+        weights=str(result.folder / "model.safetensors"),
+    )
+
+
+def show_comparison(out: Console, result: TrainResult, baseline: Baseline) -> None:
+    """The found architecture beside the random ones."""
+    from softcell.baseline import verdict
+
+    if result.accuracy is None or not baseline.accuracies:
+        return
+    n = len(baseline.accuracies)
+    spread = "" if baseline.std is None else f" ± {baseline.std * 100:.1f}"
+    each = ", ".join(percent(accuracy) for accuracy in baseline.accuracies)
+    out.print()
+    out.print(Text(f"accuracy on the {baseline.split} split, all trained alike (seed {result.recipe.seed})", "bold"))
+    facts(
+        out,
+        found=percent(result.accuracy),
+        random=f"{baseline.mean * 100:.1f}{spread}%  mean{' ± std' if spread else ''} (n={n}): {each}",
+    )
+    out.print(Text(verdict(result.accuracy, baseline)))
+
+
+def already(out: Console, folder: Path, resume: bool) -> None:
+    """Says so when a run that is to be resumed has nothing left to do."""
+    from softcell.engine import RunFolder
+
+    if resume and RunFolder.open(folder).manifest["status"] == "finished":
+        out.print(Text(f"{folder} is finished already; this is its result."))
+
+
+def interrupted(out: Console, *resume: str) -> None:
+    """The exact command that goes on."""
+    out.print()
+    out.print(Text("interrupted; the state is saved. Go on with:", "yellow"))
+    out.print(Text(f"  {command(*resume)}"))
+
+
+def facts(out: Console, **values: str) -> None:
+    """Aligned lines of a name and a value."""
+    for name, value in values.items():
+        out.print(Text.assemble((f"{name.replace('_', '-'):<14}", "bold"), value))

@@ -1,0 +1,161 @@
+"""`softcell search`"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from softcell.cli import options as o
+
+EPILOG = o.examples(
+    "softcell search",
+    "softcell search darts --space nb201 --data cifar10 --data-root ~/data",
+    "softcell search --data photos/ --image-size 32 --epochs 20 --seed 1",
+    "softcell search --set regime=unrolled --set space.cells=5 --set weights.lr=0.1",
+    "softcell search snas --max-params 2.5M --data cifar10",
+    "softcell search --resume runs/darts-darts-digits-1",
+    "softcell search --config runs/darts-darts-digits-1 --out again",
+)
+
+
+def search(
+    method: Annotated[
+        str | None,
+        typer.Argument(help="Search method, see `softcell list methods`; with --resume, the run folder will do."),
+    ] = None,
+    space: Annotated[str | None, typer.Option(help="Search space, see `softcell list spaces`.")] = None,
+    data: o.Data = None,
+    data_root: o.DataRoot = None,
+    image_size: o.ImageSize = None,
+    epochs: o.Epochs = None,
+    batch_size: o.BatchSize = None,
+    seed: o.Seed = None,
+    device: o.Device = None,
+    scale: Annotated[
+        Literal["small", "paper"] | None,
+        typer.Option(help="Sizes of a laptop or of the paper; small for digits, else paper."),
+    ] = None,
+    resource: Annotated[
+        Literal["none", "mild", "moderate", "aggressive"] | None,
+        typer.Option(help="How hard costs are pressed down; any weight with --set resource.weight=1e-3."),
+    ] = None,
+    max_params: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="Most parameters of the network that `softcell train` would build: 2.5M."),
+    ] = None,
+    max_flops: Annotated[
+        str | None, typer.Option(metavar="N", help="Most multiply-adds of that network for one image: 500M.")
+    ] = None,
+    max_latency: Annotated[
+        float | None, typer.Option(metavar="T", help="Most time of that network, in the unit of --latency-table.")
+    ] = None,
+    latency_table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML or JSON of candidate: time, or table: {candidate: time}.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run folder; else runs/METHOD-SPACE-DATA-N with the next free N.")
+    ] = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; its recipe is kept.")] = False,
+    overwrite: o.Overwrite = False,
+    deterministic: o.Deterministic = False,
+    threads: o.Threads = None,
+    precision: o.Precision = None,
+    plugin: o.Plugin = None,
+    quiet: o.Quiet = False,
+) -> int:
+    """Search an architecture. Without arguments: DARTS cells on handwritten digits."""
+    if resume:
+        out, method = resumed_folder("search", method, out)
+    limits = {"preset": resource, "max_params": max_params, "max_flops": max_flops, "max_latency": max_latency}
+    if latency_table is not None:
+        limits["latency_table"] = str(latency_table.resolve())  # so that the run can be repeated from any folder
+    given = o.settings(
+        set_,
+        plugin,
+        resource={key: value for key, value in limits.items() if value is not None} or None,
+        method=method,
+        space=space,
+        data=data,
+        data_root=data_root,
+        image_size=image_size,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        scale=scale,
+        deterministic=deterministic,
+        threads=threads,
+        precision=precision,
+    )
+    return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet)
+
+
+def run_search(
+    given: dict[str, Any],
+    config: Path | None,
+    out: Path | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+    hint: bool = True,
+) -> int:
+    """Searches, shows and tells what comes next."""
+    from softcell import api
+    from softcell.cli import results
+    from softcell.cli.console import command, console
+    from softcell.cli.progress import Display
+
+    recipe = api.search_recipe(given, config=config, resume_from=out if resume else None)
+    screen = console()
+    with api.joined(recipe.device, recipe.deterministic) as world:
+        folder = api.agreed_folder(out, world, recipe.method, recipe.space, recipe.data)
+        results.already(screen, folder, resume)
+        heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
+        with Display(screen, heading, quiet) as display:
+            result = api.search_with(recipe, folder, resume=resume, overwrite=overwrite, on_event=display)
+    if result.genotype is None:
+        results.interrupted(screen, "search", "--resume", str(folder))
+        return result.exit_code
+    results.show_search(screen, result)
+    if hint and not quiet:
+        root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
+        results.facts(screen, next=command("train", folder, "--data", recipe.data, *root))
+    return 0
+
+
+def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:
+    """The folder to go on with, and what is left of the first argument where that names the folder."""
+    from softcell.errors import UserError
+
+    if out is not None:
+        return out, first
+    if first is not None and (Path(first).is_dir() or "/" in first):
+        return Path(first), None
+    waiting = unfinished(kind)
+    hint = (
+        f"unfinished: {', '.join(shlex.quote(str(path)) for path in waiting)}" if waiting else "none is unfinished here"
+    )
+    raise UserError(f"--resume needs the folder of the run, as `softcell {kind} --resume DIR`; {hint}")
+
+
+def unfinished(kind: str) -> list[Path]:
+    """Runs below `runs/` that can be gone on with, the newest first."""
+    from softcell.api import RUNS
+    from softcell.engine import RunFolder
+    from softcell.errors import UserError
+
+    found = []
+    for file in sorted(RUNS.glob("**/run.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            manifest = RunFolder.open(file.parent).manifest
+        except UserError:
+            continue  # a broken folder is nothing to offer
+        if manifest["kind"] == kind and manifest["status"] != "finished":
+            found.append(file.parent)
+    return found

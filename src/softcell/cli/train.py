@@ -1,0 +1,163 @@
+"""`softcell train`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from softcell.cli import options as o
+
+if TYPE_CHECKING:
+    from softcell.arch import Genotype
+
+EPILOG = o.examples(
+    "softcell train runs/darts-darts-digits-1",
+    "softcell train runs/darts-darts-digits-1 --random 3",
+    "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
+    "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
+    "softcell train --resume runs/train-darts-digits-1",
+    "softcell train --config runs/train-darts-digits-1 --out again",
+)
+
+
+def train(
+    genotype: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="GENOTYPE",
+            help="A genotype file, a run folder, DARTS notation, a NAS-Bench-201 string, or - for standard input; "
+            "with --resume, the training's own folder.",
+        ),
+    ] = None,
+    data: o.Data = None,
+    data_root: o.DataRoot = None,
+    image_size: o.ImageSize = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="small, cifar or imagenet; else the one that suits the data.")
+    ] = None,
+    epochs: o.Epochs = None,
+    batch_size: o.BatchSize = None,
+    cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network; else the recipe's.")] = None,
+    channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else the recipe's.")] = None,
+    seed: o.Seed = None,
+    device: o.Device = None,
+    random: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Also train N random architectures of the space with the same recipe and seed (in OUT/random-1, ...) "
+            "and compare.",
+        ),
+    ] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Run folder; else runs/train-SPACE-DATA-N with the next free N.")
+    ] = None,
+    config: o.Config = None,
+    set_: o.Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; its recipe is kept.")] = False,
+    overwrite: o.Overwrite = False,
+    deterministic: o.Deterministic = False,
+    threads: o.Threads = None,
+    precision: o.Precision = None,
+    plugin: o.Plugin = None,
+    quiet: o.Quiet = False,
+) -> int:
+    """Train the network of an architecture from scratch; the test set is read once, at the end."""
+    from softcell.cli.inputs import from_stdin
+    from softcell.cli.search import resumed_folder
+
+    if resume:
+        out, genotype = resumed_folder("train", genotype, out)
+    size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
+    given = o.settings(
+        set_,
+        plugin,
+        data=data,
+        data_root=data_root,
+        image_size=image_size,
+        recipe=recipe,
+        epochs=epochs,
+        batch_size=batch_size,
+        space=size or None,
+        seed=seed,
+        device=device,
+        deterministic=deterministic,
+        threads=threads,
+        precision=precision,
+    )
+    return run_train(
+        from_stdin(genotype),
+        given,
+        config,
+        out,
+        random=random,
+        resume=resume,
+        overwrite=overwrite,
+        quiet=quiet,
+    )
+
+
+def run_train(
+    genotype: str | Genotype | None,
+    given: dict[str, Any],
+    config: Path | None,
+    out: Path | None,
+    *,
+    random: int,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+) -> int:
+    """Trains the architecture, then the random ones, and compares."""
+    from softcell import api
+    from softcell.baseline import check_same_form, random_baseline
+    from softcell.cli import results
+    from softcell.cli.console import console
+    from softcell.cli.progress import Display
+    from softcell.engine import RunFolder
+    from softcell.spaces import build_space
+
+    chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
+    if random:  # before the first training, not after it
+        check_same_form(chosen, build_space(chosen.space, recipe.space_settings).layout())
+    screen = console()
+
+    with api.joined(recipe.device, recipe.deterministic) as world:
+        folder = api.agreed_folder(out, world, "train", chosen.space, recipe.data)
+        results.already(screen, folder, resume)
+        heading = (
+            f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, seed {recipe.seed}: {folder}"
+        )
+        with Display(screen, heading, quiet) as display:
+            result = api.train_with(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=display)
+        again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
+        if result.exit_code:
+            results.interrupted(screen, *again)
+            return result.exit_code
+        if world.is_main:
+            results.show_training(screen, result, RunFolder.open(folder).manifest["results"].get("count"))
+        if not random:
+            return 0
+        with Display(screen, "", quiet) as display:
+
+            def begin(number: int, _: Genotype, place: Path) -> None:
+                display.heading = f"\nrandom architecture {number} of {random}: {place}"
+
+            baseline = random_baseline(
+                chosen,
+                recipe,
+                folder,
+                random,
+                resume=resume,
+                overwrite=overwrite,
+                on_event=display,
+                on_start=begin,
+            )
+    if baseline.exit_code:
+        results.interrupted(screen, *again)
+        return baseline.exit_code
+    results.show_comparison(screen, result, baseline)
+    return 0

@@ -1,0 +1,126 @@
+"""The description of a training from scratch, and the named recipes.
+
+`cifar` and `imagenet` are the evaluation settings of DARTS (§3.2, A.2), from which the papers differ in single numbers.
+`small` is the same in kind and fits a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from softcell.arch import Genotype
+from softcell.errors import UserError, nearest
+from softcell.settings import build, merge, not_negative, positive, to_dict
+from softcell.spaces import SPACES, build_space
+from softcell.spaces.count import evaluation_scale
+
+Schedule = Literal["cosine", "linear", "exponential"]
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    """SGD with momentum from random weights.
+
+    `schedule`: how the learning rate falls from `lr` to `lr_min` over the epochs; `exponential` multiplies it by
+    `lr_decay` each epoch instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
+    over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
+    share of training images kept away and measured each epoch; the test set is read once, at the end.
+    """
+
+    recipe: str = "small"
+    data: str = "digits"
+    data_root: str | None = None
+    image_size: int | None = None
+    space_settings: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 600
+    batch_size: int = 96
+    lr: float = 0.025
+    lr_min: float = 0.0
+    lr_decay: float = 0.97
+    schedule: Schedule = "cosine"
+    warmup: int = 0
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 3e-4
+    clip: float = 5.0
+    label_smoothing: float = 0.0
+    auxiliary: float = 0.4
+    drop_path: float = 0.2
+    cutout: int = 16
+    jitter: float = 0.0
+    holdout: float = 0.0
+    seed: int = 0
+    device: str = "auto"
+    precision: Literal["float32", "float64"] = "float32"
+    engine: Literal["auto", "eager", "graph"] = "auto"
+    deterministic: bool = False
+    threads: int = 0
+    plugins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
+        positive("lr", self.lr)
+        for name in ("lr_min", "momentum", "weight_decay", "clip", "auxiliary", "cutout", "jitter", "warmup", "seed"):
+            not_negative(name, getattr(self, name))
+        for name in ("drop_path", "holdout", "label_smoothing"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        result = to_dict(self)
+        assert isinstance(result, dict)
+        return result
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "small": {
+        "epochs": 10,
+        "batch_size": 64,
+        "lr": 0.05,
+        "drop_path": 0.1,
+        "cutout": 2,
+        "holdout": 0.1,
+        "threads": 1,  # as in a small search: see `search.recipe.resolve`
+    },
+    "cifar": {},
+    "imagenet": {
+        "epochs": 250,
+        "batch_size": 128,
+        "lr": 0.1,
+        "schedule": "exponential",
+        "weight_decay": 3e-5,
+        "label_smoothing": 0.1,
+        "drop_path": 0.0,
+        "cutout": 0,
+        "jitter": 0.4,
+    },
+}
+"""By name what a recipe changes in the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
+
+
+def default_recipe(data: str) -> str:
+    """The recipe that suits a dataset."""
+    return evaluation_scale(data)
+
+
+def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
+    """A complete recipe for a genotype from layers of settings, the later winning."""
+    given = merge(*({_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers))
+    name = str(given.get("recipe") or default_recipe(str(given.get("data", "digits"))))
+    if name not in RECIPES:
+        raise UserError(f"no training recipe {name!r}; {nearest(name, RECIPES)}")
+    space = SPACES.get(genotype.space)
+    base: dict[str, Any] = {"recipe": name, "space_settings": dict(space.evaluation.get(name, {}))}
+    if not space.has_auxiliary:
+        base["auxiliary"] = 0.0
+    recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
+    full = to_dict(recipe)
+    full["space_settings"] = to_dict(build_space(genotype.space, recipe.space_settings))
+    return build(TrainRecipe, full, where="recipe")
+
+
+_LONG = {"space": "space_settings"}

@@ -1,0 +1,138 @@
+"""Training a network from scratch as a task of the engine's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softcell.data import Batch, Batches
+from softcell.engine.capture import prepare_step
+from softcell.engine.classify import classification_step
+from softcell.engine.distributed import World, broadcast_module
+from softcell.engine.meter import Meter, measure
+from softcell.engine.optim import load_optimiser, sgd
+from softcell.engine.schedule import cosine, exponential, linear, set_lr
+from softcell.engine.watch import Failure, LossWatch
+from softcell.evaluate.recipe import TrainRecipe
+from softcell.spaces import Network
+
+
+class TrainTask:
+    """A derived network, its optimiser and its data; `held` is measured each epoch where there is one."""
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        network: Network,
+        world: World,
+        *,
+        train: Batches,
+        held: Batches | None,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.recipe, self.network, self.world = recipe, network, world
+        self._train, self._held = train, held
+        network.use_drop_path(recipe.drop_path)
+        broadcast_module(network, world)
+        self.optimiser = sgd(
+            network.parameters(),
+            world.device,
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+            nesterov=recipe.nesterov,
+        )
+        self._meter = Meter().to(world.device)
+        self._watch = LossWatch().to(world.device)
+        self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
+        self._run = prepare_step(self._learn, recipe.engine, world, tell)
+
+    @property
+    def num_epochs(self) -> int:
+        return self.recipe.epochs
+
+    def steps_in(self, epoch: int) -> int:
+        return self._train.num_batches
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.network.train()
+        self.network.drop_path.set_fraction(epoch / self.num_epochs)
+        set_lr(self.optimiser, learning_rate(self.recipe, epoch))
+        self._meter.reset()
+        self._number.zero_()
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        return self._train.epoch(epoch, start)
+
+    def step(self, batch: Batch) -> None:
+        self._run(batch.images, batch.labels)
+
+    def _learn(self, images: Tensor, labels: Tensor) -> None:
+        """One training step; everything in it happens on the device, so that it can be recorded."""
+        recipe = self.recipe
+        loss, logits = classification_step(
+            self.network,
+            self.optimiser,
+            images,
+            labels,
+            self.world,
+            clip=recipe.clip,
+            label_smoothing=recipe.label_smoothing,
+            auxiliary=recipe.auxiliary,
+        )
+        self._watch.update(loss, self._number)
+        self._meter.update(loss, logits, labels)
+        self._number += 1
+
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
+        trained = self._meter.read(self.world)
+        metrics: dict[str, Any] = {
+            "train_loss": trained.loss,
+            "train_accuracy": trained.accuracy,
+            "lr": float(self.optimiser.param_groups[0]["lr"]),
+        }
+        if self._held is not None:
+            self.network.eval()
+            held = measure(self.network, self._held.epoch(0), self.world)
+            metrics |= {
+                "val_loss": held.loss,
+                "val_accuracy": held.accuracy,
+                "val_split": "holdout",
+                "val_count": held.count,
+            }
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "network": self.network.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "step": int(self._number),
+            "_local": {"meter": self._meter.sums},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.network.load_state_dict(state["network"])
+        load_optimiser(self.optimiser, state["optimiser"])
+        self._number.fill_(state["step"])
+        if "_local" in state:
+            self._meter.sums.copy_(state["_local"]["meter"])
+
+    def failed(self) -> Failure | None:
+        return self._watch.failed()
+
+
+def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
+    """The rate of an epoch: a linear rise over the warm-up, then the recipe's schedule over the epochs left."""
+    if epoch < recipe.warmup:
+        return recipe.lr * (epoch + 1) / recipe.warmup
+    past, length = epoch - recipe.warmup, recipe.epochs - recipe.warmup
+    match recipe.schedule:
+        case "cosine":
+            return cosine(past, length, recipe.lr, recipe.lr_min)
+        case "linear":
+            return linear(past, length, recipe.lr, recipe.lr_min)
+        case "exponential":
+            return exponential(past, recipe.lr, recipe.lr_decay)

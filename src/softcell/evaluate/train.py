@@ -1,0 +1,217 @@
+"""From a genotype to a trained network in a run folder, measured once on the test set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from softcell.arch import Genotype
+from softcell.data import Dataset, fingerprint, load, split
+from softcell.data.feeds import Feeds
+from softcell.data.guard import test_set_sealed
+from softcell.engine import RunFolder, new_manifest, run
+from softcell.engine.distributed import barrier, on_main
+from softcell.engine.events import Note, OnEvent
+from softcell.engine.files import atomic_write_text, fsync_folder
+from softcell.engine.meter import Measured, measure
+from softcell.engine.session import Session, open_session
+from softcell.errors import UserError
+from softcell.evaluate.count import Cost, count_genotype
+from softcell.evaluate.recipe import TrainRecipe, resolve
+from softcell.evaluate.task import TrainTask
+from softcell.registry import load_plugin
+from softcell.settings import build
+from softcell.spaces import Network, build_space
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a training leaves. `accuracy` is a share in 0..1 on `split` (`test`), None when interrupted."""
+
+    folder: Path
+    recipe: TrainRecipe
+    genotype: Genotype
+    network: Network
+    accuracy: float | None
+    split: str
+    cost: Cost
+    metrics: list[dict[str, Any]]
+    exit_code: int
+
+
+def train(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> TrainResult:
+    """Trains the network of `genotype` in the folder `out`; the test set is sealed until training is over."""
+    for plugin in recipe.plugins:
+        load_plugin(plugin)
+    opened = open_session(
+        device=recipe.device,
+        seed=recipe.seed,
+        precision=recipe.precision,
+        deterministic=recipe.deterministic,
+        threads=recipe.threads,
+    )
+    with opened as session:
+        recipe = replace(recipe, threads=recipe.threads or session.threads)
+        return _train(genotype, recipe, Path(out), session, resume, overwrite, on_event)
+
+
+def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe]:
+    """Genotype and recipe of the training run in `folder`; settings given beside it must not contradict it."""
+    manifest = RunFolder.open(folder).manifest
+    if manifest["kind"] != "train":
+        raise UserError(f"--resume of a training needs a train run, but {folder} holds a {manifest['kind']} run")
+    for plugin in manifest["recipe"].get("plugins", ()):
+        load_plugin(plugin)
+    genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
+    recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
+    wanted = resolve(genotype, manifest["recipe"], given)
+    before, after = recipe.to_dict(), wanted.to_dict()
+    different = [key for key in before if before[key] != after[key]]
+    if different:
+        changes = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in different)
+        raise UserError(f"a resumed run keeps its recipe, but these settings differ: {changes}; leave them out")
+    return genotype, recipe
+
+
+def load_network(folder: str | Path) -> Network:
+    """The trained network of a finished training run, on the CPU and in eval mode."""
+    opened = RunFolder.open(folder)
+    manifest = opened.manifest
+    if manifest["kind"] != "train" or manifest["status"] != "finished":
+        raise UserError(
+            f"{folder} must be a finished training run, but it is a {manifest['kind']} run with status "
+            f"{manifest['status']!r}; make one with `softcell train`"
+        )
+    for plugin in manifest["recipe"].get("plugins", ()):
+        load_plugin(plugin)
+    genotype = Genotype.load(folder)
+    data = manifest["results"]["data"]
+    space = build_space(genotype.space, manifest["recipe"]["space_settings"])
+    channels, height, width = data["shape"]
+    network = space.network(genotype, (channels, height, width), len(data["classes"]))
+    network.load_state_dict(load_file(opened.path / WEIGHTS))
+    return network.eval()
+
+
+def _train(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    out: Path,
+    session: Session,
+    resume: bool,
+    overwrite: bool,
+    on_event: OnEvent | None,
+) -> TrainResult:
+    world = session.world
+    with test_set_sealed():
+        dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+        space = build_space(genotype.space, recipe.space_settings)
+        cost = count_genotype(space, genotype, dataset.shape, dataset.num_classes)
+        network = space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=recipe.auxiliary > 0)
+        session.place(network)
+        feeds = Feeds(
+            dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
+        )
+        parts = _parts(dataset, recipe)
+        augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
+        held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
+
+        def tell(text: str) -> None:
+            if on_event is not None and world.is_main:
+                on_event(Note(text))
+
+        batches = feeds.training(parts["train"], augment)
+        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell)
+
+        def prepare() -> RunFolder:
+            if resume:
+                opened = RunFolder.open(out)
+                opened.update(status="running")
+                return opened
+            manifest = new_manifest("train", recipe.to_dict(), recipe.seed)
+            # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
+            manifest["results"] = _known(genotype, dataset, cost, parts)
+            return RunFolder.create(out, manifest, overwrite)
+
+        folder = on_main(prepare, world)
+        on_main(lambda: atomic_write_text(out / "genotype.json", genotype.dumps()), world)
+        try:
+            outcome = run(task, out, world, resume=resume, on_event=on_event)
+        except Exception:
+            if world.is_main:  # without the others: it may be this rank alone that failed
+                folder.finish("failed")
+            raise
+    if outcome.status == "interrupted":
+        on_main(lambda: folder.finish("interrupted"), world)
+        return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
+    network.eval()
+    measured: Measured | None = None
+    if dataset.test is not None:
+        measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
+
+    def conclude() -> None:
+        _save_weights(network, out)
+        folder.finish(
+            "finished",
+            accuracy=None if measured is None else measured.accuracy,
+            loss=None if measured is None else measured.loss,
+            split="test",
+            count=0 if measured is None else measured.count,
+            seconds=sum(row["seconds"] for row in outcome.metrics),
+        )
+
+    on_main(conclude, world)
+    barrier(world)
+    accuracy = None if measured is None else measured.accuracy
+    return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0)
+
+
+def _parts(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
+    if recipe.holdout == 0.0:
+        return {"train": torch.arange(len(dataset.train))}
+    return split(dataset.train, {"train": 1.0 - recipe.holdout, "holdout": recipe.holdout}, recipe.seed)
+
+
+def _known(genotype: Genotype, dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What is known before training: enough to rebuild the network and to prepare its inputs."""
+    return {
+        "genotype": genotype.to_dict(),
+        "parameters": cost.parameters,
+        "multiply_adds": cost.multiply_adds,
+        "splits": {name: fingerprint(part) for name, part in parts.items()},
+        "data": {
+            "shape": list(dataset.shape),
+            "classes": list(dataset.classes),
+            "mean": list(dataset.mean),
+            "std": list(dataset.std),
+            "source": dataset.source,
+        },
+    }
+
+
+def _save_weights(network: Network, out: Path) -> None:
+    """The weights as safetensors, without the auxiliary tower, put in place in one step."""
+    state = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in network.state_dict().items()
+        if not name.startswith("auxiliary.")
+    }
+    temporary = out / f"{WEIGHTS}.tmp"
+    save_file(state, temporary)
+    temporary.replace(out / WEIGHTS)
+    fsync_folder(out)

@@ -1,0 +1,201 @@
+"""Budgets: how much the derived network may cost, what it costs, and how hard the search is pushed to meet it.
+
+A multiplier per budget is moved once per epoch by dual ascent in its logarithm: up while the derived network exceeds
+the budget, down once it is well below, and not at all in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from softcell.arch import Genotype, Layout, Rule, derive
+from softcell.arch.cost import CostTables
+from softcell.errors import UserError
+from softcell.search.recipe import read_mapping
+from softcell.search.resource import PRESETS, Resource, ResourcePenalty
+from softcell.settings import to_dict
+from softcell.spaces import Shape, Space
+from softcell.spaces.count import count_genotype
+
+NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "latency"}
+SETTINGS = {"parameters": "max_params", "flops": "max_flops", "latency": "max_latency"}
+
+GROWTH = 40.0
+"""The logarithm of a multiplier grows by this much over a whole search whose network costs e times its budget."""
+LEAST = 0.25
+"""A violation counts as at least this much, so that a small one is not approached for ever."""
+SLACK = 0.1
+"""Within this share below the budget nothing is pushed: the derived network jumps, and would swing around it."""
+MOST = math.log(10.0)
+"""No epoch moves a multiplier by more than a factor of 10."""
+RANGE = {"log": (1e-5, 1.0), "linear": (1e-3, 100.0)}
+
+
+def moved(multiplier: float, value: float, limit: float, num_epochs: int, form: str) -> float:
+    """The multiplier after an epoch whose derived network costs `value`, of `limit` allowed."""
+    excess = math.log(max(value, 1e-9) / limit)
+    if excess > 0:
+        direction = max(excess, LEAST)
+    elif value < (1.0 - SLACK) * limit:
+        direction = excess
+    else:
+        return multiplier
+    step = max(-MOST, min(MOST, GROWTH / num_epochs * direction))
+    low, high = RANGE[form]
+    return min(high, max(low, multiplier * math.exp(step)))
+
+
+class Budget:
+    """Measures derived networks at the size they are trained at for good, and moves the penalty's multipliers."""
+
+    def __init__(
+        self,
+        settings: Resource,
+        penalty: ResourcePenalty,
+        space: Space,
+        shape: Shape,
+        num_classes: int,
+        num_epochs: int,
+    ) -> None:
+        self.limits = settings.budgets()
+        self._settings, self._penalty, self._num_epochs = settings, penalty, num_epochs
+        self._space, self._shape, self._num_classes = space, shape, num_classes
+        self._latencies = None if settings.latency_table is None else read_latencies(settings.latency_table)
+        self._known: tuple[Genotype | None, dict[str, float]] = None, {}
+        self._least: dict[str, float] = {}
+        self.last_met: int | None = None
+
+    def measure(self, genotype: Genotype) -> dict[str, float]:
+        """What the evaluation network of a genotype costs, by kind."""
+        if self._known[0] != genotype:
+            cost = count_genotype(self._space, genotype, self._shape, self._num_classes)
+            found = {"parameters": float(cost.parameters), "flops": float(cost.multiply_adds)}
+            if self._latencies is not None:
+                found["latency"] = latency(genotype, self._space.layout(), self._latencies)
+            self._known = genotype, found
+        return self._known[1]
+
+    def end_epoch(self, epoch: int, genotype: Genotype) -> dict[str, float]:
+        """Moves the multipliers; gives metrics of the derived network."""
+        found = self.measure(genotype)
+        metrics = {f"derived_{kind}": value for kind, value in found.items()}
+        if all(found[kind] <= limit for kind, limit in self.limits.items()):
+            self.last_met = epoch
+        for index, (kind, limit) in enumerate(self.limits.items()):
+            before = float(self._penalty.multipliers[index])
+            metrics[f"multiplier_{kind}"] = before
+            after = moved(before, found[kind], limit, self._num_epochs, self._settings.form)
+            self._penalty.multipliers[index].fill_(after)
+        return metrics
+
+    def warn(self, layout: Layout, costs: CostTables, rule: Rule | None, tell: Callable[[str], None]) -> None:
+        """Says before the search when a budget looks out of reach."""
+        for kind, limit in self.limits.items():
+            cheap = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
+            cheap |= {name: -costs.of(kind, name).sum(0) for name in costs.read_tables()}
+            self._least[kind] = least = self.measure(derive(layout, cheap, rule))[kind]
+            if least > limit:
+                tell(
+                    f"a budget of {shown(kind, limit)} may be out of reach: with the cheapest candidate on every edge "
+                    f"the network has {shown(kind, least)} ({self.sizes()}). Raise it, or make the network smaller "
+                    "(--set resource.network.channels=N)."
+                )
+
+    def verdict(self, genotype: Genotype) -> tuple[dict[str, object], str | None]:
+        """For the run's results, what was allowed and what came out; and a message where a budget was missed."""
+        found = self.measure(genotype)
+        results: dict[str, object] = {f"derived_{kind}": value for kind, value in found.items()}
+        results["budget_met"] = all(found[kind] <= limit for kind, limit in self.limits.items())
+        missed = [kind for kind, limit in self.limits.items() if found[kind] > limit]
+        if not missed:
+            return results, None
+        gaps = " and ".join(
+            f"{shown(kind, found[kind])}, {found[kind] / self.limits[kind] - 1.0:.1%} over the budget of "
+            f"{shown(kind, self.limits[kind])}"
+            for kind in missed
+        )
+        earlier = "" if self.last_met is None else f" The one of epoch {self.last_met} met it, see architecture.jsonl."
+        return results, f"the derived network has {gaps} ({self.sizes()}).{earlier} {self._way_out(missed, found)}"
+
+    def _way_out(self, missed: list[str], found: Mapping[str, float]) -> str:
+        if any(found[kind] <= self._least.get(kind, 0.0) for kind in missed):
+            return (
+                "It has the cheapest candidates already: raise the budget, or make the network smaller "
+                "(--set resource.network.channels=N, and train with the same)."
+            )
+        return (
+            "Search longer (--epochs), start with a stronger pressure (--resource aggressive, or --set "
+            f"resource.weight={_stronger(self._settings):g}), let the architecture move faster "
+            "(--set architecture.lr=...), or raise the budget."
+        )
+
+    def sizes(self) -> str:
+        """The network that is meant: the whole numbers among its space's settings, and its input."""
+        numbers = {key: value for key, value in to_dict(self._space).items() if type(value) is int}
+        parts = [f"{key} {value}" for key, value in numbers.items()]
+        return ", ".join([*parts, f"input {'x'.join(map(str, self._shape))}"])
+
+    def state_dict(self) -> dict[str, int | None]:
+        return {"last_met": self.last_met}
+
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+        self.last_met = state["last_met"]
+
+
+def shown(kind: str, value: float) -> str:
+    """`2.53M parameters`"""
+    if kind == "latency":
+        return f"a latency of {value:g}"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit} {NAMES[kind]}"
+    return f"{value:g} {NAMES[kind]}"
+
+
+def read_latencies(path: str) -> dict[str, object]:
+    """A file of candidate: time, or of table: {candidate: time}."""
+    data = read_mapping(path)
+    for name, value in data.items():
+        rows = value if isinstance(value, Mapping) else {name: value}
+        for op, time in rows.items():
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
+                raise UserError(f"{path}: the time of {op!r} must be a number of 0 or more, got {time!r}")
+    return data
+
+
+def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
+    """The time of one candidate; `none` takes none unless the file says otherwise."""
+    own = latencies.get(table)
+    rows = own if isinstance(own, Mapping) else latencies
+    value = rows.get(op, 0.0 if op == "none" else None)
+    if not isinstance(value, int | float):
+        raise UserError(
+            f"the latency table has no time for {op!r} of table {table!r}; it has {', '.join(map(str, rows))}"
+        )
+    return float(value)
+
+
+def latency(genotype: Genotype, layout: Layout, latencies: Mapping[str, object]) -> float:
+    """The sum over all sites and picks of the network."""
+    return sum(latency_of(latencies, table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks)
+
+
+def with_latencies(costs: CostTables, path: str) -> CostTables:
+    """The costs with the kind `latency` from a file."""
+    layout, latencies = costs.layout, read_latencies(path)
+    sites = []
+    for name in layout.sites:
+        table = layout.table(name)
+        rows = torch.zeros(table.shape, dtype=torch.float64)
+        for i, choice in enumerate(table.choices):
+            for k, op in enumerate(choice.candidates):
+                rows[i, k] = latency_of(latencies, name, op)
+        sites.append(rows)
+    return CostTables(layout, {**costs.kinds, "latency": tuple(sites)})
+
+
+def _stronger(settings: Resource) -> float:
+    return max(3.0 * settings.eta, PRESETS[settings.form]["aggressive"])

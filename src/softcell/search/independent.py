@@ -1,0 +1,157 @@
+"""A search that trains every proposed architecture on its own, as a task of the engine's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from softcell.arch import Genotype
+from softcell.data import Batch, Batches
+from softcell.engine.classify import classification_step
+from softcell.engine.distributed import broadcast_module
+from softcell.engine.meter import Meter, measure
+from softcell.engine.optim import load_optimiser, sgd
+from softcell.engine.schedule import cosine, set_lr
+from softcell.engine.session import Session
+from softcell.engine.watch import Failure, LossWatch
+from softcell.methods import Sampler
+from softcell.search.recipe import SearchRecipe
+from softcell.spaces import Network, Shape, Space
+
+
+class IndependentTask:
+    """Epoch e belongs to architecture e // epochs: trained from scratch, then measured on the validation split."""
+
+    def __init__(
+        self,
+        recipe: SearchRecipe,
+        space: Space,
+        sampler: Sampler,
+        shape: Shape,
+        num_classes: int,
+        session: Session,
+        *,
+        weights: Batches,
+        held: Batches,
+    ) -> None:
+        world = session.world
+        self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
+        self._shape, self._num_classes, self._session = shape, num_classes, session
+        self._weights, self._held = weights, held
+        self._meter = Meter().to(world.device)
+        self._watch = LossWatch().to(world.device)
+        self._scores: list[float] = []
+        self._genotypes: list[Genotype] = []
+        self._network: Network | None = None
+        self._optimiser: torch.optim.SGD | None = None
+        self._step = 0
+
+    @property
+    def num_epochs(self) -> int:
+        return self.recipe.epochs * self.sampler.num_samples
+
+    def steps_in(self, epoch: int) -> int:
+        return self._weights.num_batches
+
+    def begin_epoch(self, epoch: int) -> None:
+        number, own = divmod(epoch, self.recipe.epochs)
+        if own == 0 and len(self._genotypes) <= number:
+            self._build(self.sampler.propose(number, list(self._scores)))
+        assert self._network is not None and self._optimiser is not None
+        self._network.train()
+        w = self.recipe.weights
+        set_lr(self._optimiser, cosine(own, self.recipe.epochs, w.lr, w.lr_min))
+        self._meter.reset()
+        self._step = 0
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        return self._weights.epoch(epoch, start)
+
+    def step(self, batch: Batch) -> None:
+        assert self._network is not None and self._optimiser is not None
+        loss, logits = classification_step(
+            self._network, self._optimiser, batch.images, batch.labels, self.world, clip=self.recipe.weights.clip
+        )
+        self._watch.update(loss, self._step)
+        self._meter.update(loss, logits, batch.labels)
+        self._step += 1
+
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
+        assert self._network is not None and self._optimiser is not None
+        number, own = divmod(epoch, self.recipe.epochs)
+        trained = self._meter.read(self.world)
+        metrics: dict[str, Any] = {
+            "architecture": number,
+            "train_loss": trained.loss,
+            "train_accuracy": trained.accuracy,
+            "lr": float(self._optimiser.param_groups[0]["lr"]),
+        }
+        if own + 1 == self.recipe.epochs:
+            self._network.eval()
+            held = measure(self._network, self._held.epoch(0), self.world)
+            self._scores.append(held.accuracy)
+            metrics |= {
+                "val_loss": held.loss,
+                "val_accuracy": held.accuracy,
+                "val_split": "validation",
+                "val_count": held.count,
+                "best_val_accuracy": max(self._scores),
+                "_records": {
+                    "architecture": {
+                        "epoch": epoch,
+                        "val_accuracy": held.accuracy,
+                        "genotype": self._genotypes[number].to_dict()["cells"],
+                    }
+                },
+            }
+        return metrics
+
+    def derive(self) -> Genotype:
+        """The architecture with the best validation accuracy; the earlier one in a tie."""
+        best = max(range(len(self._scores)), key=lambda i: (self._scores[i], -i))
+        return self._genotypes[best]
+
+    def conclude(self, genotype: Genotype) -> dict[str, Any]:
+        """Nothing is left to measure: every architecture was trained on its own."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._network is not None and self._optimiser is not None
+        return {
+            "network": self._network.state_dict(),
+            "optimiser": self._optimiser.state_dict(),
+            "genotypes": [genotype.to_dict() for genotype in self._genotypes],
+            "scores": list(self._scores),
+            "step": self._step,
+            "_local": {"meter": self._meter.sums},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        genotypes = [Genotype.from_dict(data) for data in state["genotypes"]]
+        if self._genotypes != genotypes:
+            self._genotypes = genotypes[:-1]
+            self._build(genotypes[-1])
+        assert self._network is not None and self._optimiser is not None
+        self._network.load_state_dict(state["network"])
+        load_optimiser(self._optimiser, state["optimiser"])
+        self._scores, self._step = list(state["scores"]), state["step"]
+        if "_local" in state:
+            self._meter.sums.copy_(state["_local"]["meter"])
+
+    def failed(self) -> Failure | None:
+        return self._watch.failed()
+
+    def _build(self, genotype: Genotype) -> None:
+        self._network = self._session.place(self.space.network(genotype, self._shape, self._num_classes))
+        broadcast_module(self._network, self.world)
+        w = self.recipe.weights
+        self._optimiser = sgd(
+            self._network.parameters(),
+            self.world.device,
+            lr=w.lr,
+            momentum=w.momentum,
+            weight_decay=w.weight_decay,
+        )
+        self._genotypes.append(genotype)

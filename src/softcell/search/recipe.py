@@ -1,0 +1,233 @@
+"""The description of a search: plain frozen data, from which a run can be repeated.
+
+A recipe is laid together from the defaults below, the space's sizes and the method's recipe for the scale (`small` or
+`paper`), a configuration file and single settings, the later winning. What results is complete: `run.json` holds it,
+and no default of a later version can change it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from softcell.engine.migrate import FORMAT, migrate
+from softcell.errors import UserError
+from softcell.methods import METHODS, Method
+from softcell.search.resource import Resource
+from softcell.settings import build, merge, not_negative, positive, to_dict
+from softcell.spaces import SPACES, build_space
+
+Scale = Literal["small", "paper"]
+
+
+@dataclass(frozen=True)
+class WeightOptimiser:
+    """SGD for the supernet's weights: the learning rate falls from `lr` to `lr_min` along a cosine over the epochs."""
+
+    lr: float = 0.025
+    lr_min: float = 0.001
+    momentum: float = 0.9
+    weight_decay: float = 3e-4
+    clip: float = 5.0
+
+    def __post_init__(self) -> None:
+        positive("weights.lr", self.lr)
+        not_negative("weights.lr_min", self.lr_min)
+        not_negative("weights.momentum", self.momentum)
+        not_negative("weights.weight_decay", self.weight_decay)
+        not_negative("weights.clip", self.clip)
+        if self.lr_min > self.lr:
+            raise UserError(f"`weights.lr_min <= weights.lr` must hold, but got lr_min={self.lr_min}, lr={self.lr}")
+
+
+@dataclass(frozen=True)
+class ArchitectureOptimiser:
+    """Adam for the architecture parameters; `clip` 0 means no clipping."""
+
+    lr: float = 3e-4
+    beta1: float = 0.5
+    beta2: float = 0.999
+    weight_decay: float = 1e-3
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("architecture.lr", self.lr)
+        not_negative("architecture.weight_decay", self.weight_decay)
+        not_negative("architecture.clip", self.clip)
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise UserError(f"`0 <= architecture.{name} < 1` must hold, but got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """Watching for the collapse to skip connections.
+
+    A warning is given when more than `warn_above` of a cell's picks are skip connections; with `stop`, the search ends
+    early once that held for `patience` epochs in a row, and the architecture from before is kept.
+    """
+
+    warn_above: float = 0.5
+    stop: bool = False
+    patience: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.warn_above <= 1.0:
+            raise UserError(f"`0 <= collapse.warn_above <= 1` must hold, but got {self.warn_above}")
+        if self.patience < 1:
+            raise UserError(f"`collapse.patience >= 1` must hold, but got {self.patience}")
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """Second order (regime `unrolled`): `exact` differentiates twice instead of the paper's finite difference."""
+
+    exact: bool = False
+    epsilon: float = 0.01
+
+    def __post_init__(self) -> None:
+        positive("unrolled.epsilon", self.epsilon)
+
+
+@dataclass(frozen=True)
+class SearchRecipe:
+    """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
+
+    `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
+    over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
+    weights (0: never).
+    """
+
+    method: str = "darts"
+    space: str = "darts"
+    scale: Scale = "small"
+    data: str = "digits"
+    data_root: str | None = None
+    image_size: int | None = None
+    epochs: int = 50
+    batch_size: int = 64
+    seed: int = 0
+    regime: Literal["auto", "single-level", "bilevel", "unrolled"] = "auto"
+    split: dict[str, float | int] = field(default_factory=dict)
+    cutout: int = 0
+    drop_path: float = 0.0
+    method_settings: dict[str, Any] = field(default_factory=dict)
+    space_settings: dict[str, Any] = field(default_factory=dict)
+    weights: WeightOptimiser = field(default_factory=WeightOptimiser)
+    architecture: ArchitectureOptimiser = field(default_factory=ArchitectureOptimiser)
+    unrolled: Unrolled = field(default_factory=Unrolled)
+    collapse: Collapse = field(default_factory=Collapse)
+    resource: Resource = field(default_factory=Resource)
+    validate_every: int = 1
+    child_every: int = 0
+    device: str = "auto"
+    precision: Literal["float32", "float64"] = "float32"
+    engine: Literal["auto", "eager", "graph"] = "auto"
+    deterministic: bool = False
+    threads: int = 0
+    plugins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "validate_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
+        for name in ("cutout", "threads", "seed", "child_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"`{name} >= 0` must hold, but got {name}={getattr(self, name)}")
+        if not 0.0 <= self.drop_path < 1.0:
+            raise UserError(f"`0 <= drop_path < 1` must hold, but got drop_path={self.drop_path}")
+        if self.image_size is not None and self.image_size < 4:
+            raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
+
+    def to_dict(self) -> dict[str, Any]:
+        result = to_dict(self)
+        assert isinstance(result, dict)
+        return result
+
+
+# --set and files may say `method.temperature` and `space.cells`; the recipe keeps names and settings apart.
+_SHORT = {"method": "method_settings", "space": "space_settings"}
+
+
+def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
+    """A complete recipe from layers of settings, the later winning over the earlier."""
+    given = merge(*(_long(layer) for layer in layers))
+    names = {key: given.get(key, getattr(SearchRecipe, key)) for key in ("method", "space", "data")}
+    method, space = METHODS.get(_text(names, "method")), SPACES.get(_text(names, "space"))
+    scale = given.get("scale", "small" if names["data"] == "digits" else "paper")
+    base: dict[str, Any] = {"scale": scale}
+    if scale == "small":
+        base["space_settings"] = dict(space.small)
+        base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine lose a lot
+    recipe = build(SearchRecipe, merge(base, method.recipes.get(str(scale), {}), given), where="recipe")
+    full = to_dict(recipe)
+    full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
+    full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))
+    regime = recipe.regime
+    if regime == "auto":
+        full["regime"] = regime = method.regime if issubclass(method, Method) else "bilevel"
+    if not recipe.split:
+        # DARTS: half for the weights, half for the architecture. A single-level search needs no second half to learn
+        # from, so it only holds a tenth back to be measured on.
+        full["split"] = (
+            {"weights": 0.9, "validation": 0.1} if regime == "single-level" else {"weights": 0.5, "validation": 0.5}
+        )
+    _check_split(full["split"])
+    return build(SearchRecipe, full, where="recipe")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Settings from a YAML or JSON file, or the recipe inside a `run.json`."""
+    data = read_mapping(path)
+    if data.get("format") == FORMAT:
+        return dict(migrate(data, str(path))["recipe"])
+    return data
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """What a YAML or JSON file, or the `run.json` of a folder, holds."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "run.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--config must name a YAML or JSON file that can be read, got {path} ({error})") from error
+    kind = "JSON" if file.suffix == ".json" else "YAML"
+    try:
+        data = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file}: cannot be read as {kind} ({reason})") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: a recipe must be a mapping of settings, got {type(data).__name__}")
+    return data
+
+
+def _long(layer: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in layer.items():
+        if key in _SHORT and isinstance(value, Mapping):
+            result = merge(result, {_SHORT[key]: value})
+        elif value is not None:
+            result = merge(result, {key: value})
+    return result
+
+
+def _text(names: Mapping[str, Any], key: str) -> str:
+    value = names[key]
+    if not isinstance(value, str):
+        raise UserError(f"recipe.{key} must be text, got {value!r}")
+    return value
+
+
+def _check_split(split: Mapping[str, Any]) -> None:
+    if set(split) != {"weights", "validation"}:
+        raise UserError(f"`split` must name `weights` and `validation`, got {sorted(split)}")

@@ -1,0 +1,215 @@
+"""From a recipe to a run folder with a derived architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from softcell.arch import Genotype
+from softcell.data import Dataset, fingerprint, load, split
+from softcell.data.feeds import Feeds
+from softcell.data.guard import test_set_sealed
+from softcell.engine import RunFolder, new_manifest, run
+from softcell.engine.distributed import barrier, on_main
+from softcell.engine.events import Note, OnEvent
+from softcell.engine.files import atomic_write_text
+from softcell.engine.session import Session, open_session
+from softcell.errors import UserError
+from softcell.methods import METHODS, Method
+from softcell.nn.objective import CrossEntropy
+from softcell.registry import load_plugin
+from softcell.search.budget import Budget, with_latencies
+from softcell.search.independent import IndependentTask
+from softcell.search.recipe import SearchRecipe, resolve
+from softcell.search.resource import ResourcePenalty, check_steerable
+from softcell.search.task import SearchTask
+from softcell.settings import build
+from softcell.spaces import Space, build_space
+from softcell.spaces.costs import count_candidates
+from softcell.spaces.count import evaluation_space
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search leaves; `genotype` is None when it was interrupted, `exit_code` what a program should end with."""
+
+    folder: Path
+    recipe: SearchRecipe
+    genotype: Genotype | None
+    metrics: list[dict[str, Any]]
+    exit_code: int
+
+
+def search(
+    recipe: SearchRecipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> SearchResult:
+    """Runs `recipe` in the folder `out`. With `resume`, goes on with the run in it (see `stored_recipe`).
+
+    The test set is sealed while this runs: whatever the method does, it cannot look at it.
+    """
+    for plugin in recipe.plugins:
+        load_plugin(plugin)
+    opened = open_session(
+        device=recipe.device,
+        seed=recipe.seed,
+        precision=recipe.precision,
+        deterministic=recipe.deterministic,
+        threads=recipe.threads,
+    )
+    with opened as session, test_set_sealed():
+        # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
+        recipe = replace(recipe, threads=recipe.threads or session.threads)
+        return _search(recipe, Path(out), session, resume, overwrite, on_event)
+
+
+def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
+    """The recipe of the run in `folder`; settings given beside it must not contradict it."""
+    manifest = RunFolder.open(folder).manifest
+    if manifest["kind"] != "search":
+        raise UserError(f"--resume of a search needs a search run, but {folder} holds a {manifest['kind']} run")
+    stored = manifest["recipe"]
+    for plugin in stored.get("plugins", ()):
+        load_plugin(plugin)
+    recipe, wanted = resolve(stored), resolve(stored, given)
+    before, after = recipe.to_dict(), wanted.to_dict()
+    different = [key for key in before if before[key] != after[key]]
+    if different:
+        changes = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in different)
+        raise UserError(f"a resumed run keeps its recipe, but these settings differ: {changes}; leave them out")
+    return recipe
+
+
+def _search(
+    recipe: SearchRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
+) -> SearchResult:
+    world = session.world
+    # Data first: a wrong path must not leave a run folder behind.
+    dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+    parts = split(dataset.train, recipe.split, recipe.seed)
+    task = _task(recipe, dataset, parts, session, on_event)
+
+    def prepare() -> RunFolder:
+        if resume:
+            opened = RunFolder.open(out)
+            opened.update(status="running")
+            return opened
+        manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
+        manifest["results"] = {"splits": {name: fingerprint(part) for name, part in parts.items()}}
+        return RunFolder.create(out, manifest, overwrite)
+
+    folder = on_main(prepare, world)
+    try:
+        outcome = run(task, out, world, resume=resume, on_event=on_event)
+    except Exception:
+        if world.is_main:  # without the others: it may be this rank alone that failed
+            folder.finish("failed")
+        raise
+    if outcome.status == "interrupted":
+        on_main(lambda: folder.finish("interrupted"), world)
+        return SearchResult(out, recipe, None, outcome.metrics, outcome.exit_code)
+    found = task.derive()
+    about = {"method": recipe.method, "data": recipe.data, "seed": recipe.seed, "epochs": len(outcome.metrics)}
+    genotype = Genotype(found.space, found.cells, found.settings, about)
+    results = task.conclude(genotype)
+
+    def conclude() -> None:
+        atomic_write_text(out / "genotype.json", genotype.dumps())
+        last: dict[str, Any] = next((row for row in reversed(outcome.metrics) if "val_accuracy" in row), {})
+        folder.finish(
+            "finished",
+            stopped=outcome.reason,
+            val_accuracy=last.get("val_accuracy"),
+            val_split="validation",
+            seconds=sum(row["seconds"] for row in outcome.metrics),
+            **results,
+        )
+
+    on_main(conclude, world)
+    barrier(world)
+    return SearchResult(out, recipe, genotype, outcome.metrics, 0)
+
+
+def _task(
+    recipe: SearchRecipe, dataset: Dataset, parts: Mapping[str, Any], session: Session, on_event: OnEvent | None
+) -> SearchTask | IndependentTask:
+    world = session.world
+    kind, space = METHODS.get(recipe.method), build_space(recipe.space, recipe.space_settings)
+    layout = space.layout()
+    settings: Any = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
+    feeds = Feeds(
+        dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
+    )
+    augment = replace(dataset.augment, cutout=recipe.cutout)
+    weights = feeds.training(parts["weights"], augment)
+    held = feeds.plain(dataset.train, parts["validation"])
+
+    def tell(text: str) -> None:
+        if on_event is not None and world.is_main:
+            on_event(Note(text))
+
+    if not issubclass(kind, Method):
+        for name in _of_supernets(recipe):
+            tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
+        sampler = kind(layout, settings, recipe.seed)
+        return IndependentTask(
+            recipe, space, sampler, dataset.shape, dataset.num_classes, session, weights=weights, held=held
+        )
+    supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
+    method = session.place(kind(layout, settings))
+    resource, budget = _resource(recipe, space, method, dataset, session, tell)
+    return SearchTask(
+        recipe,
+        supernet,
+        method,
+        CrossEntropy(),
+        world,
+        weights=weights,
+        validation=feeds.training(parts["validation"], augment, stream=1),
+        held=held,
+        tell=tell,
+        resource=resource,
+        budget=budget,
+    )
+
+
+def _resource(
+    recipe: SearchRecipe,
+    space: Space,
+    method: Method,
+    dataset: Dataset,
+    session: Session,
+    tell: Callable[[str], None],
+) -> tuple[ResourcePenalty | None, Budget | None]:
+    """The resource penalty, and the budgets that drive it, where the recipe asks for them."""
+    settings = recipe.resource
+    if not settings.is_on:
+        return None, None
+    check_steerable(method.probabilities(), recipe.method)
+    shape, classes = dataset.shape, dataset.num_classes
+    costs = count_candidates(space, shape, classes, printed_pooling=settings.pooling == "printed")
+    if settings.latency_table is not None:
+        costs = with_latencies(costs, settings.latency_table)
+    penalty = session.place(ResourcePenalty(settings, costs))
+    if not settings.budgets():
+        return penalty, None
+    trained = evaluation_space(recipe.space, recipe.data, settings.network)
+    budget = Budget(settings, penalty, trained, shape, classes, recipe.epochs)
+    budget.warn(space.layout(), costs, method.rule, tell)
+    return penalty, budget
+
+
+def _of_supernets(recipe: SearchRecipe) -> list[str]:
+    """Settings that say something about a supernet and were given."""
+    given = {
+        "resource": recipe.resource.is_on,
+        "drop_path": recipe.drop_path > 0,
+        "child_every": recipe.child_every > 0,
+    }
+    return [name for name, is_given in given.items() if is_given]

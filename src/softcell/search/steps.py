@@ -1,0 +1,173 @@
+"""The three step regimes: single-level, bilevel, unrolled. Each is one small function.
+
+Weights w belong to the supernet (and to an objective's own modules), architecture parameters α to the method. Under
+several processes every gradient is the mean over ranks, so all of them stay identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from softcell.arch import Mix
+from softcell.engine.distributed import World, average_
+from softcell.engine.optim import apply_gradients
+from softcell.methods import Method
+from softcell.nn.objective import Evaluated, Objective
+from softcell.search.hypergradient import Unrolling, hypergradient
+from softcell.search.resource import ResourcePenalty
+from softcell.spaces import Bound, Supernet
+
+
+@dataclass(slots=True)
+class Players:
+    """Everything a step touches."""
+
+    supernet: Supernet
+    method: Method
+    objective: Objective
+    weight_optimiser: torch.optim.Optimizer
+    architecture_optimiser: torch.optim.Optimizer
+    world: World
+    clip_weights: float
+    clip_architecture: float
+    resource: ResourcePenalty | None = None
+
+    def weights(self) -> list[nn.Parameter]:
+        modules: Iterable[nn.Module] = (self.supernet, self.objective)
+        return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+    def architecture(self) -> list[nn.Parameter]:
+        return [p for p in self.method.parameters() if p.requires_grad]
+
+    def penalty(self, mix: Mix) -> Tensor | None:
+        """What is added to the loss that trains the architecture: the method's own term and that of resources."""
+        own = self.method.penalty(mix)
+        if self.resource is None:
+            return own
+        cost: Tensor = self.resource(self.method.probabilities(), mix)
+        return cost if own is None else own + cost
+
+    def learn_weights(self, gradients: Sequence[Tensor | None]) -> None:
+        apply_gradients(self.weight_optimiser, self.weights(), gradients, self.world, self.clip_weights)
+
+    def learn_architecture(self, gradients: Sequence[Tensor | None], *, averaged: bool = False) -> None:
+        apply_gradients(
+            self.architecture_optimiser,
+            self.architecture(),
+            gradients,
+            self.world,
+            self.clip_architecture,
+            averaged=averaged,
+        )
+
+
+def single_level(players: Players, images: Tensor, labels: Tensor) -> Evaluated:
+    """Weights and architecture from one backward of one loss on one batch."""
+    mix = players.method.relax()
+    result = players.objective(Bound(players.supernet, mix), images, labels)
+    penalty = players.penalty(mix)
+    total = result.loss if penalty is None else result.loss + penalty
+    weights, architecture, watched = players.weights(), players.architecture(), players.method.watched(mix)
+    gradients = torch.autograd.grad(total, [*weights, *architecture, *watched], allow_unused=True)
+    learned = len(weights) + len(architecture)
+    players.learn_weights(gradients[: len(weights)])
+    players.learn_architecture(gradients[len(weights) : learned])
+    players.method.observe(mix, gradients[learned:])
+    return _detached(result)
+
+
+def bilevel(
+    players: Players, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
+) -> tuple[Evaluated, Evaluated]:
+    """First order: the architecture learns from one batch at the present weights, then the weights from another.
+
+    Gives what the training batch and the validation batch evaluated to.
+    """
+    mix = players.method.relax()
+    held = players.objective(Bound(players.supernet, mix), *validation)
+    penalty = players.penalty(mix)
+    total = held.loss if penalty is None else held.loss + penalty
+    architecture, watched = players.architecture(), players.method.watched(mix)
+    # Only α is asked for: the backward pass then never forms the gradients of the convolutions' weights.
+    gradients = torch.autograd.grad(total, [*architecture, *watched], allow_unused=True)
+    players.learn_architecture(gradients[: len(architecture)])
+    players.method.observe(mix, gradients[len(architecture) :])
+    return weight_step(players, *train), _detached(held)
+
+
+def unrolled(
+    players: Players,
+    train: tuple[Tensor, Tensor],
+    validation: tuple[Tensor, Tensor],
+    settings: Unrolling,
+) -> tuple[Evaluated, Evaluated]:
+    """Second order: the architecture's gradient is taken after one virtual weight step (DARTS Eq 6-8)."""
+    loss = _Loss(players)
+    weights, architecture = players.weights(), players.architecture()
+    group = players.weight_optimiser.param_groups[0]
+    momenta = [players.weight_optimiser.state.get(p, {}).get("momentum_buffer") for p in weights]
+    held: list[Evaluated] = []
+
+    def validation_loss(values: Sequence[Tensor]) -> Tensor:
+        result, total = loss.at(values, *validation)
+        held.append(result)
+        return total
+
+    gradients = hypergradient(
+        lambda values: loss.at(values, *train)[0].loss,
+        validation_loss,
+        weights,
+        architecture,
+        lr=group["lr"],
+        momentum=group["momentum"],
+        momenta=momenta,
+        weight_decay=group["weight_decay"],
+        settings=settings,
+        average=lambda tensors: average_(tensors, players.world),
+    )
+    players.learn_architecture(gradients, averaged=True)
+    return weight_step(players, *train), _detached(held[0])
+
+
+def weight_step(players: Players, images: Tensor, labels: Tensor) -> Evaluated:
+    """One step of the weights with the architecture held fixed."""
+    with torch.no_grad():  # no gradient to α is wanted, so the mix keeps nothing for it
+        mix = players.method.relax()
+    result = players.objective(Bound(players.supernet, mix), images, labels)
+    weights = players.weights()
+    gradients = torch.autograd.grad(result.loss, weights, allow_unused=True)
+    players.learn_weights(gradients)
+    return _detached(result)
+
+
+class _Loss(nn.Module):
+    """The objective as a function of the weights; running statistics stay untouched."""
+
+    def __init__(self, players: Players) -> None:
+        super().__init__()
+        self.supernet, self.objective = players.supernet, players.objective
+        self._players = players  # no module: α is no weight, and must not be replaced
+        self._names = [name for name, p in self.named_parameters() if p.requires_grad]
+
+    def forward(self, images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
+        """What the batch evaluates to, and its loss with the method's penalty."""
+        mix = self._players.method.relax()
+        result: Evaluated = self.objective(Bound(self.supernet, mix), images, labels)
+        penalty = self._players.penalty(mix)
+        return result, result.loss if penalty is None else result.loss + penalty
+
+    def at(self, values: Sequence[Tensor], images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
+        """`forward` with `values` in place of the weights and copies in place of the buffers."""
+        buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
+        state = {**dict(zip(self._names, values, strict=True)), **buffers}
+        result: tuple[Evaluated, Tensor] = functional_call(self, state, (images, labels))
+        return result
+
+
+def _detached(result: Evaluated) -> Evaluated:
+    return Evaluated(result.loss.detach(), None if result.logits is None else result.logits.detach())

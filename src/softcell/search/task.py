@@ -1,0 +1,273 @@
+"""A search over a supernet as a task of the engine's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Genotype
+from softcell.arch.simplex import entropy
+from softcell.data import Batch, Batches
+from softcell.engine.capture import prepare_step
+from softcell.engine.distributed import World, average_, broadcast_module
+from softcell.engine.meter import Meter, measure
+from softcell.engine.optim import adam, load_optimiser, sgd
+from softcell.engine.schedule import cosine, set_lr
+from softcell.engine.watch import Failure, LossWatch
+from softcell.methods import Method
+from softcell.nn.objective import Objective
+from softcell.search.budget import Budget
+from softcell.search.child import measure_child
+from softcell.search.collapse import SKIP, CollapseWatch, share
+from softcell.search.hypergradient import Unrolling
+from softcell.search.recipe import SearchRecipe
+from softcell.search.resource import ResourcePenalty
+from softcell.search.steps import Players, bilevel, single_level, unrolled
+from softcell.spaces import Supernet
+
+Pair = tuple[Batch, Batch | None]
+
+
+class SearchTask:
+    """Supernet, method and optimisers, stepped by the recipe's regime.
+
+    `weights` feeds the weights, `validation` the architecture (unless single-level), `held` measures accuracy on the
+    validation split without augmentation.
+    """
+
+    def __init__(
+        self,
+        recipe: SearchRecipe,
+        supernet: Supernet,
+        method: Method,
+        objective: Objective,
+        world: World,
+        *,
+        weights: Batches,
+        validation: Batches,
+        held: Batches,
+        tell: Callable[[str], None],
+        resource: ResourcePenalty | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self.recipe, self.world = recipe, world
+        self._resource, self._budget, self._tell = resource, budget, tell
+        supernet.use_drop_path(recipe.drop_path)
+        self.supernet, self.method, self.objective = supernet, method, objective
+        self._weights, self._validation, self._held = weights, validation, held
+        for module in (supernet, method, objective):
+            broadcast_module(module, world)
+        w, a = recipe.weights, recipe.architecture
+        own = [*supernet.parameters(), *objective.parameters()]
+        self.players = Players(
+            supernet,
+            method,
+            objective,
+            sgd(own, world.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay),
+            adam(method.parameters(), world.device, lr=a.lr, betas=(a.beta1, a.beta2), weight_decay=a.weight_decay),
+            world,
+            w.clip,
+            a.clip,
+            resource,
+        )
+        self._meter = Meter().to(world.device)
+        self._watch = LossWatch().to(world.device)
+        self._collapse = CollapseWatch(recipe.collapse, tell)
+        self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
+        self._run = prepare_step(self._learn, recipe.engine, world, tell)
+
+    @property
+    def num_epochs(self) -> int:
+        return self.recipe.epochs
+
+    def steps_in(self, epoch: int) -> int:
+        return self._weights.num_batches
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.supernet.train()
+        self.objective.train()
+        self.supernet.drop_path.set_fraction(epoch / self.num_epochs)
+        self.method.begin_epoch(epoch / max(1, self.num_epochs - 1))
+        for tables in self.method.diagnostics().values():
+            for sums in tables.values():
+                sums.zero_()
+        w = self.recipe.weights
+        set_lr(self.players.weight_optimiser, cosine(epoch, self.num_epochs, w.lr, w.lr_min))
+        self._meter.reset()
+        self._number.zero_()
+
+    def batches(self, epoch: int, start: int) -> Iterator[Pair]:
+        """Training batches, each with the next batch of the validation split where the regime wants one."""
+        train = self._weights.epoch(epoch, start)
+        if self.recipe.regime == "single-level":
+            return ((batch, None) for batch in train)
+        first = epoch * self._weights.num_batches + start
+        return zip(train, _cycle(self._validation, first), strict=False)
+
+    def step(self, batch: Pair) -> None:
+        self._run(*(tensor for part in batch if part is not None for tensor in (part.images, part.labels)))
+
+    def _learn(self, images: Tensor, labels: Tensor, *held_out: Tensor) -> None:
+        """One step of the regime on a training batch and, unless single-level, a validation batch.
+
+        Everything here happens on the device, so that it can be recorded.
+        """
+        if self.recipe.regime == "single-level":
+            result = single_level(self.players, images, labels)
+        else:
+            train, validation = (images, labels), (held_out[0], held_out[1])
+            if self.recipe.regime == "unrolled":
+                settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)
+                result, held = unrolled(self.players, train, validation, settings)
+            else:
+                result, held = bilevel(self.players, train, validation)
+            self._watch.update(held.loss, self._number)
+        self._watch.update(result.loss, self._number)
+        self._meter.update(result.loss, result.logits, labels)
+        self._number += 1
+
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
+        trained = self._meter.read(self.world)
+        metrics: dict[str, Any] = {
+            "train_loss": trained.loss,
+            "train_accuracy": trained.accuracy,
+            "lr": float(self.players.weight_optimiser.param_groups[0]["lr"]),
+        }
+        metrics |= {name: float(value) for name, value in self.method.gauges().items()}
+        last = epoch + 1 == self.num_epochs
+        if last or (epoch + 1) % self.recipe.validate_every == 0:
+            metrics |= self._validate()
+        genotype = self.method.derive()
+        every = self.recipe.child_every
+        if every and (last or (epoch + 1) % every == 0):
+            child = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
+            metrics |= {"child_accuracy": child.accuracy, "child_loss": child.loss}
+        metrics |= self._costs(epoch, genotype)
+        probabilities = {name: p.detach().double().cpu() for name, p in self.method.probabilities().items()}
+        metrics["entropy"] = _mean_entropy(list(probabilities.values()))
+        for name, table in probabilities.items():
+            metrics[f"entropy_{name}"] = _mean_entropy([table])
+            metrics[f"skip_share_{name}"] = share(genotype.cells[name], SKIP)
+        stop = self._collapse.look(epoch, genotype)
+        if stop is not None:
+            metrics["_stop"] = stop
+        metrics["_records"] = {
+            "architecture": {
+                "epoch": epoch,
+                "tables": {name: table.tolist() for name, table in probabilities.items()},
+                "genotype": genotype.to_dict()["cells"],
+            },
+            **self._diagnosed(epoch),
+        }
+        return metrics
+
+    def derive(self) -> Genotype:
+        """The architecture found; where a collapse ended the search, the last one from before it."""
+        return self._collapse.kept or self.method.derive()
+
+    def conclude(self, genotype: Genotype) -> dict[str, Any]:
+        """What is measured once, after the last epoch, on the architecture found."""
+        results: dict[str, Any] = {}
+        if self.recipe.child_every:
+            plain = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
+            anew = measure_child(
+                self.supernet, genotype, self._held.epoch(0), self.world, reestimate=self._weights.epoch(0)
+            )
+            results |= {
+                "child_accuracy": plain.accuracy,
+                "child_loss": plain.loss,
+                "child_accuracy_bn": anew.accuracy,
+                "child_split": "validation",
+            }
+        if self._budget is not None:
+            found, message = self._budget.verdict(genotype)
+            results |= found
+            if message is not None:
+                self._tell(message)
+        return results
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **{name: module.state_dict() for name, module in self._modules().items()},
+            "weight_optimiser": self.players.weight_optimiser.state_dict(),
+            "architecture_optimiser": self.players.architecture_optimiser.state_dict(),
+            "collapse": self._collapse.state_dict(),
+            "budget": None if self._budget is None else self._budget.state_dict(),
+            "step": int(self._number),
+            "_local": {"meter": self._meter.sums, "diagnostics": self.method.diagnostics()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, module in self._modules().items():
+            module.load_state_dict(state[name])
+        load_optimiser(self.players.weight_optimiser, state["weight_optimiser"])
+        load_optimiser(self.players.architecture_optimiser, state["architecture_optimiser"])
+        self._collapse.load_state_dict(state["collapse"])
+        if self._budget is not None:
+            self._budget.load_state_dict(state["budget"])
+        self._number.fill_(state["step"])
+        if "_local" in state:
+            self._meter.sums.copy_(state["_local"]["meter"])
+            for name, tables in self.method.diagnostics().items():
+                for table, sums in tables.items():
+                    sums.copy_(state["_local"]["diagnostics"][name][table])
+
+    def failed(self) -> Failure | None:
+        return self._watch.failed()
+
+    def _modules(self) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {"supernet": self.supernet, "method": self.method, "objective": self.objective}
+        return found if self._resource is None else {**found, "resource": self._resource}
+
+    def _costs(self, epoch: int, genotype: Genotype) -> dict[str, float]:
+        """Expected costs of the architecture's distribution; with a budget, the derived network's own."""
+        if self._resource is None:
+            return {}
+        expected = self._resource.expected(self.method.probabilities())
+        metrics = {f"expected_{kind}": value for kind, value in expected.items()}
+        return metrics if self._budget is None else metrics | self._budget.end_epoch(epoch, genotype)
+
+    def _diagnosed(self, epoch: int) -> dict[str, Any]:
+        """A line per record of the method's diagnostics: means per step over all ranks, and their sums per choice."""
+        if self.recipe.regime == "unrolled":  # its gradients are not those of one backward pass
+            return {}
+        records = {}
+        for name, tables in self.method.diagnostics().items():
+            means = {table: sums.double() / self.steps_in(epoch) for table, sums in tables.items()}
+            average_(means.values(), self.world)
+            records[name] = {
+                "epoch": epoch,
+                "tables": {table: mean.tolist() for table, mean in means.items()},
+                "choices": {table: mean.sum(1).tolist() for table, mean in means.items()},
+            }
+        return records
+
+    def _validate(self) -> dict[str, Any]:
+        """Accuracy of the supernet itself, under the mix of the moment, on the validation split."""
+        self.supernet.eval()
+        with torch.no_grad():
+            mix = self.method.relax()
+        held = measure(lambda x: self.supernet(x, mix), self._held.epoch(0), self.world)
+        self.supernet.train()
+        return {
+            "val_loss": held.loss,
+            "val_accuracy": held.accuracy,
+            "val_split": "validation",
+            "val_count": held.count,
+        }
+
+
+def _cycle(batches: Batches, first: int) -> Iterator[Batch]:
+    """Batches number `first`, `first` + 1, … of an endless run of epochs: a function of the position alone."""
+    epoch, start = divmod(first, batches.num_batches)
+    while True:
+        yield from batches.epoch(epoch, start)
+        epoch, start = epoch + 1, 0
+
+
+def _mean_entropy(tables: list[torch.Tensor]) -> float:
+    """Mean entropy in nats over the choices of all tables."""
+    return float(torch.cat([entropy(table) for table in tables]).mean())

@@ -1,0 +1,63 @@
+"""What a network costs: parameters, multiply-adds and bytes, counted on the real module without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from softcell.arch import Genotype
+from softcell.settings import merge
+from softcell.spaces.base import Shape, Space
+from softcell.spaces.registry import SPACES, build_space
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`parameters` are learnable numbers; `multiply_adds` those of convolutions and matrix products for one image."""
+
+    parameters: int
+    multiply_adds: int
+
+    @property
+    def megabytes(self) -> float:
+        """Size of the weights in float32."""
+        return self.parameters * 4 / 1e6
+
+
+def count_module(network: nn.Module, shape: Shape) -> Cost:
+    """Costs of any module that maps one image [1, c, h, w] to logits; the module is not changed."""
+    was_training = network.training
+    network.eval()
+    parameter = next(network.parameters())
+    image = torch.zeros(1, *shape, device=parameter.device, dtype=parameter.dtype)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        network(image)
+    network.train(was_training)
+    # Two operations, one multiplication and one addition, are one multiply-add.
+    return Cost(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
+
+
+def count_genotype(space: Space, genotype: Genotype, shape: Shape, num_classes: int) -> Cost:
+    """Costs of the evaluation network of a genotype, without the auxiliary tower; no memory is spent on weights."""
+    with torch.device("meta"):
+        network = space.network(genotype, shape, num_classes)
+    return count_module(network, shape)
+
+
+def evaluation_scale(data: str) -> str:
+    """The name of the training recipe, and of the sizes in `Space.evaluation`, that suit a dataset."""
+    if data == "digits":
+        return "small"
+    return "imagenet" if data == "imagenet" else "cifar"
+
+
+def evaluation_space(name: str, data: str, settings: Mapping[str, Any] | None = None) -> Space:
+    """The space at the size its networks are trained at for good on `data`, with single settings laid over it."""
+    sizes = SPACES.get(name).evaluation.get(evaluation_scale(data), {})
+    return build_space(name, merge(sizes, settings or {}))

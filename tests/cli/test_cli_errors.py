@@ -1,0 +1,152 @@
+"""What a user may get wrong: one line that says what is right, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from cli_calls import CELL, TINY, Softcell
+
+import softcell.engine.files
+from softcell.cli.main import run
+
+WRONG: list[tuple[str, str]] = [
+    ("serch", "No such command"),
+    ("search --epoch", "No such option"),
+    ("search dats", "did you mean 'darts'"),
+    ("search snas-of-tomorrow", "no method"),
+    ("search --space drts", "did you mean 'darts'"),
+    ("search --data cifr10", "did you mean 'cifar10'"),
+    ("search --data no/such/folder", "existing path"),
+    ("search --data cifar10", "cifar-10-batches"),
+    ("search --set weights.l=0.1", "did you mean 'lr'"),
+    ("search --set epochs", "key=value"),
+    ("search --set epochs=many", "whole number"),
+    ("search --set weights.lr=fast", "a number"),
+    ("search --epochs many", "--epochs"),
+    ("search --epochs -3", "`epochs >= 1` must hold, but got epochs=-3"),
+    ("search --epochs 0", "epochs=0"),
+    ("search --set space.cells=1", "`cells >= 3` must hold"),
+    ("search --set space.candidates=[none,sep_conv_9x9]", "--plugin"),
+    ("search --device tpu", "the device must be"),
+    ("search --config missing.yaml", "missing.yaml"),
+    ("search --config broken.json", "cannot be read as JSON"),
+    ("search --config broken.yaml", "cannot be read as YAML"),
+    ("search --config key.yaml", "no setting 'lr'"),
+    ("search --plugin missing.py", "must name a Python file"),
+    ("search --plugin raises.py", "RuntimeError: on purpose"),
+    ("search --out broken.json --space nb201", "is a file"),
+    ("search --out full --space nb201", "--resume"),
+    ("search --out full --space nb201 --overwrite", "is not a run"),
+    ("search --out /proc/nowhere/run --space nb201", "another --out"),
+    ("search --resume", "needs the folder"),
+    ("search --resume --out empty", "run.json"),
+    ("search --resume missing/run", "run.json"),
+    ("train", "needs a genotype"),
+    ("train missing.json", "missing.json"),
+    ("train empty", "genotype.json"),
+    ("train broken.json", "not valid JSON"),
+    ("train newer.json", "version 9 is newer"),
+    ("train operation.json", "my_conv"),
+    ("train space.json", "no space 'nowhere'"),
+    ("train other.json", "'normal'"),
+    ("train cell.json --recipe cifr", "did you mean 'cifar'"),
+    ("train cell.json --cells 4", "no setting 'cells'"),
+    ("train cell.json --random -1", "--random"),
+    ("train cell.json --set space.candidates=[none,skip_connect] --random 1", "leave out --random"),
+    ("train --resume", "needs the folder"),
+    ("show binary.json", "cannot be read"),
+    ("info missing.json", "missing.json"),
+    ("info cell.json --input 3x32", "3x32x32"),
+    ("info nb201 --set epochs=3", "settings of the space"),
+    ("convert cell.json --to darts", "normal and a reduce cell"),
+    ("convert cell.json --to yaml", "json"),
+    ("convert cell.json --out cell.json", "--overwrite"),
+    ("random --space nb201 --count 0", "--count"),
+    ("random --space nb201 --to darts", "normal and a reduce cell"),
+    ("list things", "methods"),
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> None:
+    """The bad (and one good) files that `WRONG` names."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("precious")
+    (tmp_path / "broken.json").write_text('{"format": ')
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    (tmp_path / "key.yaml").write_text("lr: 3\n")
+    (tmp_path / "raises.py").write_text('raise RuntimeError("on purpose")\n')
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    run(["convert", CELL, "--out", str(tmp_path / "cell.json")])
+    good = json.loads((tmp_path / "cell.json").read_text())
+    edges = [[s, t, "my_conv"] for s, t, _ in good["cells"]["cell"]["edges"]]
+    changes = {
+        "newer": {"version": 9},
+        "operation": {"cells": {"cell": {**good["cells"]["cell"], "edges": edges}}},
+        "space": {"space": "nowhere"},
+        "other": {"space": "darts"},
+    }
+    for name, change in changes.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**good, **change}))
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("line", "told"), WRONG, ids=[line for line, _ in WRONG])
+def test_bad_input_gets_one_line_and_exit_code_2(line: str, told: str, call: Softcell, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    answer = call(*line.split())
+    assert answer.code == 2
+    assert answer.error.startswith("error: ")
+    assert answer.error.count("\n") == 1
+    assert told in answer.error
+    assert "Traceback" not in answer.error
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is left behind
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Genotype(normal=[('sep_conv_3x3', 0", "not a valid Genotype"),
+        ("Genotype(normal=[])", "needs exactly"),
+        ("Genotype(normal=__import__('os'), normal_concat=[2], reduce=[], reduce_concat=[2])", "must list"),
+        ("|nor_conv_3x3~0|+|none~0|none~1|+|none~0|none~1|", "node 3 must have 3 edges, got 2"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_wrong_notation_says_what_is_wrong_in_it(text: str, told: str, call: Softcell) -> None:
+    answer = call("show", text)
+    assert (answer.code, told in answer.error) == (2, True)
+
+
+def test_cuda_without_a_device_names_the_way_out(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    answer = call("search", *TINY, "--device", "cuda")
+    assert (answer.code, "'cpu' or 'auto'" in answer.error) == (2, True)
+
+
+def test_a_full_disk_is_told_in_one_line(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(softcell.engine.files.os, "fsync", full)
+    answer = call("search", *TINY, "--epochs", "1", "--out", "run")
+    assert answer.code == 2
+    assert "No space left on device" in answer.error
+
+
+def test_our_own_bugs_keep_their_traceback(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("softcell.report.to_text", broken)
+    with pytest.raises(ZeroDivisionError):
+        call("show", CELL)
+
+
+def test_other_ranks_say_who_they_are(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert call("show", "nothing").error.startswith("error: rank 3: ")

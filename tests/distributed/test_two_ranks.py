@@ -1,0 +1,184 @@
+"""Two real processes on half batches against one on the whole batch, in float64, through `search` and `train`."""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
+
+from search_forks import Forks, forks
+from search_toys import settings, training, write_data
+
+from softcell.engine.checkpoint import load_latest
+
+TOLERANCE = 1e-10
+
+
+def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    double = {"precision": "float64", "epochs": 2}
+    one = {"method_settings": {"samples": 2}, "method": "random"}
+    return {
+        "bilevel": ("search", settings("nb201", data, cutout=2, **double)),
+        "bilevel-darts": ("search", settings("darts", data, **{**double, "epochs": 1})),
+        "unrolled": ("search", settings("nb201", data, regime="unrolled", **double)),
+        "unrolled-exact": ("search", settings("nb201", data, regime="unrolled", unrolled={"exact": True}, **double)),
+        "single-level": ("search", settings("nb201", data, regime="single-level", **double)),
+        "snas": (
+            "search",
+            settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}, **double),
+        ),
+        "random": ("search", settings("nb201", data, **one, **{**double, "epochs": 1})),
+        "train": ("train", training("darts", data, **double)),
+    }
+
+
+NAMES = tuple(cases(Path("data.npz")))
+
+
+class Twice:
+    """The same run on one process and on two."""
+
+    def __init__(self, server: Forks, root: Path, kind: str, given: dict[str, Any]) -> None:
+        self.server, self.root, self.kind, self.given = server, root, kind, given
+        self.one, self.two = root / "one", root / "two"
+        server.run(root, f"run_{kind}", self.one, given)
+        began = time.perf_counter()
+        self.values = [job.wait().get() for job in self.start(self.two)]
+        self.seconds = time.perf_counter() - began
+
+    def start(self, folder: Path, options: dict[int, Any] | None = None) -> list[Any]:
+        """Rank 1 is given a folder of its own, in which it must never write."""
+
+        def arguments(rank: int) -> tuple[Any, ...]:
+            out = folder if rank == 0 else self.not_for_writing(folder)
+            return self.kind, out, self.given, (options or {}).get(rank, {}), folder
+
+        return list(self.server.start_ranks(2, self.root, "run_checked", arguments))
+
+    def not_for_writing(self, folder: Path) -> Path:
+        return folder.with_name(folder.name + "-rank1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def twice(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Twice:
+    kind, given = cases(data)[request.param]
+    return Twice(forks(), tmp_path_factory.mktemp(request.param), kind, given)
+
+
+def assert_close(a: Any, b: Any, where: str = "") -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            if key not in ("seconds", "world_size", "local"):
+                assert_close(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_close(x, y, f"{where}[{index}]")
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{where}: {text}")
+    elif isinstance(a, float):
+        assert a == pytest.approx(b, rel=TOLERANCE, abs=TOLERANCE), where
+    else:
+        assert a == b, where
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """Weights, logits and optimisers in the last checkpoint."""
+    loaded = load_latest(folder)
+    assert loaded is not None
+    found: dict[str, Any] = loaded.state["task"]
+    return found
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[Any]:
+    found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
+
+
+def test_two_ranks_on_half_batches_equal_one_on_the_whole(twice: Twice) -> None:
+    assert_close(rows(twice.two), rows(twice.one))
+    assert_close(state(twice.two), state(twice.one))
+    if twice.kind == "search":
+        assert_close(rows(twice.two, "architecture.jsonl"), rows(twice.one, "architecture.jsonl"))
+        assert (twice.two / "genotype.json").read_text() == (twice.one / "genotype.json").read_text()
+        if (twice.one / "credit.jsonl").exists():
+            assert_close(rows(twice.two, "credit.jsonl"), rows(twice.one, "credit.jsonl"))
+    else:
+        results = [json.loads((folder / "run.json").read_text())["results"] for folder in (twice.two, twice.one)]
+        for key in ("accuracy", "loss", "count"):
+            assert results[0][key] == pytest.approx(results[1][key], rel=TOLERANCE)
+
+
+def test_all_ranks_hold_the_same_after_every_step_and_report_the_same(twice: Twice) -> None:
+    first, second = twice.values
+    assert first["checks"] == second["checks"] > 0
+    assert [{**row, "seconds": 0} for row in first["metrics"]] == [{**row, "seconds": 0} for row in second["metrics"]]
+
+
+def test_only_rank_0_writes_and_speaks(twice: Twice) -> None:
+    assert not twice.not_for_writing(twice.two).exists()
+    assert twice.values[1]["notes"] == []
+
+
+@pytest.fixture(scope="module", params=["bilevel", "train"])
+def broken(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Twice:
+    kind, given = cases(data)[request.param]
+    return Twice(forks(), tmp_path_factory.mktemp(request.param), kind, given)
+
+
+def check_same(twice: Twice, folder: Path) -> None:
+    """Bit by bit what two unbroken ranks leave."""
+    assert rows(folder) == rows(twice.two)
+    assert (folder / "genotype.json").read_text() == (twice.two / "genotype.json").read_text()
+    equal(state(folder), state(twice.two))
+
+
+def equal(a: Any, b: Any) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            equal(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            equal(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_two_killed_ranks_resume_bit_by_bit(broken: Twice) -> None:
+    stops, trial = 0, 0
+    while stops < 1:
+        folder = broken.root / f"killed{trial}"
+        more, _ = broken.server.until_finished(
+            broken.root, lambda folder=folder: broken.start(folder), signal.SIGKILL, trial, 0.8 * broken.seconds
+        )
+        check_same(broken, folder)
+        stops, trial = stops + more, trial + 1
+
+
+def test_a_signal_to_one_rank_stops_both_within_the_epoch(broken: Twice) -> None:
+    """Rank 1 alone is told: events reach rank 0 only, so the job strikes by a patched step."""
+    folder = broken.root / "told"
+    shutil.rmtree(folder, ignore_errors=True)
+    ended = [job.wait() for job in broken.start(folder, {1: {"strike_at_check": [signal.SIGTERM, 1]}})]
+    assert [one.code for one in ended] == [143, 143], ended[0].output + ended[1].output
+    loaded = load_latest(folder)
+    assert loaded is not None
+    assert (loaded.state["epoch"], loaded.state["step"]) == (0, 1)
+    assert len(loaded.state["local"]) == 2
+    for job in broken.start(folder):
+        job.wait().get()
+    check_same(broken, folder)

@@ -1,0 +1,230 @@
+"""What must hold on a CUDA device: the same numbers as on the CPU, repeatable runs, steps that do not wait."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
+
+from search_toys import batch, players, remains, same, settings, state_of, training
+
+from softcell.arch import sample
+from softcell.data import load, split
+from softcell.data.feeds import Feeds
+from softcell.engine.checkpoint import load_latest
+from softcell.engine.session import Session, open_session
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate.task import TrainTask
+from softcell.search import resolve, search
+from softcell.search.hypergradient import Unrolling
+from softcell.search.steps import Players, bilevel, single_level, unrolled
+from softcell.spaces import build_space
+
+HELPERS = Path(__file__).parents[1] / "search"
+SOURCE = Path(__file__).parents[2] / "src"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+]
+DEVICE = "cuda"
+REGIMES = ("single-level", "bilevel", "unrolled", "unrolled-exact")
+TOLERANCE = 1e-6
+"""All is float64 but the learning rate and Adam's bias correction, which recordable optimisers keep in float32."""
+WARM = 6
+"""Eager steps, the recording and a replay: what may wait is over then."""
+
+
+def one_step(one: Players, regime: str, device: str) -> None:
+    train, validation = batch(1, device=device), batch(2, device=device)
+    if regime == "single-level":
+        single_level(one, *train)
+    elif regime == "bilevel":
+        bilevel(one, train, validation)
+    else:
+        unrolled(one, train, validation, Unrolling(exact=regime == "unrolled-exact"))
+
+
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_step_on_cuda_equals_one_on_the_cpu(regime: str, space: str) -> None:
+    there, here = players(space, device=DEVICE, clip_architecture=0.5), players(space, clip_architecture=0.5)
+    one_step(there, regime, DEVICE)
+    one_step(here, regime, "cpu")
+    expected = {**here.supernet.state_dict(), **here.method.state_dict()}
+    for name, value in {**there.supernet.state_dict(), **there.method.state_dict()}.items():
+        assert value.device.type == DEVICE
+        torch.testing.assert_close(
+            value.cpu(), expected[name], rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+# --- waiting ---
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any operation for which the host waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_alarm_goes_off() -> None:
+    value = torch.ones(1, device=DEVICE)
+    with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
+        value.item()
+
+
+@contextmanager
+def session() -> Iterator[Session]:
+    with open_session(device=DEVICE, seed=0, precision="float32", deterministic=False, threads=0) as opened:
+        yield opened
+
+
+def search_task(given: dict[str, Any], opened: Session, tell: list[Any]) -> Any:
+    recipe = resolve(given)
+    dataset = load(recipe.data)
+    parts = split(dataset.train, recipe.split, recipe.seed)
+    make = sys.modules["softcell.search.search"]._task
+    return make(recipe, dataset, parts, opened, tell.append)
+
+
+def train_task(given: dict[str, Any], opened: Session, tell: list[Any]) -> TrainTask:
+    given = dict(given)
+    space = build_space(given.pop("in"), given["space_settings"])
+    genotype = sample(space.layout(), given.pop("genotype"))
+    recipe = resolve_training(genotype, given)
+    dataset = load(recipe.data)
+    network = space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=recipe.auxiliary > 0)
+    feeds = Feeds(dataset, recipe.batch_size, recipe.seed, opened.device, opened.dtype)
+    batches = feeds.training(torch.arange(len(dataset.train)), dataset.augment)
+    return TrainTask(recipe, network.to(opened.device), opened.world, train=batches, held=None, tell=tell.append)
+
+
+def step_without_waiting(task: Any) -> None:
+    task.begin_epoch(1)
+    ready = list(itertools.islice(task.batches(1, 0), WARM + 2))
+    assert len(ready) == WARM + 2
+    for one in ready[:WARM]:
+        task.step(one)
+    with no_waiting():
+        for one in ready[WARM:]:
+            task.step(one)
+    assert task.failed() is None
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_search_step_never_waits_for_the_device(regime: str, space: str, engine: str) -> None:
+    exact = regime == "unrolled-exact"
+    given = settings(space, "digits", device=DEVICE, engine=engine, unrolled={"exact": exact}, threads=0)
+    told: list[Any] = []
+    with session() as opened:
+        task = search_task({**given, "regime": regime.removesuffix("-exact")}, opened, told)
+        step_without_waiting(task)
+    assert told == [], "a step that cannot be recorded says so"
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_a_training_step_never_waits_for_the_device(engine: str) -> None:
+    told: list[Any] = []
+    with session() as opened:
+        step_without_waiting(train_task(training("darts", "digits", device=DEVICE, engine=engine), opened, told))
+    assert told == []
+
+
+# --- recorded steps ---
+
+
+@pytest.mark.parametrize("regime", ["single-level", "bilevel", "unrolled"])
+def test_recorded_steps_and_plain_ones_give_the_same_search(regime: str, tmp_path: Path) -> None:
+    """Over three epochs, so that a learning rate frozen into the recording would show."""
+    runs = {}
+    for engine in ("eager", "graph"):
+        given = settings("nb201", "digits", device=DEVICE, engine=engine, regime=regime, batch_size=64)
+        runs[engine] = search(resolve(given, {"precision": "float64"}), tmp_path / engine).metrics
+    for plain, recorded in zip(runs["eager"], runs["graph"], strict=True):
+        for key, value in plain.items():
+            if isinstance(value, float) and key != "seconds":
+                assert recorded[key] == pytest.approx(value, rel=1e-6, abs=1e-8), key
+
+
+# --- repeating ---
+
+
+def run(kind: str, folder: Path, given: dict[str, Any], options: dict[str, Any] | None = None) -> int:
+    """A job in a fresh process: cuBLAS reads what makes it repeatable when CUDA starts."""
+    path = os.pathsep.join([str(SOURCE), str(HELPERS)])
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    ended = subprocess.run(
+        [
+            sys.executable,
+            str(HELPERS / "search_jobs.py"),
+            f"run_{kind}",
+            json.dumps([str(folder), given, options or {}]),
+        ],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode in (0, 143), ended.stdout + ended.stderr
+    return ended.returncode
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "search-bilevel": ("search", settings("darts", "digits", batch_size=64)),
+    "search-unrolled": ("search", settings("nb201", "digits", batch_size=64, regime="unrolled")),
+    "train": ("train", training("darts", "digits", batch_size=128)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deterministic_runs_repeat_bit_by_bit_also_when_interrupted(name: str, tmp_path: Path) -> None:
+    kind, given = CASES[name]
+    given = {**given, "device": DEVICE, "deterministic": True, "threads": 0}
+    assert run(kind, tmp_path / "first", given) == 0
+    assert run(kind, tmp_path / "second", given) == 0
+    assert remains(tmp_path / "first") == remains(tmp_path / "second")
+    assert same(state_of(tmp_path / "first"), state_of(tmp_path / "second"))
+
+    broken = tmp_path / "broken"
+    assert run(kind, broken, given, {"strike": [signal.SIGTERM, 1, 5]}) == 143
+    loaded = load_latest(broken)
+    assert loaded is not None
+    assert (loaded.state["epoch"], loaded.state["step"]) == (1, 5)
+    assert run(kind, broken, given) == 0
+    assert remains(broken) == remains(tmp_path / "first")
+    assert same(state_of(broken), state_of(tmp_path / "first"))
+
+
+def test_a_resumed_optimiser_keeps_its_rate_on_the_device() -> None:
+    """A rate on the host would be frozen into the recording of a resumed run."""
+    with session() as opened:
+        given = settings("nb201", "digits", device=DEVICE)
+        task, other = (search_task(given, opened, []) for _ in range(2))
+        task.begin_epoch(0)
+        task.step(next(iter(task.batches(0, 0))))
+        state = task.state_dict()
+        for part in ("weight_optimiser", "architecture_optimiser"):
+            for group in state[part]["param_groups"]:
+                group["lr"] = torch.as_tensor(group["lr"]).cpu()
+        other.load_state_dict(state)
+        for optimiser in (other.players.weight_optimiser, other.players.architecture_optimiser):
+            rate = optimiser.param_groups[0]["lr"]
+            assert isinstance(rate, torch.Tensor)
+            assert rate.device.type == DEVICE

@@ -1,0 +1,172 @@
+"""What runs inside the processes of `search_forks.py`: searches and trainings in a folder, begun or gone on with."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softcell.arch import Genotype, sample
+from softcell.engine.distributed import same_everywhere
+from softcell.engine.events import Event, Note, Stepped
+from softcell.evaluate import count_genotype, stored_training, train
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate.task import TrainTask
+from softcell.registry import load_plugin
+from softcell.search import resolve, search, stored_recipe
+from softcell.search.independent import IndependentTask
+from softcell.search.task import SearchTask
+from softcell.spaces import build_space
+
+Settings = dict[str, Any]
+
+
+def warm_up() -> None:
+    """Has torch import what it imports late, once for all children. No backward: autograd does not survive a fork."""
+    torch.set_num_threads(1)
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    for optimiser in (torch.optim.SGD([weight], foreach=True), torch.optim.Adam([weight], foreach=True)):
+        optimiser.step()
+        optimiser.load_state_dict(optimiser.state_dict())
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 1})
+    genotype = sample(space.layout(), 0)
+    count_genotype(space, genotype, (1, 4, 4), 2)
+
+
+def run_search(
+    out: str, settings: Settings, options: Settings | None = None, where: str | None = None
+) -> dict[str, Any]:
+    """Begins the search of `settings` in `out`, or goes on with the one in `where`. Ends with its exit code."""
+    listen = _Listener(options or {})
+    there = Path(where or out)
+    if (there / "run.json").exists():
+        result = search(stored_recipe(there, {}), out, resume=True, on_event=listen)
+    else:
+        result = search(resolve(settings), out, on_event=listen)
+    if result.exit_code:
+        raise SystemExit(result.exit_code)
+    return {"notes": listen.notes, "metrics": result.metrics, "operations": listen.operations()}
+
+
+def run_train(
+    out: str, settings: Settings, options: Settings | None = None, where: str | None = None
+) -> dict[str, Any]:
+    """As `run_search`; `settings["genotype"]` is the seed of a random architecture of `settings["in"]`."""
+    listen = _Listener(options or {})
+    there = Path(where or out)
+    if (there / "run.json").exists():
+        genotype, recipe = stored_training(there, {})
+        result = train(genotype, recipe, out, resume=True, on_event=listen)
+    else:
+        given = dict(settings)
+        genotype = _genotype(given.pop("in"), given.pop("genotype"))
+        result = train(genotype, resolve_training(genotype, given), out, on_event=listen)
+    if result.exit_code:
+        raise SystemExit(result.exit_code)
+    return {"notes": listen.notes, "metrics": result.metrics, "operations": listen.operations()}
+
+
+def run_checked(kind: str, out: str, settings: Settings, options: Settings, where: str) -> dict[str, Any]:
+    """A run on several ranks that looks after each step whether all of them still hold the same.
+
+    where: the folder of rank 0, which tells whether the run goes on. out: the folder this rank is given.
+    strike_at_check: [signal, number]: this rank strikes itself before its step `number`, counted from 1.
+    """
+    checks = 0
+
+    def checked(step: Any, state: Any) -> Any:
+        def call(task: Any, batch: Any) -> None:
+            nonlocal checks
+            if options.get("strike_at_check") and options["strike_at_check"][1] == checks + 1:
+                os.kill(os.getpid(), options["strike_at_check"][0])
+            step(task, batch)
+            tensors = _tensors(state(task))
+            assert same_everywhere(tensors, task.world), f"the ranks differ after step {checks}"
+            checks += 1
+
+        return call
+
+    SearchTask.step = checked(SearchTask.step, _search_state)  # type: ignore[method-assign]
+    for task in (TrainTask, IndependentTask):
+        task.step = checked(task.step, lambda task: task.state_dict() | {"_local": None})  # type: ignore[attr-defined]
+    value = (run_search if kind == "search" else run_train)(out, settings, options, where)
+    return {**value, "checks": checks}
+
+
+def _search_state(task: SearchTask) -> list[Any]:
+    players = task.players
+    optimisers = [players.weight_optimiser.state_dict(), players.architecture_optimiser.state_dict()]
+    return [task.supernet.state_dict(), task.method.state_dict(), *optimisers]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [x for item in value.values() for x in _tensors(item)]
+    return [x for item in value for x in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def error_of(kind: str, out: str, settings: Settings) -> dict[str, Any]:
+    """The error that a run ends with."""
+    try:
+        (run_search if kind == "search" else run_train)(out, settings)
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error)}
+    return {"type": None, "text": ""}
+
+
+def error_with_plugin(out: str, settings: Settings, plugin: str, kind: str) -> dict[str, Any]:
+    """The error that a run with a user's own method or space ends with."""
+    load_plugin(plugin)
+    return error_of(kind, out, settings)
+
+
+class _Listener:
+    """Keeps notes; strikes the process itself with a signal where `options` says so.
+
+    strike: [signal, epoch, step]. die_before: which of the process's file operations is replaced by SIGKILL.
+    """
+
+    def __init__(self, options: Settings) -> None:
+        self.notes: list[str] = []
+        self._strike = options.get("strike")
+        number = options.get("die_before")
+        self.operations = (lambda: 0) if number is None else _die_before(number)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Note):
+            self.notes.append(event.text)
+        if self._strike and isinstance(event, Stepped) and [event.epoch, event.step] == self._strike[1:]:
+            os.kill(os.getpid(), self._strike[0])
+
+
+def _die_before(number: int) -> Callable[[], int]:
+    """Counts fsync, replace and mkdir from 0 and dies instead of number `number`; gives the count so far."""
+    done = 0
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+            return function(*arguments, **options)
+
+        return call
+
+    os.fsync, os.replace, os.mkdir = counted(os.fsync), counted(os.replace), counted(os.mkdir)
+    return lambda: done
+
+
+def _genotype(space: str, seed: int) -> Genotype:
+    return sample(build_space(space).layout(), seed)
+
+
+if __name__ == "__main__":  # a job in a process that is not forked, for what does not survive a fork
+    globals()[sys.argv[1]](*json.loads(sys.argv[2]))

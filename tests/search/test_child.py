@@ -1,0 +1,117 @@
+"""Children: measured each epoch without training, without changing the search, and once more with new statistics."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import ALONE, same, settings, state_of, write_data
+
+from softcell.arch import WeightMix, sample
+from softcell.data import Batch
+from softcell.methods import METHODS, Method
+from softcell.search import resolve, search
+from softcell.search.child import measure_child, reestimate_
+from softcell.testing import one_hot, tiny_space
+
+DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+def batches(number: int, seed: int, size: int = 6) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Batch(
+            torch.randn(size, 3, 8, 8, dtype=torch.float64, generator=generator),
+            torch.randint(4, (size,), generator=generator),
+            torch.arange(size),
+        )
+        for _ in range(number)
+    ]
+
+
+@pytest.mark.parametrize("method", DIFFERENTIABLE)
+def test_children_are_measured_as_often_as_asked_and_at_the_end(method: str, data: Path, tmp_path: Path) -> None:
+    given = settings("nb201", data, method=method, epochs=5, child_every=2)
+    result = search(resolve(given), tmp_path / "run")
+    assert [row["epoch"] for row in result.metrics if "child_accuracy" in row] == [1, 3, 4]
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert results["child_accuracy"] == result.metrics[-1]["child_accuracy"]
+    assert results["child_loss"] == result.metrics[-1]["child_loss"]
+    assert 0.0 <= results["child_accuracy_bn"] <= 1.0
+    assert results["child_split"] == "validation"
+
+
+@pytest.mark.parametrize("method", DIFFERENTIABLE)
+def test_looking_at_children_changes_nothing_in_the_search(method: str, data: Path, tmp_path: Path) -> None:
+    runs: dict[int, Any] = {}
+    for every in (0, 1):
+        given = settings("nb201", data, method=method, epochs=2, child_every=every)
+        runs[every] = search(resolve(given), tmp_path / str(every)).metrics
+    for off, on in zip(runs[0], runs[1], strict=True):
+        assert "child_accuracy" not in off
+        kept = {key: value for key, value in on.items() if not key.startswith("child") and key != "seconds"}
+        assert kept == {key: value for key, value in off.items() if key != "seconds"}
+    assert same(state_of(tmp_path / "0"), state_of(tmp_path / "1"))
+    assert "child_accuracy" not in json.loads((tmp_path / "0" / "run.json").read_text())["results"]
+
+
+def test_a_child_is_the_supernet_under_one_hot_weights_with_its_running_statistics() -> None:
+    space = tiny_space("darts")
+    torch.manual_seed(0)
+    supernet = space.supernet((3, 8, 8), 4).double()
+    genotype = sample(space.layout(), 1)
+    mix = WeightMix(space.layout(), one_hot(space.layout(), genotype))
+    with torch.no_grad():
+        for batch in batches(3, seed=1):
+            supernet(batch.images, mix)
+    held = batches(2, seed=2)
+    found = measure_child(supernet, genotype, held, ALONE)
+    supernet.eval()
+    with torch.no_grad():
+        logits = torch.cat([supernet(batch.images, mix) for batch in held])
+    labels = torch.cat([batch.labels for batch in held])
+    assert found.count == 12
+    assert found.loss == pytest.approx(float(nn.functional.cross_entropy(logits, labels)))
+    assert found.accuracy == float((logits.argmax(1) == labels).double().mean())
+
+
+def test_statistics_are_replaced_by_their_plain_mean_over_the_batches_and_nothing_else_moves() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2)).double()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    given = batches(3, seed=3)
+    with torch.no_grad():
+        network(batches(1, seed=9)[0].images + 5.0)  # statistics of other images, which must be forgotten
+    reestimate_(network, given)
+    with torch.no_grad():
+        maps = [network[0](batch.images) for batch in given]
+    torch.testing.assert_close(network[1].running_mean, torch.stack([m.mean((0, 2, 3)) for m in maps]).mean(0))
+    torch.testing.assert_close(network[1].running_var, torch.stack([m.var((0, 2, 3)) for m in maps]).mean(0))
+    for name, value in network.state_dict().items():
+        if "running" not in name and "tracked" not in name:
+            assert torch.equal(value, before[name])
+
+
+def test_new_statistics_stay_in_the_child() -> None:
+    space = tiny_space("nb201")
+    supernet = space.supernet((3, 8, 8), 4).double()
+    before = {name: value.clone() for name, value in supernet.state_dict().items()}
+    genotype = sample(space.layout(), 1)
+    held = batches(1, seed=4)
+    plain = measure_child(supernet, genotype, held, ALONE)
+    anew = measure_child(supernet, genotype, held, ALONE, reestimate=batches(4, seed=5))
+    assert anew.loss != plain.loss
+    assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())

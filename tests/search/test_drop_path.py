@@ -1,0 +1,46 @@
+"""Drop-path of a search: switched by the recipe, growing over the epochs, for every method."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import settings, write_data
+
+from softcell.errors import UserError
+from softcell.methods import METHODS, Method
+from softcell.search import resolve, search
+
+DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
+
+
+@pytest.mark.parametrize("method", DIFFERENTIABLE)
+@pytest.mark.parametrize("regime", ["single-level", "bilevel"])
+def test_paths_are_dropped_more_and_more_often(
+    method: str, regime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["softcell.search.task"]
+    step = getattr(module, regime.replace("-", "_"))
+    rates: list[float] = []
+
+    def watch(players: Any, *batches: Any) -> Any:
+        assert all(cell._drops() for cell in players.supernet.cells)
+        rates.append(round(float(players.supernet.drop_path.current), 6))
+        return step(players, *batches)
+
+    monkeypatch.setattr(module, regime.replace("-", "_"), watch)
+    given = settings("nb201", write_data(tmp_path / "data.npz"), method=method, regime=regime, drop_path=0.3)
+    result = search(resolve(given), tmp_path / "run")
+    assert result.genotype is not None
+    assert list(dict.fromkeys(rates)) == [0.0, 0.1, 0.2]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0])
+def test_a_rate_outside_0_to_1_is_refused(rate: float) -> None:
+    with pytest.raises(UserError, match="0 <= drop_path < 1"):
+        resolve({"drop_path": rate})

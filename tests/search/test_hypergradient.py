@@ -1,0 +1,283 @@
+"""The gradient after one virtual weight step: against a closed form and against differences of the real thing."""
+
+import copy
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import Pair, batch, players
+
+from softcell.search import steps
+from softcell.search.hypergradient import Unrolling, hypergradient
+from softcell.search.steps import Players, unrolled
+
+LR, MOMENTUM, DECAY = 0.3, 0.9, 0.07
+EXACT = Unrolling(exact=True)
+
+
+def randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def numeric(function: Callable[[], float], place: Tensor, index: Any, step: float) -> float:
+    """The derivative of `function` by the entry `index` of `place`, by a difference of fourth order."""
+    before = float(place[index])
+    values = []
+    for shift in (-2, -1, 1, 2):
+        place[index] = before + shift * step
+        values.append(function())
+    place[index] = before
+    far_down, down, up, far_up = values
+    return (8 * (up - down) - (far_up - far_down)) / (12 * step)
+
+
+# --- a quadratic problem ---
+
+
+@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+@pytest.mark.parametrize("weight_decay", [0.0, DECAY])
+@pytest.mark.parametrize("settings", [EXACT, Unrolling(exact=False)], ids=["exact", "difference"])
+def test_hypergradient_is_the_closed_form_of_a_quadratic_problem(
+    settings: Unrolling, momentum: float, weight_decay: float
+) -> None:
+    """L_train = w'Aw/2 + w'Ba + c'w, L_val = |w - d|²/2 + w'Da + a'Ca/2 + e'a; the difference is exact here too."""
+    root, b, c, d = randn(0, 5, 5), randn(1, 5, 3), randn(2, 5), randn(3, 5)
+    a_matrix, cross, c_matrix, e = root @ root.T, randn(4, 5, 3), randn(5, 3, 3), randn(6, 3)
+    c_matrix = c_matrix + c_matrix.T
+    w, moment, alpha = randn(7, 5), randn(8, 5), randn(9, 3).requires_grad_()
+
+    def train_loss(values: Sequence[Tensor]) -> Tensor:
+        v = torch.cat([values[0].flatten(), values[1]])
+        return v @ a_matrix @ v / 2 + v @ b @ alpha + c @ v
+
+    def validation_loss(values: Sequence[Tensor]) -> Tensor:
+        v = torch.cat([values[0].flatten(), values[1]])
+        return (v - d).square().sum() / 2 + v @ cross @ alpha + alpha @ c_matrix @ alpha / 2 + e @ alpha
+
+    # Two tensors of different shapes stand for w, so that a mix-up of tensors would show.
+    (found,) = hypergradient(
+        train_loss,
+        validation_loss,
+        [w[:4].view(2, 2), w[4:]],
+        [alpha],
+        lr=LR,
+        momentum=momentum,
+        momenta=[moment[:4].view(2, 2), moment[4:]],
+        weight_decay=weight_decay,
+        settings=settings,
+    )
+    a = alpha.detach()
+    ahead = w - LR * (momentum * moment + a_matrix @ w + b @ a + c + weight_decay * w)
+    expected = cross.T @ ahead + c_matrix @ a + e - LR * b.T @ (ahead - d + cross @ a)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_first_step_has_no_momentum_yet() -> None:
+    alpha, w = randn(0, 3).requires_grad_(), randn(1, 3)
+
+    def loss(values: Sequence[Tensor]) -> Tensor:
+        return (values[0] * alpha).sum() + values[0].square().sum()
+
+    (found,) = hypergradient(
+        loss, loss, [w], [alpha], lr=LR, momentum=MOMENTUM, momenta=[None], weight_decay=DECAY, settings=EXACT
+    )
+    ahead = w - LR * (alpha.detach() + 2 * w + DECAY * w)
+    torch.testing.assert_close(found, ahead - LR * (alpha.detach() + 2 * ahead), rtol=1e-12, atol=1e-12)
+
+
+# --- a small nonlinear network ---
+
+
+class Net:
+    """tanh units mixed by a softmax of α; `loss` takes the weights from outside."""
+
+    def __init__(self) -> None:
+        self.alpha = [randn(1, 4).requires_grad_(), randn(2, 3).requires_grad_()]
+        self.weights = [randn(3, 4, 3), randn(4, 3, 2), randn(5, 2)]
+        self.momenta = [0.3 * randn(6, 4, 3), 0.3 * randn(7, 3, 2), 0.3 * randn(8, 2)]
+        self.data = {name: (randn(seed, 7, 4), randn(seed + 1, 7, 2)) for name, seed in (("train", 10), ("val", 20))}
+
+    def loss(self, name: str, weights: Sequence[Tensor]) -> Tensor:
+        x, y = self.data[name]
+        hidden = torch.tanh((x * torch.softmax(self.alpha[0], 0)) @ weights[0]) * torch.sigmoid(self.alpha[1])
+        return (torch.sin(hidden @ weights[1] + weights[2]) - y).square().mean()
+
+    def ahead(self) -> float:
+        """L_val(w'(α), α), spelled out."""
+        values = [w.clone().requires_grad_() for w in self.weights]
+        gradients = torch.autograd.grad(self.loss("train", values), values)
+        moved = [
+            w - LR * (MOMENTUM * m + g + DECAY * w)
+            for w, m, g in zip(self.weights, self.momenta, gradients, strict=True)
+        ]
+        with torch.no_grad():
+            return float(self.loss("val", moved))
+
+    def hypergradient(self, settings: Unrolling) -> Tensor:
+        found = hypergradient(
+            lambda values: self.loss("train", values),
+            lambda values: self.loss("val", values),
+            self.weights,
+            self.alpha,
+            lr=LR,
+            momentum=MOMENTUM,
+            momenta=self.momenta,
+            weight_decay=DECAY,
+            settings=settings,
+        )
+        return torch.cat(found)
+
+    def numeric(self) -> Tensor:
+        return torch.tensor(
+            [numeric(self.ahead, table.data, i, 1e-3) for table in self.alpha for i in range(len(table))],
+            dtype=torch.float64,
+        )
+
+
+def test_exact_hypergradient_is_the_derivative_of_the_loss_after_the_step() -> None:
+    net = Net()
+    expected = net.numeric()
+    first_order = torch.cat(torch.autograd.grad(net.loss("val", net.weights), net.alpha))
+    assert (first_order - expected).abs().max() > 1e-3, "the problem must tell first from second order"
+    torch.testing.assert_close(net.hypergradient(EXACT), expected, rtol=0, atol=1e-8)
+
+
+def test_the_papers_difference_comes_nearer_with_the_square_of_epsilon() -> None:
+    net = Net()
+    expected = net.numeric()
+    errors = [
+        float((net.hypergradient(Unrolling(exact=False, epsilon=epsilon)) - expected).abs().max())
+        for epsilon in (0.1, 0.01, 0.001)
+    ]
+    assert errors[1] < 1e-4, "the paper's epsilon"
+    for larger, smaller in itertools.pairwise(errors):
+        assert 50 < larger / smaller < 200
+
+
+# --- what is not used ---
+
+
+@pytest.mark.parametrize("settings", [EXACT, Unrolling()], ids=["exact", "difference"])
+def test_unused_weights_and_logits_take_no_part(settings: Unrolling) -> None:
+    alpha, idle_alpha = randn(0, 3).requires_grad_(), randn(1, 2).requires_grad_()
+    both, only_train, only_val, idle = (randn(seed, 3) for seed in (2, 3, 4, 5))
+
+    def train_loss(values: Sequence[Tensor]) -> Tensor:
+        return (values[0] * values[1] * alpha).sum()
+
+    def validation_loss(values: Sequence[Tensor]) -> Tensor:
+        return (values[0] * values[2]).sum() + alpha.square().sum()
+
+    found, idle_found = hypergradient(
+        train_loss, validation_loss, [both, only_train, only_val, idle], [alpha, idle_alpha], lr=LR, settings=settings
+    )
+    torch.testing.assert_close(found, 2 * alpha.detach() - LR * only_train * only_val, rtol=1e-9, atol=1e-9)
+    assert torch.equal(idle_found, torch.zeros_like(idle_alpha))
+
+
+@pytest.mark.parametrize("settings", [EXACT, Unrolling()], ids=["exact", "difference"])
+def test_a_validation_loss_without_weights_leaves_the_direct_gradient(settings: Unrolling) -> None:
+    alpha, w = randn(0, 3).requires_grad_(), randn(1, 3)
+    (found,) = hypergradient(
+        lambda values: (values[0] * alpha).sum(), lambda values: alpha.sum(), [w], [alpha], lr=LR, settings=settings
+    )
+    torch.testing.assert_close(found, torch.ones_like(alpha), rtol=0, atol=0)
+
+
+# --- real supernets ---
+
+
+def ahead_of(one: Players, train: Pair, validation: Pair) -> float:
+    """L_val(w'(α), α) of a supernet, with all its batch statistics, on copies."""
+    net = copy.deepcopy(one.supernet)
+    with torch.no_grad():
+        mix = one.method.relax()
+    torch.nn.functional.cross_entropy(net(train[0], mix), train[1]).backward()
+    group = one.weight_optimiser.param_groups[0]
+    with torch.no_grad():
+        for mine, original in zip(net.parameters(), one.supernet.parameters(), strict=True):
+            direction = group["weight_decay"] * original
+            moment = one.weight_optimiser.state.get(original, {}).get("momentum_buffer")
+            if mine.grad is not None:
+                direction = direction + mine.grad
+            if moment is not None:
+                direction = direction + group["momentum"] * moment
+            mine.copy_(original - group["lr"] * direction)
+        return float(torch.nn.functional.cross_entropy(net(validation[0], mix), validation[1]))
+
+
+def hypergradient_of(one: Players, train: Pair, validation: Pair, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What `unrolled` gives the architecture's optimiser."""
+    kept: list[Tensor] = []
+
+    def keep(players: Players, gradients: Sequence[Tensor], **options: Any) -> None:
+        kept.extend(gradient.clone() for gradient in gradients)
+
+    monkeypatch.setattr(Players, "learn_architecture", keep)
+    monkeypatch.setattr(steps, "weight_step", lambda *arguments: None)
+    unrolled(one, train, validation, EXACT)
+    return kept
+
+
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+def test_on_a_supernet_the_exact_hypergradient_equals_differences(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = players(space)
+    steps.weight_step(one, *batch(5))  # so that there is momentum
+    train, validation = batch(1), batch(2)
+    found = hypergradient_of(one, train, validation, monkeypatch)
+    first_order = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(
+            copy.deepcopy(one.supernet)(validation[0], one.method.relax()), validation[1]
+        ),
+        list(one.method.parameters()),
+    )
+    for table, gradient, naive in zip(one.method.parameters(), found, first_order, strict=True):
+        rows, columns = table.shape
+        for index in ((0, columns - 1), (rows // 2, columns // 2)):
+            # So near that no ReLU and no maximum changes its mind in between.
+            expected = numeric(lambda: ahead_of(one, train, validation), table.data, index, 1e-6)
+            assert float(gradient[index]) == pytest.approx(expected, rel=1e-6, abs=1e-8)
+        assert (gradient - naive).abs().max() > 1e-5, "first order would pass too"
+
+
+@pytest.mark.parametrize("settings", [EXACT, Unrolling()], ids=["exact", "difference"])
+def test_looking_ahead_leaves_weights_and_running_statistics_alone(
+    settings: Unrolling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = players("darts")
+    steps.weight_step(one, *batch(5))
+    before = copy.deepcopy(one.supernet.state_dict())
+    momenta = copy.deepcopy(one.weight_optimiser.state_dict()["state"])
+    monkeypatch.setattr(steps, "weight_step", lambda *arguments: None)
+    unrolled(one, batch(1), batch(2), settings)
+    for name, value in one.supernet.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for number, state in one.weight_optimiser.state_dict()["state"].items():
+        assert torch.equal(state["momentum_buffer"], momenta[number]["momentum_buffer"])
+    assert all(p.grad is None for p in one.supernet.parameters())
+
+
+def test_the_virtual_step_is_the_step_that_the_optimiser_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The validation loss that `unrolled` sees belongs to the weights after a real step of the optimiser."""
+    one = players("nb201", clip_weights=0.0)
+    steps.weight_step(one, *batch(5))
+    train, validation = batch(1), batch(2)
+    twin = copy.deepcopy(one.supernet)
+    optimiser = torch.optim.SGD(twin.parameters())
+    optimiser.load_state_dict(copy.deepcopy(one.weight_optimiser.state_dict()))
+    with torch.no_grad():
+        mix = one.method.relax()
+    torch.nn.functional.cross_entropy(twin(train[0], mix), train[1]).backward()
+    optimiser.step()
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(twin(validation[0], mix), validation[1])
+    _, held = unrolled(one, train, validation, EXACT)
+    assert float(held.loss) == pytest.approx(float(expected), rel=1e-12)

@@ -1,0 +1,149 @@
+"""From layers of settings to a complete recipe, and what is refused on the way."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import settings, write_data
+
+from softcell.errors import UserError
+from softcell.methods import METHODS, Method
+from softcell.search import read_config, resolve, search, stored_recipe
+from softcell.spaces import SPACES
+
+EVERYTHING = [(method, space) for method in METHODS for space in SPACES]
+
+
+def test_later_layers_win_setting_by_setting() -> None:
+    recipe = resolve(
+        {"weights": {"lr": 0.3, "momentum": 0.5}, "epochs": 7},
+        {"weights": {"lr": 0.2}, "space": {"cells": 5}},
+        {"weights": {"momentum": 0.1}},
+    )
+    assert (recipe.weights.lr, recipe.weights.momentum, recipe.epochs) == (0.2, 0.1, 7)
+    assert recipe.space_settings["cells"] == 5
+    assert recipe.weights.weight_decay == 3e-4, "untouched"
+
+
+def test_the_order_is_defaults_then_scale_then_what_is_given() -> None:
+    small, paper = resolve({}), resolve({"scale": "paper"})
+    assert small.epochs == METHODS.get("darts").recipes["small"]["epochs"]
+    assert small.space_settings["cells"] == SPACES.get("darts").small["cells"]
+    assert (paper.epochs, paper.batch_size, paper.weights.lr) == (50, 64, 0.025)
+    assert (paper.space_settings["cells"], paper.space_settings["channels"]) == (8, 16)
+    assert (paper.architecture.lr, paper.architecture.beta1, paper.architecture.weight_decay) == (3e-4, 0.5, 1e-3)
+    assert resolve({"epochs": 99}).epochs == 99
+
+
+def test_data_other_than_digits_asks_for_the_papers_scale() -> None:
+    assert resolve({"data": "cifar10"}).scale == "paper"
+    assert resolve({"data": "digits"}).scale == "small"
+
+
+def test_nothing_given_leaves_lower_layers_alone() -> None:
+    assert resolve({"epochs": 5}, {"epochs": None, "seed": None}) == resolve({"epochs": 5})
+
+
+@pytest.mark.parametrize(
+    ("regime", "validation"), [("bilevel", 0.5), ("unrolled", 0.5), ("single-level", 0.1), ("auto", 0.5)]
+)
+def test_the_split_follows_the_regime_unless_given(regime: str, validation: float) -> None:
+    assert resolve({"regime": regime}).split["validation"] == validation
+    assert resolve({"regime": regime}).regime == ("bilevel" if regime == "auto" else regime)
+    assert resolve({"regime": regime, "split": {"weights": 10, "validation": 20}}).split["validation"] == 20
+
+
+@pytest.mark.parametrize(("method", "space"), EVERYTHING)
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_a_resolved_recipe_resolves_to_itself_also_through_json(method: str, space: str, scale: str) -> None:
+    recipe = resolve({"method": method, "space": space, "scale": scale})
+    assert resolve(recipe.to_dict()) == recipe
+    assert resolve(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert "auto" not in (recipe.regime,)
+    assert recipe.split
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epoch": 3}, "did you mean 'epochs'"),
+        ({"method": "dart"}, "did you mean 'darts'"),
+        ({"space": "nb20"}, "did you mean 'nb201'"),
+        ({"method": 3}, "must be text"),
+        ({"weights": {"lrr": 1}}, "did you mean 'lr'"),
+        ({"space": {"cell": 4}}, "did you mean 'cells'"),
+        ({"space": {"candidates": ["skip_conect"]}}, "did you mean 'skip_connect'"),
+        ({"method_settings": {"samples": 4}}, "no setting 'samples'"),
+        ({"epochs": 0}, "`epochs >= 1` must hold"),
+        ({"epochs": 2.5}, "a whole number"),
+        ({"epochs": True}, "a whole number"),
+        ({"weights": {"lr": 0}}, r"`weights.lr > 0` must hold"),
+        ({"weights": {"lr": float("nan")}}, r"`weights.lr > 0` must hold"),
+        ({"weights": {"lr": 0.1, "lr_min": 0.2}}, "lr_min <= weights.lr"),
+        ({"weights": 3}, "a mapping"),
+        ({"architecture": {"beta1": 1.0}}, "beta1 < 1"),
+        ({"scale": "huge"}, "small, paper"),
+        ({"regime": "trilevel"}, "single-level, bilevel, unrolled"),
+        ({"split": {"weights": 0.5}}, "`weights` and `validation`"),
+        ({"collapse": {"patience": 0}}, "patience >= 1"),
+        ({"unrolled": {"epsilon": -1}}, "epsilon > 0"),
+        ({"precision": "float16"}, "float32, float64"),
+        ({"seed": -1}, "`seed >= 0` must hold"),
+        ({"image_size": 3}, "image_size >= 4"),
+    ],
+)
+def test_bad_settings_are_refused_with_rule_and_way_out(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve(given)
+
+
+def test_config_files_are_yaml_or_json_and_a_run_json_is_its_recipe(tmp_path: Path) -> None:
+    given = {"epochs": 4, "weights": {"lr": 0.2}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(given))
+    (tmp_path / "a.json").write_text(json.dumps(given))
+    (tmp_path / "empty.yaml").write_text("")
+    assert read_config(tmp_path / "a.yaml") == read_config(tmp_path / "a.json") == given
+    assert read_config(tmp_path / "empty.yaml") == {}
+    (tmp_path / "bad.yaml").write_text("a: [")
+    (tmp_path / "list.json").write_text("[1]")
+    for name, message in (("bad.yaml", "YAML"), ("list.json", "mapping"), ("none.yaml", "can be read")):
+        with pytest.raises(UserError, match=message):
+            read_config(tmp_path / name)
+
+
+def test_a_run_is_described_by_its_run_json(tmp_path: Path) -> None:
+    recipe = resolve(settings("nb201", write_data(tmp_path / "data.npz"), epochs=1))
+    first = search(recipe, tmp_path / "run")
+    stored = resolve(read_config(tmp_path / "run"))
+    assert stored == first.recipe == stored_recipe(tmp_path / "run", {})
+    assert stored_recipe(tmp_path / "run", {"epochs": 1}) == stored, "settings that agree may be repeated"
+    with pytest.raises(UserError, match=r"epochs: 1 -> 2"):
+        stored_recipe(tmp_path / "run", {"epochs": 2})
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (manifest["kind"], manifest["status"], manifest["seed"]) == ("search", "finished", 0)
+    assert set(manifest["results"]["splits"]) == {"weights", "validation"}
+    assert manifest["results"]["val_split"] == "validation"
+
+
+@pytest.mark.parametrize(("method", "space"), EVERYTHING)
+def test_the_small_recipe_makes_an_epoch_on_digits_well_under_a_minute(method: str, space: str, tmp_path: Path) -> None:
+    recipe = resolve({"method": method, "space": space, "epochs": 1, "device": "cpu", "threads": 1})
+    before = time.process_time()
+    result = search(recipe, tmp_path / "run")
+    # Time of the processor, so that a busy machine does not count.
+    assert time.process_time() - before < 40
+    assert result.genotype is not None
+    assert result.genotype.space == space
+    last = result.metrics[-1]
+    assert last["val_split"] == "validation"
+    assert 0.0 <= last["val_accuracy"] <= 1.0
+    if issubclass(METHODS.get(method), Method):
+        assert last["entropy"] > 0
+        assert any(key.startswith("skip_share_") for key in last)

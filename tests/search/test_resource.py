@@ -1,0 +1,476 @@
+"""The resource penalty and budgets: by hand, on toys whose answer is known, and in whole searches of every method."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import batch, players, remains, same, settings, state_of, write_data
+
+from softcell.arch import Choice, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
+from softcell.arch.cost import CostTables
+from softcell.arch.simplex import masked_softmax
+from softcell.engine.events import Note, Stepped
+from softcell.errors import UserError
+from softcell.methods import METHODS, Method
+from softcell.methods.snas import Snas
+from softcell.search import resolve, search
+from softcell.search.budget import Budget, latency, latency_of, moved, read_latencies, shown, with_latencies
+from softcell.search.hypergradient import Unrolling
+from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
+from softcell.search.steps import bilevel, single_level, unrolled
+from softcell.spaces import build_space
+from softcell.spaces.costs import count_candidates
+from softcell.spaces.count import count_genotype, evaluation_space
+
+DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
+
+ONE = Table("one", (Choice(0, 1, ("none", "cheap", "dear")),), (1,))
+TWO = Table("two", (Choice(0, 1, ("cheap", "dear")),), (1,))
+LAYOUT = Layout("toy", (ONE, TWO), ("one", "two", "one"), StrongestEach())
+
+
+def rows(*values: list[float]) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor([row], dtype=torch.float64) for row in values)
+
+
+COSTS = CostTables(
+    LAYOUT,
+    {
+        "parameters": rows([0, 10, 100], [20, 40], [0, 30, 300]),
+        "flops": rows([0, 1, 1000], [5, 50], [0, 2, 2000]),
+        "memory": rows([0, 7, 8], [9, 9], [0, 7, 8]),
+    },
+)
+P = {
+    "one": torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64),
+    "two": torch.tensor([[0.5, 0.5]], dtype=torch.float64),
+}
+
+
+def penalty(**given: Any) -> ResourcePenalty:
+    return ResourcePenalty(Resource(**given), COSTS).double()
+
+
+def mix(weights: dict[str, Tensor] = P) -> WeightMix:
+    return WeightMix(LAYOUT, weights)
+
+
+def test_the_log_form_by_hand() -> None:
+    """Per kind: mean over the sites of a table, sum over tables; then the mean over kinds, times the weight."""
+    parameters = (math.log(27.5) + math.log(82.5)) / 2 + math.log(30)
+    flops = (math.log(250.25) + math.log(500.5)) / 2 + math.log(27.5)
+    memory = math.log(3.75) + math.log(9)
+    assert float(penalty(weight=2.0)(P, mix())) == pytest.approx(2 * (parameters + flops + memory) / 3)
+    assert float(penalty(weight=2.0, kinds=("flops",))(P, mix())) == pytest.approx(2 * flops)
+
+
+def test_the_linear_form_is_a_share_of_the_dearest_architecture() -> None:
+    share = (27.5 + 30 + 82.5) / (100 + 40 + 300)
+    assert float(penalty(weight=1.0, form="linear", kinds=("parameters",))(P, mix())) == pytest.approx(share)
+    dearest = {"one": torch.tensor([[0.0, 0, 1]]).double(), "two": torch.tensor([[0.0, 1]]).double()}
+    assert float(penalty(weight=3.0, form="linear")(dearest, mix())) == pytest.approx(3.0)
+
+
+def test_expected_costs_are_in_their_own_units() -> None:
+    assert penalty(weight=0.0).expected(P) == pytest.approx(
+        {"parameters": 140.0, "flops": 250.25 + 27.5 + 500.5, "memory": 3.75 + 9 + 3.75}
+    )
+
+
+def test_a_weight_of_0_only_records() -> None:
+    assert float(penalty(weight=0.0)(P, mix())) == 0.0
+    assert Resource(weight=0.0).is_on
+    assert not Resource().is_on
+
+
+def test_monte_carlo_reads_the_mix_and_the_others_the_probabilities() -> None:
+    other = {name: 1.0 - p for name, p in P.items()}
+    for form in ("log", "linear"):
+        closed = penalty(weight=1.0, form=form)
+        sampled = penalty(weight=1.0, form=form, estimator="monte-carlo")
+        assert float(sampled(P, mix(other))) == pytest.approx(float(closed(other, mix())))
+        assert float(closed(P, mix(other))) == pytest.approx(float(closed(P, mix())))
+
+    class Own(Mix):
+        def combine(self, site: int, choice: int, outputs: Any) -> None:
+            return None
+
+    with pytest.raises(UserError, match="estimator=expectation"):
+        penalty(weight=1.0, estimator="monte-carlo")(P, Own())
+
+
+def test_monte_carlo_takes_weights_that_differ_by_site() -> None:
+    first, third = torch.tensor([[1.0, 0, 0]]).double(), torch.tensor([[0.0, 1, 0]]).double()
+    own = {"one": torch.stack([first, third]), "two": P["two"][None]}
+    found = penalty(weight=1.0, form="linear", kinds=("parameters",), estimator="monte-carlo")(P, mix(own))
+    assert float(found) == pytest.approx((0 + 30 + 30) / 440)
+
+
+def test_the_policy_gradient_of_the_component_agrees_with_the_closed_form() -> None:
+    """The draws of 4,000 steps, within 5 standard errors."""
+    torch.manual_seed(0)
+    logits = {name: p.log().clone().requires_grad_() for name, p in P.items()}
+    masks = {"one": ONE.mask(), "two": TWO.mask()}
+
+    def gradient(one: ResourcePenalty) -> Tensor:
+        p = {name: masked_softmax(value, masks[name]) for name, value in logits.items()}
+        return torch.cat([g.flatten() for g in torch.autograd.grad(one(p, mix()), list(logits.values()))])
+
+    drawn = penalty(weight=1.0, form="linear", estimator="policy")
+    many = torch.stack([gradient(drawn) for _ in range(4000)])
+    exact = gradient(penalty(weight=1.0, form="linear"))
+    assert (many.mean(0) - exact).abs().le(5 * many.std(0) / len(many) ** 0.5 + 1e-12).all()
+    assert exact.abs().max() > 5 * (many.std(0) / len(many) ** 0.5).max()
+
+
+@pytest.mark.parametrize("form", ["log", "linear"])
+def test_presets_order_the_expected_parameters(form: str) -> None:
+    """A task that likes dear candidates, each a little more than the next cheaper one, on the real costs of a space."""
+    costs = count_candidates(build_space("darts", {"cells": 4, "channels": 8}), (3, 16, 16), 10)
+    tables = {table.name: table for table in costs.layout.tables}
+    found = []
+    for preset in ("none", "mild", "moderate", "aggressive"):
+        one = ResourcePenalty(Resource(preset=preset, weight=None if preset != "none" else 0.0, form=form), costs)  # type: ignore[arg-type]
+        one = one.double()
+        logits = {
+            name: torch.zeros(table.shape, dtype=torch.float64, requires_grad=True) for name, table in tables.items()
+        }
+        optimiser = torch.optim.Adam(list(logits.values()), lr=0.05)
+        wish = {name: costs.of("parameters", name).mean(0).add(1).log() for name in tables}
+        for _ in range(150):
+            p = {name: masked_softmax(value, tables[name].mask()) for name, value in logits.items()}
+            task = sum(-2e-3 * (p[name] * wish[name]).sum() - 1e-3 * torch.special.entr(p[name]).sum() for name in p)
+            optimiser.zero_grad()
+            (task + one(p, WeightMix(costs.layout, p))).backward()
+            optimiser.step()
+        found.append(
+            one.expected({name: masked_softmax(v, tables[name].mask()) for name, v in logits.items()})["parameters"]
+        )
+    assert found == sorted(found, reverse=True)
+    assert all(later < 0.97 * earlier for earlier, later in itertools.pairwise(found)), found
+    weights = PRESETS[form]
+    assert weights["none"] == 0 < weights["mild"] < weights["moderate"] < weights["aggressive"]
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("2.5M", 2.5e6), ("500m", 5e8), ("10k", 1e4), ("1.5G", 1.5e9), (3e6, 3e6), ("1e6", 1e6), (7, 7)],
+)
+def test_quantities_are_read_as_people_write_them(text: float | str, number: float) -> None:
+    assert quantity("x", text) == (number if text != "500m" else 500e6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_params": "lots"}, r"resource.max_params must be a number above 0.*2.5M.*'lots'"),
+        ({"max_params": 0}, "number above 0"),
+        ({"max_flops": "-3M"}, "resource.max_flops"),
+        ({"max_flops": "1.2.3M"}, "resource.max_flops"),
+        ({"weight": -1}, r"resource.weight >= 0"),
+        ({"preset": "harsh"}, "none, mild, moderate, aggressive"),
+        ({"estimator": "policy", "weight": 1}, "resource.form=linear"),
+        ({"max_latency": 3}, "resource.latency_table"),
+        ({"kinds": ["latency"]}, "resource.latency_table"),
+        ({"kinds": []}, "at least one"),
+        ({"kinds": ["watts"]}, "parameters, flops, memory, latency"),
+        ({"max_parms": "1M"}, "did you mean 'max_params'"),
+    ],
+)
+def test_bad_resource_settings_are_refused_with_the_rule(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve({"resource": given})
+
+
+def test_a_recipe_with_a_budget_resolves_to_itself() -> None:
+    recipe = resolve({"resource": {"max_params": "2.5M", "preset": "mild", "network": {"cells": 8}}})
+    assert resolve(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    assert recipe.resource.budgets() == {"parameters": 2.5e6}
+    assert (recipe.resource.eta, Resource(preset="mild", weight=7.0).eta) == (PRESETS["log"]["mild"], 7.0)
+
+
+def test_a_method_whose_probabilities_cannot_be_steered_is_told() -> None:
+    with pytest.raises(UserError, match="carry no gradient"):
+        check_steerable(P, "fixed")
+    check_steerable({"one": P["one"].clone().requires_grad_()}, "fine")
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("regime", ["single-level", "bilevel", "unrolled"])
+@pytest.mark.parametrize("method", [None, Snas], ids=["darts", "snas"])
+def test_the_penalty_moves_the_architecture_and_no_weight(regime: str, method: Any) -> None:
+    """The gradient that Adam sees differs by exactly that of the penalty; weights learn as without it."""
+    gradients, weights = [], []
+    for with_penalty in (False, True):
+        one = players("nb201", method=method)
+        space = build_space("nb201", {"cells_per_stage": 1, "channels": 2})
+        costs = count_candidates(space, (1, 8, 8), 3)
+        if with_penalty:
+            one.resource = ResourcePenalty(Resource(weight=0.5), costs).double()
+        caught: list[Tensor] = []
+        original = one.architecture_optimiser.step
+        one.architecture_optimiser.step = lambda o=original, c=caught, m=one.method: (  # type: ignore[method-assign]
+            c.append(torch.cat([p.grad.flatten().clone() for p in m.parameters()])),  # type: ignore[union-attr]
+            None,
+        )[1]
+        torch.manual_seed(3)
+        if regime == "single-level":
+            single_level(one, *batch(0))
+        elif regime == "bilevel":
+            bilevel(one, batch(0), batch(1))
+        else:
+            unrolled(one, batch(0), batch(1), Unrolling())
+        gradients.append(caught[0])
+        weights.append(one.supernet.state_dict())
+        p = one.method.probabilities()
+        alone = ResourcePenalty(Resource(weight=0.5), costs).double()(p, WeightMix(space.layout(), p))
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(alone, list(one.method.parameters()))])
+    torch.testing.assert_close(gradients[1] - gradients[0], expected, rtol=1e-6, atol=1e-9)
+    assert expected.abs().max() > 1e-3
+    assert same(weights[0], weights[1])
+
+
+# --- budgets ---
+
+
+def test_a_multiplier_rises_above_the_budget_rests_just_below_and_falls_far_below() -> None:
+    assert moved(1e-3, 2.0, 1.0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(2)))
+    assert moved(1e-3, 1.01, 1.0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * 0.25)), "at least a quarter"
+    assert moved(1e-3, 1.0, 1.0, 100, "log") == 1e-3
+    assert moved(1e-3, 0.91, 1.0, 100, "log") == 1e-3
+    assert moved(1e-3, 0.5, 1.0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(0.5)))
+    assert moved(1e-3, 1e9, 1.0, 1, "log") == pytest.approx(1e-2), "at most a factor of 10"
+    assert moved(0.9, 1e9, 1.0, 1, "log") == 1.0
+    assert moved(1.1e-5, 0.0, 1.0, 1, "log") == 1e-5
+
+
+def test_numbers_are_shown_with_their_unit() -> None:
+    assert shown("parameters", 2_534_000) == "2.53M parameters"
+    assert shown("flops", 5.2e8) == "520M multiply-adds"
+    assert shown("parameters", 950) == "950 parameters"
+    assert shown("latency", 3.5) == "a latency of 3.5"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+def notes_of(events: list[Any]) -> list[str]:
+    return [event.text for event in events if isinstance(event, Note)]
+
+
+NETWORK = {"cells_per_stage": 1, "channels": 4}
+
+
+@pytest.mark.parametrize("kind", ["params", "flops"])
+@pytest.mark.parametrize("method", DIFFERENTIABLE)
+def test_a_budget_drives_the_search_until_the_derived_network_meets_it(
+    method: str, kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits start in favour of the dearest candidate everywhere; the budget asks for less than half of its cost."""
+    space = build_space("nb201", NETWORK)
+    layout = space.layout()
+    dear = layout.tables[0].columns("nor_conv_3x3")
+    most, least = (
+        count_genotype(space, derive(layout, {"cell": sign * dear.double()}, StrongestEach()), (1, 8, 8), 3)
+        for sign in (1, -1)
+    )
+    high, low = (most.parameters, least.parameters) if kind == "params" else (most.multiply_adds, least.multiply_adds)
+    limit = low + 0.45 * (high - low)
+    chosen = METHODS.get(method)
+    original = chosen.__init__
+
+    def favour(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        with torch.no_grad():
+            next(self.parameters())[dear] += 2.0
+
+    monkeypatch.setattr(chosen, "__init__", favour)
+    slow = {"architecture": {"lr": 0.15, "weight_decay": 0.0}, "child_every": 0, "epochs": 10}
+    given = settings("nb201", data, method=method, **slow)
+    name = {"params": "parameters", "flops": "flops"}[kind]
+    free = search(
+        resolve(given, {"resource": {"preset": "none", f"max_{kind}": "9G", "network": NETWORK}}), tmp_path / "free"
+    )
+    assert free.metrics[-1][f"derived_{name}"] > limit, "without the budget it stays above"
+    events: list[Any] = []
+    bound = {"resource": {"preset": "none", f"max_{kind}": limit, "network": NETWORK}}
+    result = search(resolve(given, bound), tmp_path / "run", on_event=events.append)
+    assert result.genotype is not None
+    cost = count_genotype(space, result.genotype, (1, 8, 8), 3)
+    found = cost.parameters if kind == "params" else cost.multiply_adds
+    assert found <= limit < result.metrics[0][f"derived_{name}"]
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert results["budget_met"] is True
+    assert results[f"derived_{name}"] == result.metrics[-1][f"derived_{name}"] == found
+    assert f"multiplier_{name}" in result.metrics[-1]
+    assert not [text for text in notes_of(events) if "budget" in text]
+
+
+@pytest.mark.parametrize("method", DIFFERENTIABLE)
+def test_a_budget_that_cannot_be_met_is_told_before_and_after_with_the_gap(
+    method: str, data: Path, tmp_path: Path
+) -> None:
+    events: list[Any] = []
+    given = settings("nb201", data, method=method, resource={"max_params": 100, "network": NETWORK})
+    result = search(resolve(given), tmp_path / "run", on_event=events.append)
+    before, after = (text for text in notes_of(events) if "budget" in text)
+    assert "may be out of reach" in before
+    assert "channels 4" in before
+    assert result.genotype is not None
+    has = count_genotype(build_space("nb201", NETWORK), result.genotype, (1, 8, 8), 3).parameters
+    assert f"{has / 100 - 1:.1%} over the budget of 100 parameters" in after
+    assert "raise the budget" in after
+    multipliers = [row["multiplier_parameters"] for row in result.metrics]
+    assert multipliers == sorted(multipliers)
+    assert multipliers[-1] > multipliers[0]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["budget_met"] is False
+
+
+def test_the_budget_means_the_network_that_training_would_build(data: Path, tmp_path: Path) -> None:
+    result = search(resolve(settings("nb201", "digits", epochs=1, resource={"max_params": "1G"})), tmp_path / "run")
+    assert result.genotype is not None
+    trained = evaluation_space("nb201", "digits")
+    assert result.metrics[0]["derived_parameters"] == count_genotype(trained, result.genotype, (1, 8, 8), 10).parameters
+
+
+def test_only_recording_costs_changes_nothing_else(data: Path, tmp_path: Path) -> None:
+    for method in DIFFERENTIABLE:
+        given = settings("nb201", data, method=method, epochs=2, child_every=0, drop_path=0.0)
+        plain = search(resolve(given, {"resource": {"preset": "none"}}), tmp_path / f"{method}-plain")
+        counted = search(
+            resolve(given, {"resource": {"preset": "none", "weight": 0.0}}), tmp_path / f"{method}-counted"
+        )
+        for one, other in zip(plain.metrics, counted.metrics, strict=True):
+            assert {k: v for k, v in other.items() if not k.startswith("expected") and k != "seconds"} == {
+                k: v for k, v in one.items() if k != "seconds"
+            }
+        assert same(
+            state_of(tmp_path / f"{method}-plain")["method"], state_of(tmp_path / f"{method}-counted")["method"]
+        )
+
+
+def test_multipliers_survive_a_stop(data: Path, tmp_path: Path) -> None:
+    recipe = resolve(settings("nb201", data, resource={"max_params": 100, "max_flops": 100, "network": NETWORK}))
+    search(recipe, tmp_path / "whole")
+
+    def strike(event: Any) -> None:
+        if isinstance(event, Stepped) and (event.epoch, event.step) == (2, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert search(recipe, tmp_path / "broken", on_event=strike).genotype is None
+    search(recipe, tmp_path / "broken", resume=True)
+    assert remains(tmp_path / "broken") == remains(tmp_path / "whole")
+    assert same(state_of(tmp_path / "broken"), state_of(tmp_path / "whole"))
+
+
+def test_what_belongs_to_a_supernet_is_told_to_be_ignored_by_a_sampler(data: Path, tmp_path: Path) -> None:
+    events: list[Any] = []
+    given = settings("nb201", data, method="random", epochs=1, method_settings={"samples": 1}, drop_path=0.2)
+    search(resolve(given, {"resource": {"preset": "mild"}, "child_every": 1}), tmp_path / "run", on_event=events.append)
+    assert [text.split("`")[1] for text in notes_of(events)] == ["resource", "drop_path", "child_every"]
+
+
+def test_a_missed_budget_names_the_ways_out_and_the_epoch_that_met_it() -> None:
+    space = build_space("nb201", NETWORK)
+    layout = space.layout()
+    found = {
+        name: derive(layout, {"cell": layout.tables[0].columns(name).double()}, StrongestEach())
+        for name in ("skip_connect", "nor_conv_1x1", "nor_conv_3x3")
+    }
+    sizes = {name: count_genotype(space, g, (1, 8, 8), 3).parameters for name, g in found.items()}
+    costs = count_candidates(space, (1, 8, 8), 3)
+    resource = Resource(max_params=float(sizes["nor_conv_1x1"]), weight=0.01)
+    one = ResourcePenalty(resource, costs)
+    budget = Budget(resource, one, space, (1, 8, 8), 3, num_epochs=10)
+    told: list[str] = []
+    budget.warn(layout, costs, None, told.append)
+    assert not told
+    assert budget.verdict(found["nor_conv_1x1"])[1] is None, "just met is met"
+    budget.end_epoch(4, found["nor_conv_1x1"])
+    budget.end_epoch(5, found["nor_conv_3x3"])
+    assert budget.last_met == 4
+    results, message = budget.verdict(found["nor_conv_3x3"])
+    assert results["budget_met"] is False
+    assert message is not None
+    for part in ("epoch 4", "--epochs", "--resource aggressive", "resource.weight=0.03", "raise the budget"):
+        assert part in message
+    tight = Resource(max_params=float(sizes["skip_connect"] - 1))
+    cramped = Budget(tight, ResourcePenalty(tight, costs), space, (1, 8, 8), 3, num_epochs=10)
+    cramped.warn(layout, costs, None, told.append)
+    assert len(told) == 1
+    message = cramped.verdict(found["skip_connect"])[1]
+    assert message is not None
+    assert "cheapest candidates already" in message
+
+
+# --- latency ---
+
+
+def test_latencies_come_from_a_file_by_candidate_or_by_table(tmp_path: Path) -> None:
+    plain, nested = tmp_path / "plain.yaml", tmp_path / "nested.json"
+    plain.write_text("cheap: 0.25\ndear: 1.5\n")
+    nested.write_text('{"one": {"cheap": 1, "dear": 4}, "cheap": 0.5, "dear": 2}')
+    simple, by_table = with_latencies(COSTS, str(plain)), with_latencies(COSTS, str(nested))
+    assert simple.of("latency", "one").tolist() == [[[0.0, 0.25, 1.5]], [[0.0, 0.25, 1.5]]]
+    assert by_table.of("latency", "one")[0].tolist() == [[0.0, 1.0, 4.0]]
+    assert by_table.of("latency", "two")[0].tolist() == [[0.5, 2.0]]
+    with pytest.raises(UserError, match="no time for 'slow'"):
+        latency_of(read_latencies(str(plain)), "one", "slow")
+    plain.write_text("cheap: fast\n")
+    with pytest.raises(UserError, match="'cheap' must be a number"):
+        read_latencies(str(plain))
+
+
+def test_times_below_1_are_pushed_too(tmp_path: Path) -> None:
+    """The logarithm is taken in units of the smallest time, so that the floor at 1 swallows none."""
+    file = tmp_path / "times.yaml"
+    file.write_text("cheap: 0.001\ndear: 0.004\n")
+    one = ResourcePenalty(
+        Resource(weight=1.0, kinds=("latency",), latency_table=str(file)), with_latencies(COSTS, str(file))
+    )
+    found = one.double()({"one": torch.tensor([[0.0, 0, 1]]).double(), "two": torch.tensor([[1.0, 0]]).double()}, mix())
+    assert float(found) == pytest.approx(math.log(4.0))
+
+
+def test_a_latency_budget_is_the_sum_over_all_cells_of_the_trained_network(data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "times.yaml"
+    file.write_text("skip_connect: 0.5\nnor_conv_1x1: 1\nnor_conv_3x3: 3\navg_pool_3x3: 1\n")
+    events: list[Any] = []
+    resource = {"max_latency": 0.4, "latency_table": str(file), "network": {"cells_per_stage": 2}}
+    result = search(resolve(settings("nb201", data, resource=resource)), tmp_path / "run", on_event=events.append)
+    assert result.genotype is not None
+    layout = build_space("nb201", {"cells_per_stage": 2}).layout()
+    picks = result.genotype.cells["cell"].picks
+    expected = 6 * sum(read_latencies(str(file)).get(pick.op, 0.0) for pick in picks)  # type: ignore[misc]
+    assert latency(result.genotype, layout, read_latencies(str(file))) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert result.metrics[-1]["derived_latency"] == pytest.approx(expected)
+    assert result.metrics[-1]["expected_latency"] > 0
+    if expected > 0.4:
+        assert any("over the budget of a latency of 0.4" in text for text in notes_of(events))
+
+
+def test_the_cheapest_architecture_is_sought_by_the_methods_own_rule() -> None:
+    """DARTS never derives `none`, SNAS does: what is out of reach for one need not be for the other."""
+    assert METHODS.get("darts").rule is None  # type: ignore[union-attr]
+    assert isinstance(METHODS.get("snas").rule, StrongestEach)  # type: ignore[union-attr]
+    assert isinstance(build_space("darts").layout().rule, TopInputs)

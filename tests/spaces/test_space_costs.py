@@ -1,0 +1,258 @@
+"""Costs of candidates against sums made by hand and against whole networks counted as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Genotype, WeightMix, sample
+from softcell.arch.cost import CostTables, Resources
+from softcell.errors import UserError
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.spaces import SPACES, Space, Supernet, build_space
+from softcell.spaces.costs import count_candidate, count_candidates
+from softcell.spaces.count import count_module, evaluation_space
+from softcell.testing import RaggedSpace, tiny_space
+
+SHAPE = (3, 9, 7)
+PLACES = (*SPACES, "ragged")
+
+
+def place(name: str) -> Space:
+    return RaggedSpace() if name == "ragged" else tiny_space(name)
+
+
+def cost(name: str, stride: int = 1, channels: int = 4, size: tuple[int, int] = (6, 8), **options: bool) -> Resources:
+    """A candidate of a supernet on [1, channels, *size]."""
+    with torch.device("meta"):
+        module = get_candidate(name).build(Spec(channels, stride, affine=False, pool_norm=True))
+    return count_candidate(module, torch.Size((1, channels, *size)), **options)
+
+
+def test_candidates_cost_as_appendix_f_says() -> None:
+    hw, c = 48, 4
+    depthwise, pointwise = 9 * c, c * c
+    assert cost("nor_conv_3x3") == Resources(9 * c * c, hw * 9 * c * c, hw * 2 * c + 9 * c * c)
+    assert cost("dil_conv_3x3") == Resources(
+        depthwise + pointwise, hw * (depthwise + pointwise), 2 * hw * 2 * c + depthwise + pointwise
+    )
+    once = cost("dil_conv_5x5")
+    assert cost("sep_conv_5x5") == Resources(*(2 * value for value in once))  # applied twice
+    assert cost("skip_connect") == Resources(0, 0, hw * 2 * c)
+    for pool in ("max_pool_3x3", "avg_pool_3x3"):
+        assert cost(pool) == Resources(0, hw * 9 * c, hw * 2 * c)
+        assert cost(pool, printed_pooling=True) == Resources(0, hw * 9 * c * c, hw * 2 * c)
+
+
+def test_sizes_are_those_of_the_output_and_a_skip_of_stride_2_is_its_convolutions() -> None:
+    hw, c = 3 * 4, 4
+    assert cost("max_pool_3x3", stride=2) == Resources(0, hw * 9 * c, hw * 2 * c)
+    assert cost("nor_conv_3x3", stride=2) == Resources(9 * c * c, hw * 9 * c * c, hw * 2 * c + 9 * c * c)
+    half = c * c // 2  # two 1×1 convolutions from c to c/2
+    assert cost("skip_connect", stride=2) == Resources(2 * half, hw * 2 * half, 2 * (hw * (c + c // 2) + half))
+
+
+class Mixer(nn.Module):
+    """A candidate that is nothing like a convolution: a product of matrices, a linear layer and a loose parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        mixed = self.linear(tokens @ tokens.transpose(1, 2) @ tokens) * self.scale
+        return mixed.transpose(1, 2).reshape(x.shape)
+
+
+class Loose(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_candidate_of_ones_own_is_counted_too() -> None:
+    with torch.device("meta"):
+        mixer, loose = Mixer(), Loose()
+    positions = 12
+    found = count_candidate(mixer, torch.Size((1, 4, 3, 4)))
+    assert found.parameters == 4 + 16 + 4
+    assert found.flops == 2 * positions * positions * 4 + positions * 16
+    assert found.memory == positions * 8 + 16
+    assert count_candidate(loose, torch.Size((1, 4, 3, 4))) == Resources(4, 0, positions * 8 + 4)
+
+
+def picked(costs: CostTables, genotype: Genotype) -> dict[str, float]:
+    totals = dict.fromkeys(costs.kinds, 0.0)
+    for site, name in enumerate(costs.layout.sites):
+        table = costs.layout.table(name)
+        rows = {(c.source, c.target): i for i, c in enumerate(table.choices)}
+        for pick in genotype.cells[name].picks:
+            row = rows[pick.source, pick.target]
+            for kind in totals:
+                totals[kind] += float(costs.kinds[kind][site][row, table.choices[row].candidates.index(pick.op)])
+    return totals
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_costs_of_picks_add_up_to_what_the_real_network_has_more_than_an_empty_one(name: str) -> None:
+    """Children in search form: same surroundings, so their difference is that of their picks."""
+    space = place(name)
+    layout = space.layout()
+    costs = count_candidates(space, SHAPE, 5)
+    reference, *others = [sample(layout, seed) for seed in range(4)]
+    base, own = network_cost(space, reference), picked(costs, reference)
+    for genotype in others:
+        found, mine = network_cost(space, genotype), picked(costs, genotype)
+        assert mine["parameters"] - own["parameters"] == found["parameters"] - base["parameters"]
+        assert mine["flops"] - own["flops"] == found["flops"] - base["flops"]
+
+
+def network_cost(space: Space, genotype: Genotype) -> dict[str, float]:
+    network = space.network(genotype, SHAPE, 5, search_form=True)
+    cost = count_module(network, SHAPE)
+    # Pools that leave one node run once for all edges; the table counts them on each edge.
+    pools = sum(
+        pick.op.endswith("pool_3x3") * 9 * output_size(network, site, pick.target)
+        for site, table in enumerate(space.layout().sites)
+        for pick in genotype.cells[table].picks
+    )
+    return {"parameters": cost.parameters, "flops": cost.multiply_adds + pools}
+
+
+def output_size(network: nn.Module, site: int, node: int) -> int:
+    """Values of one node of a cell, caught on the real network."""
+    caught: list[int] = []
+    handle = network.cells[site].register_forward_hook(lambda m, given, nodes: caught.append(nodes[node].numel()))
+    network.eval()(torch.zeros(1, *SHAPE))
+    handle.remove()
+    return caught[0]
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_padding_and_zeros_cost_nothing_and_everything_else_something(name: str) -> None:
+    space = place(name)
+    costs = count_candidates(space, SHAPE, 5)
+    for site, table in ((s, costs.layout.table(n)) for s, n in enumerate(costs.layout.sites)):
+        free = ~table.mask() | table.columns("none")
+        for kind in costs.kinds:
+            assert not costs.kinds[kind][site][free].any()
+        assert costs.kinds["memory"][site][~free].all()
+
+
+def test_printed_pooling_reaches_the_tables() -> None:
+    space = tiny_space("nb201")
+    plain, printed = (count_candidates(space, SHAPE, 5, printed_pooling=flag) for flag in (False, True))
+    pool = plain.layout.tables[0].columns("avg_pool_3x3")
+    for site, width in enumerate((4, 8, 16)):
+        ratio = printed.kinds["flops"][site][pool] / plain.kinds["flops"][site][pool]
+        assert ratio.tolist() == [width] * len(ratio)
+        assert torch.equal(printed.kinds["flops"][site][~pool], plain.kinds["flops"][site][~pool])
+
+
+def test_counting_draws_no_random_numbers() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    count_candidates(tiny_space("darts"), SHAPE, 5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Bare(Supernet):
+    def features(self, x: Tensor, mix: object) -> list[Tensor]:  # type: ignore[override]
+        return [x]
+
+    def head(self, features: Tensor) -> Tensor:
+        return features.mean((2, 3))
+
+
+def test_a_supernet_without_mixed_cells_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = RaggedSpace()
+    monkeypatch.setattr(RaggedSpace, "supernet", lambda self, shape, classes: Bare(self, shape, classes))
+    with pytest.raises(UserError, match="MixedCell"):
+        count_candidates(space, SHAPE, 5)
+
+
+def test_the_network_meant_by_a_budget_is_the_one_that_training_builds() -> None:
+    assert evaluation_space("darts", "cifar10") == build_space("darts", {"cells": 20, "channels": 36})
+    assert evaluation_space("darts", "digits", {"channels": 4}) == build_space("darts", {"cells": 5, "channels": 4})
+    assert evaluation_space("darts", "imagenet").stem == "imagenet"  # type: ignore[attr-defined]
+
+
+# --- drop-path on mixed edges ---
+
+
+@pytest.fixture
+def noisy() -> Supernet:
+    torch.manual_seed(0)
+    return tiny_space("darts").supernet((3, 8, 8), 4).double()
+
+
+def weights(supernet: Supernet) -> WeightMix:
+    generator = torch.Generator().manual_seed(3)
+    tables = {t.name: torch.rand(t.shape, generator=generator, dtype=torch.float64) for t in supernet.layout.tables}
+    return WeightMix(supernet.layout, tables)
+
+
+def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, noisy: Supernet) -> None:
+    """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), the same uniform numbers in order."""
+    from softcell.spaces.cell import MixedCell
+
+    noisy.use_drop_path(0.4)
+    noisy.drop_path.set_fraction(0.5)
+    x, mix = torch.randn(5, 3, 8, 8, dtype=torch.float64), weights(noisy)
+    torch.manual_seed(7)
+    found = noisy(x, mix)
+    after = torch.get_rng_state()
+
+    def literal(cell: MixedCell, outputs: list[tuple[int, int, Tensor | None]], mix: WeightMix, site: int) -> Tensor:
+        total: Tensor | float = 0.0
+        for choice in sorted({choice for choice, _, _ in outputs}):
+            edge = sum(mix.weights(site)[c, k] * o for c, k, o in outputs if c == choice and o is not None)
+            assert isinstance(edge, Tensor)
+            keep = (torch.rand(len(edge), 1, 1, 1) >= 0.2).double() / 0.8
+            total = total + keep * edge
+        assert isinstance(total, Tensor)
+        return total
+
+    monkeypatch.setattr(MixedCell, "_combine", literal)
+    torch.manual_seed(7)
+    torch.testing.assert_close(found, noisy(x, mix), rtol=1e-6, atol=1e-6)  # 0.2 is kept in float32
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_without_drop_path_and_in_evaluation_nothing_is_drawn(noisy: Supernet) -> None:
+    x, mix = torch.randn(2, 3, 8, 8, dtype=torch.float64), weights(noisy)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    plain = noisy(x, mix)
+    noisy.use_drop_path(0.5)
+    noisy.use_drop_path(0.0)
+    assert not any(cell._drops() for cell in noisy.cells), "and nothing is computed for it"
+    torch.testing.assert_close(noisy(x, mix), plain)
+    assert torch.equal(torch.get_rng_state(), before)
+    noisy.use_drop_path(0.5)
+    noisy.eval()(x, mix)
+    assert torch.equal(torch.get_rng_state(), before)
+    noisy.train()(x, mix)
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert not [name for name in noisy.state_dict() if "drop_path" in name]
+
+
+def test_edges_are_dropped_on_their_own_and_per_image(noisy: Supernet) -> None:
+    """With everything dropped but nothing kept the cells hand on zeros; with half, images and edges differ."""
+    noisy.use_drop_path(0.999999)
+    noisy.drop_path.set_fraction(1.0)
+    x, mix = torch.randn(4, 3, 8, 8, dtype=torch.float64), weights(noisy)
+    assert not noisy.features(x, mix)[-1].any()
+    noisy.use_drop_path(0.5)
+    noisy.drop_path.set_fraction(1.0)
+    nodes: list[Tensor] = []
+    noisy.cells[0].register_forward_hook(lambda m, given, values: nodes.extend(values[2:]))
+    noisy(torch.randn(64, 3, 8, 8, dtype=torch.float64), mix)
+    dropped = [(node.abs().sum((1, 2, 3)) == 0).double().mean() for node in nodes]
+    assert 0.05 < dropped[0] < 0.5  # both edges of the first node: a quarter of the images
+    assert all(later < dropped[0] + 0.2 for later in dropped)
