@@ -1,0 +1,172 @@
+"""SNAS: Stochastic Neural Architecture Search (Xie, Zheng, Liu, Lin; ICLR 2019, arXiv:1812.09926).
+
+    Eq 2      x_j = Σ_{i<j} Z_ij · O_ij(x_i)                           -> `Snas.relax`, the supernet
+    Eq 3-4    min E_{Z ~ p_α}[L_θ(Z)] for θ and α together             -> single-level steps (`softcell.search.steps`)
+    Eq 5, 22  Z^k = softmax((log α + G) / λ)^k, G = -log(-log U)        -> `gumbel`, `concrete`
+    Eq 6, 24  ∂Z^l/∂α^k = (δ_lk - Z^l) Z^k / (λ α^k)                   -> autograd through `concrete`
+    Eq 7-8    credit R_ij = -∂L/∂x_j · Õ_ij(x_i)                       -> `credit`
+    Eq 9-11   E[L] + η E[C]                                             -> the recipe's `resource`, for any method
+    Eq 33-34  per candidate -Z^k · ∂L/∂Z^k, which sums to R_ij          -> `credit`, `Snas.observe`
+    §3.1      argmax over all candidates, zero among them              -> `StrongestEach`
+
+The parameters are log α: ∂/∂ log α^k = α^k ∂/∂ α^k, so Eq 24 loses its 1/α^k. One sample per table and step is shared
+by all its sites. Adam, its learning rate and the rest of the setup are DARTS's, which `SearchRecipe` has as defaults.
+
+Eq 7 equates the search gradient with a policy gradient of credit R. That is an identity where the loss is linear in
+x_j. In general Appendix D stops the gradient from successor nodes: for L = x_j² the right-hand side is twice the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
+from softcell.arch.simplex import masked_softmax
+from softcell.methods.base import Masks, Method, Regime
+from softcell.methods.registry import register_method
+from softcell.settings import not_negative, positive
+
+Schedule = Literal["linear", "exponential", "constant"]
+
+
+def gumbel(uniform: Tensor) -> Tensor:
+    """Gumbel variables from uniform ones, any shape; 0 and 1 are clamped inside, where both logarithms are finite."""
+    bounds = torch.finfo(uniform.dtype)
+    return -torch.log(-torch.log(uniform.clamp(bounds.tiny, 1.0 - bounds.eps)))
+
+
+def concrete(log_alpha: Tensor, mask: Tensor, temperature: Tensor | float, uniform: Tensor) -> Tensor:
+    """One relaxed one-hot sample Z per choice (Eq 5); padding is exactly 0.
+
+    log_alpha, mask, uniform [..., choices, width] and temperature λ [] to [..., choices, width].
+    """
+    return masked_softmax(log_alpha + gumbel(uniform), mask, temperature)
+
+
+def credit(sample: Tensor, gradient: Tensor) -> Tensor:
+    """-Z^k · ∂L/∂Z^k, both [choices, width]: the credit of each candidate.
+
+    x_j is linear in Z, so ∂L/∂Z_ij^k = ∂L/∂x_j · O_ij^k(x_i), and the candidates of an edge sum to R_ij (Eq 8, 34).
+    """
+    return -sample * gradient
+
+
+def temperature_at(progress: float, first: float, last: float, schedule: Schedule) -> float:
+    """The temperature λ at `progress` 0..1; `constant` stays at `first`."""
+    match schedule:
+        case "linear":
+            return first + (last - first) * progress
+        case "exponential":
+            return float(first * (last / first) ** progress)
+        case "constant":
+            return first
+
+
+@dataclass(frozen=True)
+class SnasSettings:
+    """Temperature and start of log α.
+
+    `schedule`: how the temperature moves from `first_temperature` in the first epoch to `last_temperature` in the last;
+    the paper says "annealed to be close to zero", the authors' code has it linear from 1 to 0.03. `init_mean` and
+    `init_std`: the normal distribution that log α starts from. `record_credit`: whether credits are kept at all.
+    """
+
+    schedule: Schedule = "linear"
+    first_temperature: float = 1.0
+    last_temperature: float = 0.03
+    init_mean: float = 1.0
+    init_std: float = 0.01
+    record_credit: bool = True
+
+    def __post_init__(self) -> None:
+        positive("first_temperature", self.first_temperature)
+        positive("last_temperature", self.last_temperature)
+        not_negative("init_std", self.init_std)
+
+
+@register_method
+class Snas(Method):
+    """Samples a relaxed architecture each step; its distribution and the weights learn from one backward pass."""
+
+    name: ClassVar[str] = "snas"
+    about: ClassVar[str] = "SNAS: concrete samples, annealed; single-level (bilevel with --set regime=bilevel)"
+    regime: ClassVar[Regime] = "single-level"
+    rule: ClassVar[Rule] = StrongestEach()
+    Settings: ClassVar[type] = SnasSettings
+    recipes: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {
+            "epochs": 150,
+            "drop_path": 0.3,
+            "child_every": 1,
+            "weights": {"lr_min": 0.0},
+            "architecture": {"clip": 10.0},
+            "resource": {"preset": "moderate"},
+        },
+        "small": {
+            "epochs": 12,
+            "batch_size": 64,
+            "drop_path": 0.1,
+            "child_every": 1,
+            "weights": {"lr": 0.05, "lr_min": 0.0},
+            "architecture": {"lr": 0.05, "clip": 10.0},
+            "resource": {"preset": "moderate"},
+        },
+    }
+
+    temperature: Tensor
+
+    def __init__(self, layout: Layout, settings: SnasSettings) -> None:
+        super().__init__(layout, settings)
+        self.log_alpha = nn.ParameterDict(
+            {
+                table.name: nn.Parameter(settings.init_mean + settings.init_std * torch.randn(*table.shape))
+                for table in layout.tables
+            }
+        )
+        self.masks = Masks(layout)
+        self.register_buffer("temperature", torch.tensor(settings.first_temperature))
+        for table in layout.tables:
+            self.register_buffer(f"credit_{table.name}", torch.zeros(table.shape), persistent=False)
+
+    def begin_epoch(self, progress: float) -> None:
+        s = self.settings
+        self.temperature.fill_(temperature_at(progress, s.first_temperature, s.last_temperature, s.schedule))
+
+    def relax(self) -> Mix:
+        return WeightMix(self.layout, {name: self._sample(name) for name in self.log_alpha})
+
+    def probabilities(self) -> dict[str, Tensor]:
+        """α^k / Σ_l α^l: how often each candidate wins a sample, at any temperature."""
+        return {name: masked_softmax(log_alpha, self.masks[name]) for name, log_alpha in self.log_alpha.items()}
+
+    def watched(self, mix: Mix) -> Sequence[Tensor]:
+        assert isinstance(mix, WeightMix)
+        return list(mix.tables.values()) if self.settings.record_credit else ()
+
+    @torch.no_grad()
+    def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
+        assert isinstance(mix, WeightMix)
+        if not self.settings.record_credit:
+            return
+        for (name, sample), gradient in zip(mix.tables.items(), gradients, strict=True):
+            if gradient is not None:  # None: no site reads this table
+                self.get_buffer(f"credit_{name}").add_(credit(sample, gradient))
+
+    def diagnostics(self) -> dict[str, dict[str, Tensor]]:
+        if not self.settings.record_credit:
+            return {}
+        return {"credit": {name: self.get_buffer(f"credit_{name}") for name in self.log_alpha}}
+
+    def gauges(self) -> dict[str, Tensor]:
+        return {"temperature": self.temperature}
+
+    def _sample(self, table: str) -> Tensor:
+        """Z [choices, width]; drawn in float32, so that the precision of a run does not change its samples."""
+        log_alpha = self.log_alpha[table]
+        uniform = torch.rand(log_alpha.shape, device=log_alpha.device, dtype=torch.float32)
+        return concrete(log_alpha, self.masks[table], self.temperature, uniform.to(log_alpha.dtype))
