@@ -1,0 +1,291 @@
+"""A whole mixed cell as one operation: every candidate of every edge, normalised, weighted and summed into nodes.
+
+A `Program` says which planes of one buffer [planes, n, h, w, c] hold what: the nodes first, then every candidate's
+value before its norm. Waves follow the order of the nodes: the input nodes' candidates run together, then those of each
+inner node once its value is known. Kept for the backward pass are that buffer and its statistics; ReLU, norm and mixing
+are recomputed where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softcell.kernels.norm import Term, combine, combine_gradient, finish_moments, normalise, normalise_gradient, normed
+from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
+from softcell.kernels.taps import (
+    Group,
+    apply_group,
+    convolve,
+    input_gradient,
+    masked_input_gradient,
+    shares,
+    tiles,
+    weight_gradient,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """What runs once the values of `sources` are known.
+
+    `first`: convolutions of the sources. `inner`: their planes that are normalised in place and convolved again by
+    `second`. `measured`, `measured_second`: the planes that a norm follows. `identities`: per source the
+    (target, mixing weight) pairs that take it as it is.
+    """
+
+    sources: tuple[int, ...]
+    first: tuple[Group, ...]
+    second: tuple[Group, ...]
+    pools: tuple[Pool, ...]
+    inner: range
+    measured: range
+    measured_second: range
+    identities: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A cell of `nodes` nodes, the first `inputs` given; node i is plane i.
+
+    `stride` is that of everything that leaves an input node. `terms[j]` arrive at node inputs + j. `size` is the length
+    of the flat weights, `slots` the number of maximum pools.
+    """
+
+    channels: int
+    inputs: int
+    nodes: int
+    planes: int
+    stride: int
+    size: int
+    slots: int
+    waves: tuple[Wave, ...]
+    terms: tuple[tuple[Term, ...], ...]
+    eps: float
+
+    def wave_of(self, node: int) -> Wave | None:
+        return next((wave for wave in self.waves if node in wave.sources), None)
+
+
+def mixed_cell(
+    program: Program, dtype: torch.dtype, mix: Tensor, weights: Tensor, running: Tensor | None, *states: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Values of the inner nodes, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
+
+    dtype: what to compute and keep values in; sums are float32 or wider. mix [weights] and weights [size], flat, in
+    float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; states:
+    the input nodes, [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no
+    gradient.
+    """
+    *nodes, moments = _MixedCell.apply(program, dtype, mix, weights, running, *states)  # type: ignore[no-untyped-call]
+    return nodes, moments
+
+
+def mixed_cell_reference(
+    program: Program, dtype: torch.dtype, mix: Tensor, weights: Tensor, running: Tensor | None, *states: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """The literal twin of `mixed_cell`, by plain autograd."""
+    height, width = (-(-s // program.stride) for s in states[0].shape[2:])
+    planes: dict[int, Tensor] = {i: state.permute(0, 2, 3, 1).to(dtype) for i, state in enumerate(states)}
+    weights = weights.to(dtype)
+    shape = (3, program.planes, program.channels)
+    moments = torch.zeros(shape, dtype=mix.dtype, device=mix.device)
+    normalised: dict[int, Tensor] = {}
+
+    def norm(plane: int) -> Tensor:
+        y = planes[plane].to(mix.dtype)
+        if running is None:
+            variance, mean = torch.var_mean(y, dim=(0, 1, 2), correction=0)
+        else:
+            mean, variance = running[:, plane]
+        both = torch.stack([mean, torch.rsqrt(variance + program.eps)])
+        moments[:2, plane], moments[2, plane] = both.detach(), variance.detach()
+        return normed(y, both).to(dtype)
+
+    def run(groups: Sequence[Group], values: dict[int, Tensor]) -> None:
+        for g in groups:
+            out = apply_group(values[g.source], weights, g, (height, width))
+            planes.update(zip(range(g.first, g.first + g.count), out.unbind(), strict=True))
+
+    for node in range(program.nodes):
+        if node >= program.inputs:
+            total = torch.zeros_like(planes[0][:, :: program.stride, :: program.stride])
+            for t in program.terms[node - program.inputs]:
+                if t.normed and t.plane not in normalised:
+                    normalised[t.plane] = norm(t.plane)
+                total = total + mix[t.weight].to(total.dtype) * (normalised if t.normed else planes)[t.plane]
+            planes[node] = total
+        wave = program.wave_of(node)
+        if wave is None or node != wave.sources[-1]:
+            continue
+        run(wave.first, planes)
+        normalised.update((plane, norm(plane)) for plane in wave.inner)
+        run(wave.second, normalised)
+        for p in wave.pools:
+            image = planes[p.source].permute(0, 3, 1, 2)
+            if p.largest != NONE:
+                planes[p.largest] = F.max_pool2d(image, 3, p.stride, 1).permute(0, 2, 3, 1)
+            if p.average != NONE:
+                mean = average_pool(image, p.stride)
+                planes[p.average] = mean.permute(0, 2, 3, 1)
+    return [planes[j].permute(0, 3, 1, 2) for j in range(program.inputs, program.nodes)], moments
+
+
+class _MixedCell(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        program: Program,
+        dtype: torch.dtype,
+        mix: Tensor,
+        given_weights: Tensor,
+        running: Tensor | None,
+        *states: Tensor,
+    ) -> tuple[Tensor, ...]:
+        weights = given_weights.to(dtype)
+        n, c, height, width = states[0].shape
+        out_height, out_width = -(-height // program.stride), -(-width // program.stride)
+        wide = torch.promote_types(dtype, torch.float32)
+        buffer = weights.new_empty(program.planes, n, out_height, out_width, c)
+        given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
+        for i, state in enumerate(states):
+            given[i].copy_(state.permute(0, 2, 3, 1))
+        rows = n * out_height * out_width
+        winners = torch.empty((program.slots, *buffer.shape[1:]), dtype=torch.uint8, device=buffer.device)
+        partial: Tensor | None = None
+        if running is None:
+            partial = weights.new_empty(2, tiles(rows), program.planes, c, dtype=wide)
+            moments = weights.new_zeros(3, program.planes, c, dtype=wide)
+        else:
+            mean, variance = running
+            moments = torch.stack([mean, torch.rsqrt(variance + program.eps), variance]).to(wide)
+
+        def measure(planes: range) -> None:
+            if partial is not None:
+                finish_moments(partial, rows, moments, planes, program.eps)
+
+        for node in range(program.nodes):
+            if node >= program.inputs:
+                combine(buffer, moments, mix, node, program.terms[node - program.inputs])
+            wave = program.wave_of(node)
+            if wave is None or node != wave.sources[-1]:
+                continue
+            x = given if node < program.inputs else buffer
+            measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
+            pool(x, buffer, winners, partial if measured else None, wave.pools)
+            convolve(x, weights, buffer, partial, wave.first)
+            measure(wave.measured)
+            normalise(buffer, moments, wave.inner)
+            convolve(buffer, weights, buffer, partial, wave.second)
+            measure(wave.measured_second)
+        ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
+        ctx.save_for_backward(mix, given_weights, weights, running, moments, winners, buffer, given, *states)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(moments)
+        return (*(buffer[j].permute(0, 3, 1, 2) for j in range(program.inputs, program.nodes)), moments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        program: Program = ctx.program
+        mix, given_weights, weights, running, moments, winners, buffer, given, *states = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            leaves = (mix, given_weights, *states)
+            return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, running, ctx.needs_input_grad)
+        gradient = torch.empty_like(buffer)
+        given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
+        mix_gradient = torch.zeros_like(mix)
+        for node, own in zip(range(program.inputs, program.nodes), grads[:-1], strict=True):
+            if own is None:
+                gradient[node].zero_()
+            else:
+                gradient[node].copy_(own.permute(0, 2, 3, 1))
+        for node in reversed(range(program.nodes)):
+            wave = program.wave_of(node)
+            if wave is not None and node == wave.sources[-1]:
+                inward = node < program.inputs
+                x, dx = (given, given_gradient) if inward else (buffer, gradient)
+                _leave(wave, x, dx, buffer, gradient, moments, mix, weights, winners, inward, ctx.by_batch)
+            if node >= program.inputs:
+                terms = program.terms[node - program.inputs]
+                combine_gradient(buffer, gradient, moments, mix, mix_gradient, node, terms, by_batch=ctx.by_batch)
+        weight_grad: Tensor | None = None
+        if _wants_weights(ctx):
+            weight_grad = flat = torch.zeros_like(given_weights)
+            outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
+            others = [wave for wave in program.waves if wave not in outer]
+            if program.stride == 1:
+                outer, others = list(program.waves), []
+            weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
+            weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
+            weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
+        inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
+        return None, None, mix_gradient, weight_grad, None, *inputs
+
+
+def _leave(
+    wave: Wave,
+    x: Tensor,
+    dx: Tensor,
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    weights: Tensor,
+    winners: Tensor,
+    inward: bool,
+    by_batch: bool,
+) -> None:
+    """From the gradients of everything that leaves a wave's sources to those of the sources."""
+    n, height, width, c = buffer.shape[1:]
+    if wave.second:
+        partial = moments.new_empty(2, tiles(n * height * width), len(buffer), c)
+        masked_input_gradient(gradient, weights, buffer, gradient, partial, wave.second)
+        normalise_gradient(partial, buffer, gradient, moments, wave.inner, by_batch=by_batch)
+    rows = x[0].numel() // c
+    parts = shares(wave.first, rows, c)
+    sums = moments.new_empty(len(parts), *x.shape[1:])
+    input_gradient(gradient, weights, sums, parts)
+    leaving = []
+    for source, identities in zip(wave.sources, wave.identities, strict=True):
+        own = [i for i, part in enumerate(parts) if part.group.source == source]
+        pooled = next((p for p in wave.pools if p.source == source), None)
+        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds=not inward))
+    gather_gradient(x, sums, gradient, dx, mix, winners, leaving)
+
+
+def _wants_weights(ctx: Any) -> bool:
+    """Whether this backward pass asks for the weights' gradient; when α learns it does not."""
+    node = ctx.next_functions[1][0]  # edges are those of tensors: mix, weights, states
+    if node is None:
+        return False
+    is_leaf = node.name().endswith("AccumulateGrad")  # torch cannot tell for leaves
+    return is_leaf or bool(torch._C._will_engine_execute_node(node))
+
+
+def _differentiable_backward(
+    program: Program,
+    dtype: torch.dtype,
+    grads: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    running: Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """With create_graph the twin runs again: its gradient can be differentiated once more, a kernel's cannot."""
+    mix, weights, *states = leaves
+    nodes, _ = mixed_cell_reference(program, dtype, mix, weights, running, *states)
+    kept = [(node, own) for node, own in zip(nodes, grads, strict=True) if own is not None]
+    wants = [i for i, want in enumerate((needed[2], needed[3], *needed[5:])) if want]
+    found = torch.autograd.grad(
+        [node for node, _ in kept],
+        [leaves[i] for i in wants],
+        [own for _, own in kept],
+        create_graph=True,
+        allow_unused=True,
+    )
+    by_input = dict(zip(wants, found, strict=True))
+    return None, None, by_input.get(0), by_input.get(1), None, *(by_input.get(2 + i) for i in range(len(states)))

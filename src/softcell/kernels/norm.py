@@ -1,0 +1,158 @@
+"""Batch-norm without scale and shift, and the weighted sum that forms a node, over planes [planes, n, h, w, c].
+
+A node is Σ_k w_k · (y_k − mean_k) · rstd_k over everything that arrives: normalising and mixing are one pass. With the
+node's gradient g, ŷ = (y − mean) · rstd and m rows,
+
+    ∂w_k = Σ g·ŷ_k        ∂y_k = w_k · rstd_k · (g − Σg / m − ŷ_k · Σ(g·ŷ_k) / m)
+
+so one reducing pass and one writing pass serve all candidates of a node. Every function stands beside a `_reference`
+twin of the same signature in plain PyTorch, which is also the path of the CPU. Statistics and sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.taps import TILE
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What arrives at a node: `plane` with the mixing weight at `weight`.
+
+    `normed`: by the plane's statistics. `through`: the plane is a node itself (identity), so its gradient is not
+    written here. `adds`: the plane's gradient already holds another node's share.
+    """
+
+    plane: int
+    weight: int
+    normed: bool
+    through: bool = False
+    adds: bool = False
+
+
+def finish_moments(partial: Tensor, rows: int, moments: Tensor, planes: range, eps: float) -> None:
+    """Merges statistics of tiles of rows (Chan, Golub & LeVeque 1983).
+
+    partial [2, tiles, planes, c] as `convolve` leaves it; moments [3, planes, c] gets mean, 1/√(variance + eps) and
+    biased variance of `planes`.
+    """
+    if planes:
+        kernel = triton_kernels("norm").finish_moments if runs_triton(moments) else finish_moments_reference
+        kernel(partial, rows, moments, planes, eps)
+
+
+def finish_moments_reference(partial: Tensor, rows: int, moments: Tensor, planes: range, eps: float) -> None:
+    sums, squares = partial[:, :, planes.start : planes.stop]
+    counts = torch.full((len(sums), 1, 1), TILE, dtype=sums.dtype, device=sums.device)
+    counts[-1] = rows - TILE * (len(sums) - 1)
+    mean = sums.sum(0) / rows
+    variance = (squares + counts * (sums / counts - mean).square()).sum(0) / rows
+    moments[:, planes.start : planes.stop] = torch.stack([mean, torch.rsqrt(variance + eps), variance])
+
+
+def normalise(y: Tensor, moments: Tensor, planes: range) -> None:
+    """y = (y − mean) · rstd for `planes`, in place."""
+    if planes:
+        (triton_kernels("norm").normalise if runs_triton(y) else normalise_reference)(y, moments, planes)
+
+
+def normalise_reference(y: Tensor, moments: Tensor, planes: range) -> None:
+    for plane in planes:
+        y[plane] = normed(y[plane], moments[:2, plane]).to(y.dtype)
+
+
+def normalise_gradient(
+    partial: Tensor, y: Tensor, dy: Tensor, moments: Tensor, planes: range, *, by_batch: bool
+) -> None:
+    """The gradient of `normalise`, in place: dy = rstd · (dy − Σdy / m − y · Σ(dy·y) / m), y being normalised.
+
+    partial [2, tiles, planes, c]: sums of dy and dy·y per tile. Without `by_batch` the statistics were constants, and
+    dy = rstd · dy.
+    """
+    if planes:
+        kernel = triton_kernels("norm").normalise_gradient if runs_triton(y) else normalise_gradient_reference
+        kernel(partial, y, dy, moments, planes, by_batch=by_batch)
+
+
+def normalise_gradient_reference(
+    partial: Tensor, y: Tensor, dy: Tensor, moments: Tensor, planes: range, *, by_batch: bool
+) -> None:
+    rows = y[0].numel() // y.shape[-1]
+    means = partial.sum(1) / rows if by_batch else torch.zeros_like(partial[:, 0])
+    for plane in planes:
+        inner = dy[plane] - means[0, plane] - y[plane] * means[1, plane]
+        dy[plane] = (moments[1, plane] * inner).to(dy.dtype)
+
+
+def combine(buffer: Tensor, moments: Tensor, mix: Tensor, node: int, terms: Sequence[Term]) -> None:
+    """buffer[node] = Σ mix[t.weight] · t's value; buffer [planes, n, h, w, c], mix [weights] float32."""
+    (triton_kernels("norm").combine if runs_triton(buffer) else combine_reference)(buffer, moments, mix, node, terms)
+
+
+def combine_reference(buffer: Tensor, moments: Tensor, mix: Tensor, node: int, terms: Sequence[Term]) -> None:
+    total = torch.zeros_like(buffer[node], dtype=moments.dtype)
+    for t in terms:
+        total += mix[t.weight] * _value(buffer, moments, t)
+    buffer[node] = total.to(buffer.dtype)
+
+
+def combine_gradient(
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    mix_gradient: Tensor,
+    node: int,
+    terms: Sequence[Term],
+    *,
+    by_batch: bool,
+) -> None:
+    """From gradient[node] to the gradients of all planes that arrive there, and of their mixing weights.
+
+    buffer and gradient [planes, n, h, w, c]; mix_gradient [weights] float32, written where a term has its weight.
+    """
+    kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
+    kernel(buffer, gradient, moments, mix, mix_gradient, node, terms, by_batch=by_batch)
+
+
+def combine_gradient_reference(
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    mix_gradient: Tensor,
+    node: int,
+    terms: Sequence[Term],
+    *,
+    by_batch: bool,
+) -> None:
+    g = gradient[node].to(moments.dtype)
+    rows = g.numel() // g.shape[-1]
+    mean = g.sum((0, 1, 2)) / rows
+    for t in terms:
+        value = _value(buffer, moments, t)
+        product = (g * value).sum((0, 1, 2))
+        mix_gradient[t.weight] = product.sum()
+        if t.through:
+            continue
+        inner = g
+        if t.normed:
+            inner = (g - mean - value * product / rows if by_batch else g) * moments[1, t.plane]
+        inner = mix[t.weight] * inner
+        gradient[t.plane] = (gradient[t.plane] + inner if t.adds else inner).to(gradient.dtype)
+
+
+def normed(y: Tensor, moments: Tensor) -> Tensor:
+    """y [..., c] by moments [2, c]."""
+    return (y - moments[0]) * moments[1]
+
+
+def _value(buffer: Tensor, moments: Tensor, t: Term) -> Tensor:
+    value = buffer[t.plane].to(moments.dtype)
+    return normed(value, moments[:2, t.plane]) if t.normed else value

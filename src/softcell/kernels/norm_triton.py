@@ -1,0 +1,276 @@
+# mypy: ignore-errors
+"""Triton kernels of `norm`. A program handles rows (pixels) × CB channels, all of them rounded up to a power of two."""
+
+import triton
+import triton.language as tl
+
+from softcell.kernels.backend import table
+from softcell.kernels.taps import TILE
+
+UNROLL = 4
+
+
+@triton.jit
+def _finish_moments(
+    partial_ptr, moments_ptr, rows, tiles, planes, first, eps, C: tl.constexpr, CB: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    plane = first + tl.program_id(0)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for start in range(0, tiles, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        ok = (t < tiles)[:, None] & c_ok[None, :]
+        total += tl.load(partial_ptr + ((t * planes + plane) * C)[:, None] + c[None, :], mask=ok, other=0.0)
+    mean = tl.sum(total, 0) / rows
+    square = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for start in range(0, tiles, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        ok = (t < tiles)[:, None] & c_ok[None, :]
+        at = partial_ptr + ((t * planes + plane) * C)[:, None] + c[None, :]
+        count = tl.maximum(tl.minimum(rows - t * TILE, TILE), 1).to(tl.float32)[:, None]
+        off = tl.load(at, mask=ok, other=0.0) / count - mean[None, :]
+        inner = tl.load(at + tiles * planes * C, mask=ok, other=0.0)
+        square += tl.where(ok, inner + count * off * off, 0.0)
+    variance = tl.sum(square, 0) / rows
+    to = moments_ptr + plane * C + c
+    tl.store(to, mean, mask=c_ok)
+    tl.store(to + planes * C, 1.0 / tl.sqrt(variance + eps), mask=c_ok)
+    tl.store(to + 2 * planes * C, variance, mask=c_ok)
+
+
+@triton.jit
+def _normalise(y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
+    plane = first + tl.program_id(1)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, CB)
+    ok = (m < rows)[:, None] & (c < C)[None, :]
+    mean = tl.load(moments_ptr + plane * C + c, mask=c < C, other=0.0)
+    rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c < C, other=0.0)
+    at = y_ptr + plane.to(tl.int64) * rows * C + (m * C)[:, None] + c[None, :]
+    y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(at, ((y - mean[None, :]) * rstd[None, :]).to(y_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _finish_sums(partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
+    plane = first + tl.program_id(0)
+    slot = tl.program_id(1)
+    c = tl.arange(0, CB)
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for start in range(0, tiles, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        ok = (t < tiles)[:, None] & (c < C)[None, :]
+        total += tl.load(
+            partial_ptr + (((slot * tiles + t) * planes + plane) * C)[:, None] + c[None, :], mask=ok, other=0.0
+        )
+    tl.store(sums_ptr + (slot * planes + plane) * C + c, tl.sum(total, 0), mask=c < C)
+
+
+@triton.jit
+def _normalise_gradient(
+    y_ptr, dy_ptr, moments_ptr, sums_ptr, rows, planes, first, scale, C: tl.constexpr, CB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    plane = first + tl.program_id(1)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    ok = (m < rows)[:, None] & c_ok[None, :]
+    rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
+    mean_g = tl.load(sums_ptr + plane * C + c, mask=c_ok, other=0.0) * scale
+    mean_gy = tl.load(sums_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0) * scale
+    at = plane.to(tl.int64) * rows * C + (m * C)[:, None] + c[None, :]
+    y = tl.load(y_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    g = tl.load(dy_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    g = (g - mean_g[None, :] - y * mean_gy[None, :]) * rstd[None, :]
+    tl.store(dy_ptr + at, g.to(dy_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _combine(
+    buffer_ptr, moments_ptr, mix_ptr, terms_ptr, num_terms, rows, planes, node, C: tl.constexpr, CB: tl.constexpr,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    ok = (m < rows)[:, None] & c_ok[None, :]
+    at = (m * C)[:, None] + c[None, :]
+    size = rows.to(tl.int64) * C
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    shift = tl.zeros((CB,), dtype=tl.float32)
+    for t in range(0, num_terms, UNROLL):
+        for i in tl.static_range(UNROLL):
+            row = terms_ptr + (t + i) * 4
+            plane, normed = tl.load(row), tl.load(row + 2)
+            weight = tl.load(mix_ptr + tl.load(row + 1)) * tl.load(row + 3).to(tl.float32)
+            mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
+            rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
+            value = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+            scale = weight * rstd
+            total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
+            shift += mean * scale
+    to = buffer_ptr + node * size + at
+    tl.store(to, (total - shift[None, :]).to(buffer_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _combine_sums(
+    buffer_ptr, gradient_ptr, moments_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, planes, node,
+    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    row = terms_ptr + t * 4
+    plane, normed, plain = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
+    rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
+    size = rows.to(tl.int64) * C
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    begin = tl.program_id(0) * rows_each
+    end = tl.minimum(begin + rows_each, rows)
+    for start in range(begin, end, BLOCK):
+        m = start + tl.arange(0, BLOCK)
+        ok = (m < end)[:, None] & c_ok[None, :]
+        at = (m * C)[:, None] + c[None, :]
+        g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
+        y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+        total += g * tl.where(plain > 0, 1.0, (y - mean[None, :]) * rstd[None, :])
+    to = partial_ptr + (tl.program_id(0) * num_terms + t) * C + c
+    tl.store(to, tl.sum(total, 0), mask=c_ok)
+
+
+@triton.jit
+def _combine_finish(
+    partial_ptr, sums_ptr, mix_gradient_ptr, terms_ptr, num_terms, splits, C: tl.constexpr, CB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    c = tl.arange(0, CB)
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for start in range(0, splits, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        ok = (s < splits)[:, None] & (c < C)[None, :]
+        total += tl.load(partial_ptr + ((s * num_terms + t) * C)[:, None] + c[None, :], mask=ok, other=0.0)
+    sums = tl.sum(total, 0)
+    tl.store(sums_ptr + t * C + c, sums, mask=c < C)
+    row = terms_ptr + t * 4
+    tl.store(mix_gradient_ptr + tl.load(row + 1), tl.sum(sums, 0), mask=tl.load(row + 3) == 0)
+
+
+@triton.jit
+def _combine_write(
+    buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, sums_ptr, terms_ptr, num_terms, rows, planes, node, scale,
+    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = terms_ptr + tl.program_id(1) * 5
+    plane, weight, normed = tl.load(row), tl.load(mix_ptr + tl.load(row + 1)), tl.load(row + 2)
+    adds, t = tl.load(row + 3), tl.load(row + 4)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    ok = (m < rows)[:, None] & c_ok[None, :]
+    at = (m * C)[:, None] + c[None, :]
+    size = rows.to(tl.int64) * C
+    used = c_ok & (normed > 0)
+    mean = tl.load(moments_ptr + plane * C + c, mask=used, other=0.0)
+    rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=used, other=1.0)
+    mean_g = tl.load(sums_ptr + (num_terms - 1) * C + c, mask=used, other=0.0) * scale
+    mean_gy = tl.load(sums_ptr + t * C + c, mask=used, other=0.0) * scale
+    g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+    inner = g - mean_g[None, :] - (y - mean[None, :]) * (rstd * mean_gy)[None, :]
+    result = inner * (weight * rstd)[None, :]
+    to = gradient_ptr + plane * size + at
+    result += tl.load(to, mask=ok & (adds > 0), other=0.0).to(tl.float32)
+    tl.store(to, result.to(gradient_ptr.dtype.element_ty), mask=ok)
+
+
+def _sizes(x):
+    c = x.shape[-1]
+    return {"C": c, "CB": triton.next_power_of_2(c)}, x[0].numel() // c
+
+
+def _rows(settings, elements):
+    return max(1, elements // settings["CB"])
+
+
+def finish_moments(partial, rows, moments, planes, eps):
+    settings, _ = _sizes(moments)
+    block = min(_rows(settings, 2048), triton.next_power_of_2(partial.shape[1]))
+    _finish_moments[(len(planes),)](
+        partial,
+        moments,
+        rows,
+        partial.shape[1],
+        moments.shape[1],
+        planes.start,
+        eps,
+        TILE=TILE,
+        BLOCK=block,
+        **settings,
+    )
+
+
+def normalise(y, moments, planes):
+    settings, rows = _sizes(y)
+    block = _rows(settings, 2048)
+    grid = (triton.cdiv(rows, block), len(planes))
+    _normalise[grid](y, moments, rows, len(y), planes.start, BLOCK=block, **settings)
+
+
+def normalise_gradient(partial, y, dy, moments, planes, *, by_batch):
+    settings, rows = _sizes(y)
+    sums = moments.new_empty(2, len(y), y.shape[-1])
+    block = min(_rows(settings, 2048), triton.next_power_of_2(partial.shape[1]))
+    _finish_sums[(len(planes), 2)](partial, sums, partial.shape[1], len(y), planes.start, BLOCK=block, **settings)
+    block = _rows(settings, 2048)
+    grid = (triton.cdiv(rows, block), len(planes))
+    scale = 1.0 / rows if by_batch else 0.0
+    _normalise_gradient[grid](y, dy, moments, sums, rows, len(y), planes.start, scale, BLOCK=block, **settings)
+
+
+def combine(buffer, moments, mix, node, terms):
+    if not terms:
+        buffer[node].zero_()
+        return
+    settings, rows = _sizes(buffer)
+    listed = [(t.plane, t.weight, int(t.normed), 1) for t in terms]
+    listed += [(*listed[0][:3], 0)] * (-len(listed) % UNROLL)
+    block = _rows(settings, 1024)
+    _combine[(triton.cdiv(rows, block),)](
+        buffer, moments, mix, table(tuple(listed), buffer.device), len(terms), rows, len(buffer), node, BLOCK=block,
+        UNROLL=UNROLL, num_warps=4, **settings,
+    )  # fmt: skip
+
+
+def combine_gradient(buffer, gradient, moments, mix, mix_gradient, node, terms, *, by_batch):
+    if not terms:
+        return
+    settings, rows = _sizes(buffer)
+    c, device = buffer.shape[-1], buffer.device
+    # The last row stands for the sum of the gradient itself.
+    reduced = (*((t.plane, t.weight, int(t.normed), 0) for t in terms), (node, 0, 0, 1))
+    block = _rows(settings, 1024)
+    splits = max(1, min(triton.cdiv(rows, block), 64, triton.cdiv(2112, len(reduced))))
+    each = triton.cdiv(triton.cdiv(rows, splits), block) * block
+    splits = triton.cdiv(rows, each)
+    partial = moments.new_empty(splits, len(reduced), c)
+    sums = moments.new_empty(len(reduced), c)
+    listed = table(reduced, device)
+    _combine_sums[(splits, len(reduced))](
+        buffer, gradient, moments, partial, listed, len(reduced), rows, each, len(buffer), node, BLOCK=block, **settings
+    )
+    small = min(_rows(settings, 1024), triton.next_power_of_2(splits))
+    _combine_finish[(len(reduced),)](partial, sums, mix_gradient, listed, len(reduced), splits, BLOCK=small, **settings)
+    written = tuple((t.plane, t.weight, int(t.normed), int(t.adds), i) for i, t in enumerate(terms) if not t.through)
+    if written:
+        block = _rows(settings, 2048)
+        scale = 1.0 / rows if by_batch else 0.0
+        _combine_write[(triton.cdiv(rows, block), len(written))](
+            buffer, gradient, moments, mix, sums, table(written, device), len(reduced), rows, len(buffer), node, scale,
+            BLOCK=block, **settings,
+        )  # fmt: skip

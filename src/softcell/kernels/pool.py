@@ -1,0 +1,146 @@
+"""3×3 pooling over planes [planes, n, h, w, c], and the one pass that gathers everything a node's gradient is made of.
+
+Maximum and average of the same node read it together. The maximum remembers which tap won (the first of equals, as
+PyTorch does); the average does not count padding. Each function stands beside its `_reference` twin in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.taps import tile_moments
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Pools of plane `source`: planes of the maximum and of the average (NONE where not wanted).
+
+    `slot` is where the winning taps of the maximum lie.
+    """
+
+    source: int
+    largest: int
+    average: int
+    slot: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """All that leaves a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
+
+    `identities`: (plane of the target node, index of the mixing weight). `adds`: the node's gradient already holds
+    something, to be kept.
+    """
+
+    source: int
+    first: int
+    count: int
+    identities: tuple[tuple[int, int], ...]
+    pool: Pool | None
+    adds: bool
+
+
+def pool(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
+    """Fills the planes of `pools` in y [planes, n, h', w', c] from x [planes, n, h, w, c].
+
+    winners [slots, n, h', w', c] uint8: the winning tap; partial as in `convolve`.
+    """
+    if pools:
+        (triton_kernels("pool").pool if runs_triton(x) else pool_reference)(x, y, winners, partial, pools)
+
+
+def pool_reference(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
+    for p in pools:
+        image = x[p.source].permute(0, 3, 1, 2)
+        if p.largest != NONE:
+            value, where = F.max_pool2d(image, 3, p.stride, 1, return_indices=True)
+            y[p.largest] = value.permute(0, 2, 3, 1)
+            winners[p.slot] = _tap(where, image.shape[-1], p.stride).permute(0, 2, 3, 1).to(torch.uint8)
+        if p.average != NONE:
+            y[p.average] = average_pool(image, p.stride).permute(0, 2, 3, 1)
+        for plane in (p.largest, p.average):
+            if partial is not None and plane != NONE:
+                partial[:, :, plane] = tile_moments(y[plane : plane + 1])[:, :, 0]
+
+
+def gather_gradient(
+    x: Tensor,
+    parts: Tensor,
+    dy: Tensor,
+    dx: Tensor,
+    mix: Tensor,
+    winners: Tensor,
+    leaving: Sequence[Leaving],
+) -> None:
+    """dx[source] = (what is there) + [x > 0] · Σ parts + Σ mix · dy[target] + gradients of the pools.
+
+    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights].
+    """
+    if leaving:
+        kernel = triton_kernels("pool").gather_gradient if runs_triton(x) else gather_gradient_reference
+        kernel(x, parts, dy, dx, mix, winners, leaving)
+
+
+def gather_gradient_reference(
+    x: Tensor,
+    parts: Tensor,
+    dy: Tensor,
+    dx: Tensor,
+    mix: Tensor,
+    winners: Tensor,
+    leaving: Sequence[Leaving],
+) -> None:
+    for one in leaving:
+        image = x[one.source]
+        total = parts[one.first : one.first + one.count].sum(0) * (image > 0)
+        if one.adds:
+            total = total + dx[one.source]
+        for plane, weight in one.identities:
+            total = total + mix[weight] * dy[plane]
+        if one.pool is not None:
+            total = total + _pool_gradient(image, dy, winners, one.pool)
+        dx[one.source] = total.to(dx.dtype)
+
+
+def _pool_gradient(image: Tensor, dy: Tensor, winners: Tensor, p: Pool) -> Tensor:
+    n, _, width, c = image.shape
+    total = torch.zeros_like(image)
+    if p.largest != NONE:
+        rows, columns = (torch.arange(s, device=image.device) for s in dy.shape[2:4])
+        tap = winners[p.slot].long()
+        row = rows[:, None, None] * p.stride - 1 + tap // 3
+        column = columns[None, :, None] * p.stride - 1 + tap % 3
+        flat = (row * width + column).flatten(1, 2)
+        total.view(n, -1, c).scatter_add_(1, flat, dy[p.largest].flatten(1, 2))
+    if p.average != NONE:
+        with torch.enable_grad():
+            probe = torch.zeros_like(image).permute(0, 3, 1, 2).requires_grad_()
+            y = average_pool(probe, p.stride)
+        total += torch.autograd.grad(y, probe, dy[p.average].permute(0, 3, 1, 2))[0].permute(0, 2, 3, 1)
+    return total
+
+
+def average_pool(x: Tensor, stride: int) -> Tensor:
+    """PyTorch's 3×3 average of [n, c, h, w] without padding in the count.
+
+    The copy to channels-first is needed: on CUDA the gradient of a padded average is wrong for channels-last inputs
+    (pytorch issue 188344, in torch 2.11).
+    """
+    return F.avg_pool2d(x.contiguous(), 3, stride, 1, count_include_pad=False)
+
+
+def _tap(where: Tensor, width: int, stride: int) -> Tensor:
+    """PyTorch's flat indices of maxima [n, c, h', w'] to taps 0…8 of each window."""
+    rows, columns = (torch.arange(s, device=where.device) for s in where.shape[-2:])
+    row = where // width - (rows[:, None] * stride - 1)
+    column = where % width - (columns * stride - 1)
+    return row * 3 + column

@@ -1,0 +1,162 @@
+# mypy: ignore-errors
+"""Triton kernels of `pool`."""
+
+import triton
+import triton.language as tl
+
+from softcell.kernels.backend import table
+from softcell.kernels.taps import TILE
+
+
+@triton.jit
+def _pool(
+    x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, planes,
+    C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    job = jobs_ptr + tl.program_id(1) * 4
+    source, largest, average, slot = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    m_ok = m < rows
+    area = out_height * out_width
+    image = m // area
+    inside = m - image * area
+    top = (inside // out_width) * STRIDE - 1
+    left = (inside % out_width) * STRIDE - 1
+    base = x_ptr + source.to(tl.int64) * x_plane + c[None, :]
+    best = tl.full((BLOCK, CB), float("-inf"), dtype=tl.float32)
+    winner = tl.zeros((BLOCK, CB), dtype=tl.int32)
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    count = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tap in tl.static_range(9):
+        h = top + tap // 3
+        w = left + tap % 3
+        here = m_ok & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        at = base + (((image * height + h) * width + w) * C)[:, None]
+        x = tl.load(at, mask=here[:, None] & c_ok[None, :], other=0.0).to(tl.float32)
+        total += x
+        count += tl.where(here, 1.0, 0.0)
+        if LARGEST:  # a value that is not a number wins, as in PyTorch
+            better = here[:, None] & ((x > best) | (x != x))
+            best = tl.where(better, x, best)
+            winner = tl.where(better, tap, winner)
+    ok = m_ok[:, None] & c_ok[None, :]
+    mean = total / tl.maximum(count, 1.0)[:, None]
+    inner = (m * C)[:, None] + c[None, :]
+    size = rows.to(tl.int64) * C
+    if LARGEST:
+        tl.store(y_ptr + largest * size + inner, best.to(y_ptr.dtype.element_ty), mask=ok & (largest >= 0))
+        tl.store(winners_ptr + slot * size + inner, winner.to(tl.uint8), mask=ok & (largest >= 0))
+    tl.store(y_ptr + average * size + inner, mean.to(y_ptr.dtype.element_ty), mask=ok & (average >= 0))
+    if STATS:
+        present = tl.minimum(rows - tl.program_id(0) * BLOCK, BLOCK)
+        for which in tl.static_range(2):
+            plane = largest if which == 0 else average
+            value = best if which == 0 else mean
+            value = tl.where(ok, value.to(y_ptr.dtype.element_ty).to(tl.float32), 0.0)
+            sums = tl.sum(value, 0)
+            centred = tl.where(ok, value - (sums / present)[None, :], 0.0)
+            to = partial_ptr + (tl.program_id(0) * planes + plane) * C + c
+            tl.store(to, sums, mask=c_ok & (plane >= 0))
+            tl.store(to + tl.num_programs(0) * planes * C, tl.sum(centred * centred, 0), mask=c_ok & (plane >= 0))
+
+
+@triton.jit
+def _gather_gradient(
+    x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width, out_height,
+    out_width, dy_plane, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    POOLED: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    job = jobs_ptr + tl.program_id(1) * 9
+    source, first, count = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    begin, end, adds = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.arange(0, CB)
+    c_ok = c < C
+    m_ok = m < rows
+    ok = m_ok[:, None] & c_ok[None, :]
+    inner = (m * C)[:, None] + c[None, :]
+    size = rows.to(tl.int64) * C
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for part in range(first, first + count):
+        total += tl.load(parts_ptr + part * size + inner, mask=ok, other=0.0)
+    x = tl.load(x_ptr + source * size + inner, mask=ok, other=0.0).to(tl.float32)
+    total = tl.where(x > 0, total, 0.0)
+    to = dx_ptr + source * size + inner
+    total += tl.load(to, mask=ok & (adds > 0), other=0.0).to(tl.float32)
+    for i in range(begin, end):
+        # Identity keeps the resolution, so that rows are the same on both sides.
+        plane, weight = tl.load(identities_ptr + i * 2), tl.load(mix_ptr + tl.load(identities_ptr + i * 2 + 1))
+        total += weight * tl.load(dy_ptr + plane.to(tl.int64) * dy_plane + inner, mask=ok, other=0.0).to(tl.float32)
+    if POOLED:
+        largest, average, slot = tl.load(job + 6), tl.load(job + 7), tl.load(job + 8)
+        area = height * width
+        image = m // area
+        inside = m - image * area
+        row = inside // width + 1
+        column = inside % width + 1
+        for tap in tl.static_range(9):
+            h = row - tap // 3
+            w = column - tap % 3
+            here = m_ok & (h >= 0) & (w >= 0)
+            if STRIDE == 2:
+                here = here & ((h & 1) == 0) & ((w & 1) == 0)
+                h = h >> 1
+                w = w >> 1
+            here = here & (h < out_height) & (w < out_width)
+            at = (((image * out_height + h) * out_width + w) * C)[:, None] + c[None, :]
+            seen = here[:, None] & c_ok[None, :]
+            top = h * STRIDE - 1
+            left = w * STRIDE - 1
+            tall = tl.minimum(top + 3, height) - tl.maximum(top, 0)
+            broad = tl.minimum(left + 3, width) - tl.maximum(left, 0)
+            share = 1.0 / tl.maximum(tall * broad, 1).to(tl.float32)
+            g = tl.load(dy_ptr + average.to(tl.int64) * dy_plane + at, mask=seen & (average >= 0), other=0.0)
+            total += g.to(tl.float32) * share[:, None]
+            if LARGEST:
+                won = tl.load(winners_ptr + slot.to(tl.int64) * dy_plane + at, mask=seen & (largest >= 0), other=9)
+                # All are loaded, winners or not: a mask that differs by channel would split the loads.
+                g = tl.load(dy_ptr + largest.to(tl.int64) * dy_plane + at, mask=seen & (largest >= 0), other=0.0)
+                total += tl.where(won.to(tl.int32) == tap, g.to(tl.float32), 0.0)
+    tl.store(to, total.to(dx_ptr.dtype.element_ty), mask=ok)
+
+
+def _settings(x):
+    c = x.shape[-1]
+    return {"C": c, "CB": triton.next_power_of_2(c)}
+
+
+def _has_maximum(pools):
+    return any(p.largest >= 0 for p in pools)
+
+
+def pool(x, y, winners, partial, pools):
+    rows = y[0].numel() // y.shape[-1]
+    jobs = tuple((p.source, p.largest, p.average, p.slot) for p in pools)
+    _pool[(triton.cdiv(rows, TILE), len(jobs))](
+        x, y, winners, y if partial is None else partial, table(jobs, x.device), rows, x.shape[2], x.shape[3],
+        y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=TILE, STATS=partial is not None,
+        LARGEST=_has_maximum(pools), num_warps=8, **_settings(x),
+    )  # fmt: skip
+
+
+def gather_gradient(x, parts, dy, dx, mix, winners, leaving):
+    settings = _settings(x)
+    identities, jobs = [], []
+    for one in leaving:
+        start = len(identities)
+        identities += one.identities
+        p = one.pool
+        pooled = (-1, -1, 0) if p is None else (p.largest, p.average, p.slot)
+        jobs.append((one.source, one.first, one.count, start, len(identities), int(one.adds), *pooled))
+    rows = x[0].numel() // x.shape[-1]
+    block = max(1, 1024 // settings["CB"])
+    pools = [one.pool for one in leaving if one.pool is not None]
+    _gather_gradient[(triton.cdiv(rows, block), len(jobs))](
+        x, parts, dy, dx, mix, winners, table(tuple(jobs), x.device),
+        table(tuple(identities) or ((0, 0),), x.device), rows, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
+        dy[0].numel(), STRIDE=pools[0].stride if pools else 1, BLOCK=block, POOLED=bool(pools),
+        LARGEST=_has_maximum(pools), **settings,
+    )  # fmt: skip

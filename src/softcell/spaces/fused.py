@@ -1,0 +1,467 @@
+"""Runs a mixed cell through `softcell.kernels`: all candidates that leave a node together, norm and mix in one pass.
+
+`plan` reads a cell's modules and gives a `FusedCell`, or the reason why the cell must run module by module. Nothing is
+owned here: weights and running statistics stay in the modules, under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from softcell.arch import Live
+from softcell.kernels.backend import has_triton
+from softcell.kernels.cell import Program, Wave, mixed_cell
+from softcell.kernels.compose import Kind, Recipe, compose, compose_gradient, flat_kernels
+from softcell.kernels.norm import Term
+from softcell.kernels.pool import NONE, Pool
+from softcell.kernels.taps import Group, Window
+from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One live candidate: its edge, the index of its mixing weight, and its module (None: zeros)."""
+
+    source: int
+    target: int
+    weight: int
+    module: nn.Module | None
+
+
+_KINDS = (Kind.PRODUCT, Kind.PRODUCT, Kind.PRODUCT, Kind.COPY, Kind.HALVES)  # by the order of a stage
+
+
+class Unfit(Exception):
+    """Why a cell cannot be fused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """How a module's convolutions become one kernel: the window and the weights [c, taps, c] made from `module`."""
+
+    window: Window
+    norm: nn.BatchNorm2d
+    factors: tuple[nn.Conv2d, ...]
+    order: int  # stages of one order and window are stacked together
+
+
+def _pair(module: nn.Sequential, start: int, order: int) -> _Stage:
+    depthwise, pointwise, norm = (module[start + i] for i in range(3))
+    assert isinstance(depthwise, nn.Conv2d) and isinstance(pointwise, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
+    return _Stage(_window(depthwise), norm, (depthwise, pointwise), order)
+
+
+def _window(conv: nn.Conv2d) -> Window:
+    return Window(conv.kernel_size[0], conv.dilation[0], int(conv.padding[0]), conv.stride[0])
+
+
+def _stages(module: nn.Module) -> tuple[_Stage, ...] | None:
+    """One or two stages for the convolutions that are known; None for other modules."""
+    kind = type(module)
+    if kind is SeparableConv:
+        return _pair(module, 1, 0), _pair(module, 5, 1)  # type: ignore[arg-type]
+    if kind is DilatedConv:
+        return (_pair(module, 1, 2),)  # type: ignore[arg-type]
+    if kind is ReLUConvBN:
+        conv, norm = module[1], module[2]  # type: ignore[index]
+        if conv.in_channels != conv.out_channels:
+            return None
+        return (_Stage(_window(conv), norm, (conv,), 3),)
+    if kind is FactorisedReduction:
+        even, odd, norm = module.even, module.odd, module.norm
+        assert isinstance(odd, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
+        if not isinstance(even, nn.Conv2d):  # a single channel
+            return None
+        # Two pixels of every 2×2 block are read, each by one half of the output channels.
+        return (_Stage(Window(2, 1, 0, 2), norm, (even, odd), 4),)
+    return None
+
+
+def _pool_of(module: nn.Module) -> tuple[nn.MaxPool2d | nn.AvgPool2d, nn.BatchNorm2d | None] | None:
+    if type(module) is nn.Sequential and len(module) == 2 and isinstance(module[1], nn.BatchNorm2d):
+        inner, norm = module[0], module[1]
+    else:
+        inner, norm = module, None
+    if type(inner) is nn.MaxPool2d and not inner.ceil_mode and inner.dilation == 1:
+        fits = (inner.kernel_size, inner.padding) == (3, 1)
+    elif type(inner) is nn.AvgPool2d and not inner.ceil_mode and inner.divisor_override is None:
+        fits = (inner.kernel_size, inner.padding, inner.count_include_pad) == (3, 1, False)
+    else:
+        return None
+    return (inner, norm) if fits else None
+
+
+def _as_vector(weight: Tensor) -> Tensor:
+    """A weight [c_out, c_in, k, k] as a vector ordered (c_out, tap, c_in): a view of one that is channels-last."""
+    return weight.permute(0, 2, 3, 1).reshape(-1)
+
+
+def _like(vector: Tensor, weight: Tensor) -> Tensor:
+    """The reverse of `_as_vector`: a view, with the weight's strides where its memory has the same order."""
+    c_out, c_in, height, width = weight.shape
+    if height * width == 1 or c_in == 1:  # any order of the dimensions is the same memory
+        offset = vector.storage_offset()
+        return vector.as_strided(weight.shape, weight.stride(), offset)
+    return vector.view(c_out, height, width, c_in).permute(0, 3, 1, 2)
+
+
+class _Flat(torch.autograd.Function):
+    """The flat weights [size] of a cell from its modules' weights, whose gradients come in the same layout."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: FusedCell, *weights: Tensor) -> Tensor:
+        ctx.cell = cell
+        ctx.save_for_backward(*weights)
+        factors = torch.cat([_as_vector(w) for w in weights])
+        out = factors.new_empty(cell.program.size)
+        compose(factors, out, cell.recipes, cell.program.channels)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cell: FusedCell = ctx.cell
+        weights: list[Tensor] = list(ctx.saved_tensors)
+        if torch.is_grad_enabled():
+            again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
+            return None, *again
+        factors = torch.cat([_as_vector(w) for w in weights])
+        found = torch.empty_like(factors)
+        compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
+        parts = torch.split(found, [w.numel() for w in weights])
+        # Each gradient gets memory of its own: whoever clips or averages in place must not meet another's.
+        own = [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device) for w in weights]
+        torch._foreach_copy_(own, [_like(part, w) for part, w in zip(parts, weights, strict=True)])
+        return None, *own
+
+
+@dataclass(frozen=True, slots=True)
+class FusedCell:
+    """A program and the modules it reads."""
+
+    program: Program
+    recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
+    convolutions: tuple[nn.Conv2d, ...]
+    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm)
+    momentum: float
+
+    def __call__(self, states: Sequence[Tensor], mix: Tensor) -> list[Tensor]:
+        """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes."""
+        c, device = self.program.channels, states[0].device
+        training = self.norms[0][1].training
+        dtype = _compute_type(states[0])
+        with torch.autocast(device.type, enabled=False):
+            flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
+            running = None if training else self._running(device)
+            mix = mix.to(torch.promote_types(dtype, torch.float32))
+            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, *states)
+            if training:
+                rows = nodes[0].numel() // c
+                if rows <= 1:
+                    raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
+                self._update_running(moments, rows)
+        return [*states, *nodes]
+
+    def parameters(self) -> list[Tensor]:
+        """The convolutions' weights, in the order the recipes know them by."""
+        return [conv.weight for conv in self.convolutions]
+
+    def flatten(self, weights: Sequence[Tensor]) -> Tensor:
+        """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
+        return flat_kernels(torch.cat([_as_vector(w) for w in weights]), self.recipes, self.program.channels)
+
+    def _running(self, device: torch.device) -> Tensor:
+        """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
+        means = torch.stack([_present(m.running_mean) for _, m in self.norms])
+        variances = torch.stack([_present(m.running_var) for _, m in self.norms])
+        running = means.new_zeros(2, self.program.planes, self.program.channels)
+        where = _positions(tuple(plane for plane, _ in self.norms), device)
+        return running.index_copy_(1, where, torch.stack([means, variances]))
+
+    @torch.no_grad()
+    def _update_running(self, moments: Tensor, rows: int) -> None:
+        """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does."""
+        means = [moments[0, plane] for plane, _ in self.norms]
+        unbiased = moments[2] * (rows / (rows - 1))
+        variances = [unbiased[plane] for plane, _ in self.norms]
+        running = [_present(m.running_mean) for _, m in self.norms] + [_present(m.running_var) for _, m in self.norms]
+        torch._foreach_mul_(running, 1 - self.momentum)
+        torch._foreach_add_(running, means + variances, alpha=self.momentum)
+        torch._foreach_add_([_present(m.num_batches_tracked) for _, m in self.norms], 1)
+
+
+_POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _positions(planes: tuple[int, ...], device: torch.device) -> Tensor:
+    key = (planes, device)
+    if key not in _POSITIONS:
+        _POSITIONS[key] = torch.tensor(planes, device=device)
+    return _POSITIONS[key]
+
+
+def _present(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None  # norms without running statistics are refused
+    return buffer
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def is_distributed() -> bool:
+    """Whether several processes share a batch; their norms must then merge statistics, which only the modules do."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def plan(entries: Iterable[Entry], inputs: int, nodes: int, channels: int, stride: int) -> FusedCell:
+    """The fused form of a cell whose input nodes are left with `stride`; raises `Unfit` with the reason if none is."""
+    return _Planner(list(entries), inputs, nodes, channels, stride).build()
+
+
+class _Planner:
+    def __init__(self, entries: list[Entry], inputs: int, nodes: int, channels: int, stride: int) -> None:
+        self.entries, self.inputs, self.nodes, self.channels, self.stride = entries, inputs, nodes, channels, stride
+        self.planes = nodes
+        self.norms: list[tuple[int, nn.BatchNorm2d]] = []
+        self.kinds: dict[tuple[int, Window], list[_Stage]] = {}
+        self.pending: list[tuple[tuple[int, Window], int, int, int, int]] = []  # key, source, first, count, start
+        self.result: dict[int, tuple[int, bool]] = {}  # module: (plane that arrives, normed)
+        self.slots = 0
+
+    def build(self) -> FusedCell:
+        sources = sorted({e.source for e in self.entries if e.module is not None})
+        rounds = [tuple(s for s in sources if s < self.inputs), *((s,) for s in sources if s >= self.inputs)]
+        drafts = [self._draft(group) for group in rounds if group]
+        offsets = self._offsets()
+        if not self.kinds:
+            raise Unfit("the cell has no convolution")
+        groups = {
+            (key, source, first): Group(key[1], source, first, count, offsets[key] + start * self._length(key))
+            for key, source, first, count, start in self.pending
+        }
+        waves = tuple(
+            Wave(
+                sources=sources_,
+                first=tuple(groups[g] for g in first),
+                second=tuple(groups[g] for g in second),
+                pools=pools,
+                inner=inner,
+                measured=measured,
+                measured_second=measured_second,
+                identities=tuple(self._identities(s) for s in sources_),
+            )
+            for sources_, first, second, pools, inner, measured, measured_second in drafts
+        )
+        eps, momentum = self._norm_settings()
+        size = sum(len(stages) * self._length(key) for key, stages in self.kinds.items())
+        program = Program(
+            self.channels,
+            self.inputs,
+            self.nodes,
+            self.planes,
+            self.stride,
+            size,
+            self.slots,
+            waves,
+            self._terms(),
+            eps,
+        )
+        convolutions = [conv for stages in self.kinds.values() for stage in stages for conv in stage.factors]
+        return FusedCell(program, self._recipes(), tuple(convolutions), tuple(self.norms), momentum)
+
+    def _recipes(self) -> tuple[Recipe, ...]:
+        """Factors lie in the order of the flat weights, a depthwise one before its pointwise one."""
+        recipes, at, target = [], 0, 0
+        for (order, window), stages in self.kinds.items():
+            for stage in stages:
+                sizes = [conv.weight.numel() for conv in stage.factors]
+                matrix = at + sizes[0] if _KINDS[order] is Kind.PRODUCT else at
+                recipes.append(Recipe(_KINDS[order], window.taps, matrix, at, target))
+                at += sum(sizes)
+                target += self._length((order, window))
+        return tuple(recipes)
+
+    def _draft(self, sources: tuple[int, ...]):  # type: ignore[no-untyped-def]
+        """Gives planes to everything that leaves `sources`: twice-convolved first, then the others, then pools."""
+        modules: dict[int, dict[int, nn.Module]] = {s: {} for s in sources}
+        for e in self.entries:
+            if e.source in modules and e.module is not None and not isinstance(e.module, nn.Identity):
+                modules[e.source].setdefault(id(e.module), e.module)
+        convs: dict[tuple[int, Window], dict[int, list[tuple[nn.Module, tuple[_Stage, ...]]]]] = {}
+        pooling: dict[int, list[nn.Module]] = {}
+        for source, own in modules.items():
+            for module in own.values():
+                stages = _stages(module)
+                if stages is not None:
+                    self._check(stages, source)
+                    by_source = convs.setdefault((stages[0].order, stages[0].window), {})
+                    by_source.setdefault(source, []).append((module, stages))
+                elif _pool_of(module) is not None:
+                    pooling.setdefault(source, []).append(module)
+                else:
+                    raise Unfit(f"{type(module).__name__} has no fused form")
+        first, twice, start = [], [], self.planes
+        for key in sorted(convs, key=lambda key: (key[0], key[1].size, key[1].dilation)):
+            for source, members in convs[key].items():
+                first.append(self._stack(key, source, [stages[0] for _, stages in members]))
+                for i, (module, stages) in enumerate(members):
+                    plane = first[-1][2] + i
+                    if len(stages) == 2:
+                        twice.append((plane, module, stages[1]))
+                    else:
+                        self.result[id(module)] = (plane, True)
+        inner = range(start, start + len(twice))
+        pools, measured = self._pools(pooling, start)
+        second_start = self.planes
+        second = []
+        for plane, module, stage in twice:
+            second.append(self._stack((stage.order, stage.window), plane, [stage]))
+            self.result[id(module)] = (second[-1][2], True)
+        return sources, first, second, pools, inner, measured, range(second_start, self.planes)
+
+    def _stack(self, key: tuple[int, Window], source: int, stages: list[_Stage]) -> tuple[tuple[int, Window], int, int]:
+        known = self.kinds.setdefault(key, [])
+        first = self.planes
+        self.pending.append((key, source, first, len(stages), len(known)))
+        known.extend(stages)
+        self.norms.extend((first + i, stage.norm) for i, stage in enumerate(stages))
+        self.planes += len(stages)
+        return key, source, first
+
+    def _pools(self, pooling: dict[int, list[nn.Module]], start: int) -> tuple[tuple[Pool, ...], range]:
+        """Pools that a norm follows come first, so that all measured planes are one range."""
+        places: dict[tuple[int, bool], int] = {}
+        measured = range(start, self.planes)
+        members = [(source, module) for source, modules in pooling.items() for module in modules]
+        for wants_norm in (True, False):
+            for source, module in members:
+                found = _pool_of(module)
+                assert found is not None
+                inner, norm = found
+                if (norm is not None) != wants_norm:
+                    continue
+                if inner.stride != self._stride(source):
+                    raise Unfit(f"a pool with stride {inner.stride} leaves node {source}")
+                key = (source, isinstance(inner, nn.MaxPool2d))
+                if key in places:
+                    raise Unfit(f"node {source} is pooled twice in one way")
+                places[key] = self.planes
+                self.result[id(module)] = (self.planes, norm is not None)
+                if norm is not None:
+                    self.norms.append((self.planes, norm))
+                self.planes += 1
+            if wants_norm:
+                measured = range(start, self.planes)
+        pools = []
+        for source in pooling:
+            largest, average = places.get((source, True), NONE), places.get((source, False), NONE)
+            pools.append(Pool(source, largest, average, self.slots if largest != NONE else 0, self._stride(source)))
+            self.slots += largest != NONE
+        return tuple(pools), measured
+
+    def _stride(self, source: int) -> int:
+        return self.stride if source < self.inputs else 1
+
+    def _check(self, stages: tuple[_Stage, ...], source: int) -> None:
+        if stages[0].window.stride != self._stride(source):
+            raise Unfit(f"a convolution with stride {stages[0].window.stride} leaves node {source}")
+        for stage in stages:
+            weights = [conv.weight for conv in stage.factors]
+            if any(conv.bias is not None for conv in stage.factors) or stage.norm.num_features != self.channels:
+                raise Unfit("a convolution has a bias or another width")
+            assert all(w.shape[0] <= self.channels for w in weights)
+
+    def _identities(self, source: int) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (e.target, e.weight) for e in self.entries if e.source == source and isinstance(e.module, nn.Identity)
+        )
+
+    def _terms(self) -> tuple[tuple[Term, ...], ...]:
+        """Gradients reach the last node first, so that node's share of a shared plane is the one that starts it."""
+        seen: set[int] = set()
+        found: list[tuple[Term, ...]] = []
+        for node in reversed(range(self.inputs, self.nodes)):
+            terms = []
+            for e in self.entries:
+                if e.target != node or e.module is None:
+                    continue
+                if isinstance(e.module, nn.Identity):
+                    if self._stride(e.source) != 1:
+                        raise Unfit("an identity leaves a node with stride 2")
+                    terms.append(Term(e.source, e.weight, normed=False, through=True))
+                    continue
+                plane, normed = self.result[id(e.module)]
+                terms.append(Term(plane, e.weight, normed, adds=plane in seen))
+                seen.add(plane)
+            found.insert(0, tuple(terms))
+        return tuple(found)
+
+    def _length(self, key: tuple[int, Window]) -> int:
+        return self.channels * key[1].taps * self.channels
+
+    def _offsets(self) -> dict[tuple[int, Window], int]:
+        offsets, total = {}, 0
+        for key, stages in self.kinds.items():
+            offsets[key] = total
+            total += len(stages) * self._length(key)
+        return offsets
+
+    def _norm_settings(self) -> tuple[float, float]:
+        norms = [norm for _, norm in self.norms]
+        if any(n.affine or not n.track_running_stats or n.momentum is None for n in norms):
+            raise Unfit("a batch-norm has scale and shift, keeps no running statistics, or averages them plainly")
+        if len({(n.eps, n.momentum) for n in norms}) > 1:
+            raise Unfit("the batch-norms differ in eps or momentum")
+        if len({n.training for n in norms}) > 1:
+            raise Unfit("some batch-norms are in training and some are not")
+        return norms[0].eps, float(norms[0].momentum or 0.0)
+
+
+_MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
+
+
+@contextmanager
+def modules_only() -> Iterator[None]:
+    """Within this context every cell runs module by module: the literal path that the fused one is compared with."""
+    token = _MODULES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _MODULES_ONLY.reset(token)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, in one process."""
+    if x.device.type != "cuda" or _MODULES_ONLY.get() or is_distributed():
+        return False
+    return has_triton() and _compute_type(x) in (torch.float32, torch.bfloat16)
+
+
+class Fused:
+    """The fused forms of one cell, one per set of live candidates; the latest are kept."""
+
+    KEPT = 64
+
+    def __init__(self, entries_of: Callable[[Live | None], Iterable[Entry]], inputs: int, nodes: int) -> None:
+        self._entries_of, self._inputs, self._nodes = entries_of, inputs, nodes
+        self._known: dict[Live | None, FusedCell | None] = {}
+
+    def of(self, live: Live | None, channels: int, stride: int) -> FusedCell | None:
+        """None where the cell must run module by module."""
+        if live not in self._known:
+            while len(self._known) >= self.KEPT:
+                self._known.pop(next(iter(self._known)))
+            try:
+                self._known[live] = plan(self._entries_of(live), self._inputs, self._nodes, channels, stride)
+            except Unfit:
+                self._known[live] = None
+        return self._known[live]

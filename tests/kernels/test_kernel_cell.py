@@ -1,0 +1,148 @@
+"""The fused cell against the cell's own modules, by the twins on the CPU: values, gradients, statistics."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from kernel_cells import OneSite, both_paths, build_cell, fuse, random_inputs, require_same
+from torch import Tensor, nn
+
+from softcell.arch import WeightMix
+from softcell.kernels.cell import mixed_cell, mixed_cell_reference
+from softcell.spaces import build_space
+from softcell.spaces.fused import Entry, Unfit, modules_only, plan, serves
+
+CELLS = [("darts", 0), ("darts", 1), ("shared", 0), ("shared", 1), ("nb201", 0)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("space", "number"), CELLS)
+def test_fused_cell_equals_its_modules(space: str, number: int, training: bool) -> None:
+    cell = build_cell(space, number).double().train(training)
+    for module in cell.modules():  # running statistics that are not those of a fresh norm
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None and module.running_var is not None
+            module.running_mean.uniform_(-1, 1)
+            module.running_var.uniform_(0.5, 2)
+    require_same(*both_paths(cell, (7, 6), 2), tolerance=1e-10)
+
+
+def test_live_candidates_alone_run() -> None:
+    cell = build_cell("darts").double()
+    widths = [len(choice.candidates) for choice in cell.table.choices]
+    live = tuple(tuple(k for k in range(width) if (k + i) % 3) for i, width in enumerate(widths))
+    mine, theirs = both_paths(cell, (5, 6), 2, live)
+    require_same(mine, theirs, tolerance=1e-10)
+    idle = {name for name, _ in cell.named_parameters()} - mine.keys()
+    assert idle, "some candidates must not have run"
+
+
+def test_the_function_equals_its_twin_in_both_orders() -> None:
+    """Second derivatives go through the twin; they are what unrolled search with exact derivatives needs."""
+    cell = build_cell("darts", nodes=1, channels=2).double()
+    fused = fuse(cell)
+    states, weights = random_inputs(cell, (4, 4), 2)
+    flat = fused.flatten(fused.parameters()).detach()
+    found = []
+    for function in (mixed_cell, mixed_cell_reference):
+        inputs = [t.clone().requires_grad_() for t in (weights.flatten(), flat, *states)]
+        nodes, moments = function(fused.program, torch.float64, inputs[0], inputs[1], None, *inputs[2:])
+        loss = sum((node**3).sum() for node in nodes)
+        assert isinstance(loss, Tensor)
+        first = torch.autograd.grad(loss, inputs, create_graph=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), inputs)  # type: ignore[arg-type]
+        plain = torch.autograd.grad(
+            sum((node**3).sum() for node in function(fused.program, torch.float64, *inputs[:2], None, *inputs[2:])[0]),  # type: ignore[arg-type]
+            inputs,
+        )
+        found.append([*nodes, moments, *first, *second, *plain])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8)
+
+
+def test_gradients_have_the_layout_of_their_weights() -> None:
+    """Fused optimisers refuse others."""
+    for space, number in (("darts", 1), ("nb201", 0)):
+        cell = build_cell(space, number).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        states, weights = random_inputs(cell, (6, 6), 2, torch.float32)
+        nodes = fuse(cell)(states, weights.flatten())
+        parameters = list(cell.parameters())
+        gradients = torch.autograd.grad(nodes[-1].sum(), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert gradient is None or gradient.stride() == parameter.stride()
+
+
+def test_weight_gradients_are_formed_only_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("softcell.kernels.cell.weight_gradient", lambda *args: calls.append(1))
+    cell = build_cell("nb201")
+    states, weights = random_inputs(cell, (5, 5), 2, torch.float32)
+    weights.requires_grad_()
+    nodes = fuse(cell)(states, weights.flatten())
+    torch.autograd.grad(nodes[-1].sum(), weights, retain_graph=True)
+    assert not calls
+    torch.autograd.grad(nodes[-1].sum(), list(cell.parameters()), allow_unused=True)
+    assert calls
+
+
+def test_bfloat16_is_near_float64() -> None:
+    cell = build_cell("darts", channels=4)
+    states, weights = random_inputs(cell, (8, 8), 4, torch.float32)
+    wide = copy.deepcopy(cell).double()
+    mine = fuse(cell)([s.bfloat16() for s in states], weights.flatten())[cell.inputs :]
+    theirs = fuse(wide)([s.double() for s in states], weights.double().flatten())[cell.inputs :]
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.double() - b).norm() / b.norm() < 2e-2
+
+
+def test_a_node_that_nothing_reaches_is_zero() -> None:
+    cell = build_cell("nb201").double()
+    states, weights = random_inputs(cell, (5, 5), 2)
+    none = 0
+    live = tuple(
+        (none,) if choice.target == 1 else tuple(range(len(choice.candidates))) for choice in cell.table.choices
+    )
+    nodes = fuse(cell, live)(states, weights.flatten())
+    with modules_only():
+        expected = cell(states, OneSite(weights, live), 0)
+    assert nodes[1].abs().max() == 0
+    torch.testing.assert_close(nodes[2], expected[2])
+
+
+def test_an_unknown_candidate_is_refused_by_name() -> None:
+    convolution = build_cell("nb201").edges.module(2)
+    entries = [Entry(0, 1, 0, convolution), Entry(0, 1, 1, nn.Conv2d(3, 3, 3, padding=1))]
+    with pytest.raises(Unfit, match="Conv2d"):
+        plan(entries, inputs=1, nodes=2, channels=3, stride=1)
+
+
+def test_norms_with_scale_and_shift_are_refused() -> None:
+    cell = build_cell("nb201")
+    for module in cell.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.affine = True
+    with pytest.raises(Unfit, match="scale and shift"):
+        fuse(cell)
+
+
+def test_training_needs_more_than_one_value_per_channel() -> None:
+    cell = build_cell("nb201").double()
+    states, weights = random_inputs(cell, (1, 1), 1)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fuse(cell)(states, weights.flatten())
+
+
+def test_the_cpu_runs_modules() -> None:
+    assert not serves(torch.zeros(1))
+
+
+def test_a_supernet_keeps_the_names_of_its_state() -> None:
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 2})
+    supernet = space.supernet((3, 8, 8), 10)
+    before = list(supernet.state_dict())
+    uniform = {t.name: torch.full(t.shape, 0.2) for t in supernet.layout.tables}
+    supernet(torch.randn(2, 3, 8, 8), WeightMix(supernet.layout, uniform))
+    assert list(supernet.state_dict()) == before

@@ -1,0 +1,181 @@
+"""Triton's kernels against their twins on a GPU, and the fused cell against modules in float64 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernel_cells import OneSite, build_cell, fuse, outcome, random_inputs
+from torch import Tensor
+
+from softcell.kernels import norm, pool, taps
+from softcell.kernels.backend import has_triton, triton_kernels
+from softcell.kernels.cell import Program
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not has_triton(), reason="needs Triton"),
+]
+TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
+CASES = [("darts", 0, 16, (9, 7)), ("darts", 1, 16, (16, 16)), ("darts", 1, 5, (9, 7)), ("nb201", 0, 16, (8, 8))]
+
+
+def relative(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine.double().cpu() - theirs.double().cpu()).norm() / (theirs.double().norm().cpu() + 1e-30))
+
+
+class Bench:
+    """Random planes for a program, and the comparison of a kernel with its twin in float64 on the CPU."""
+
+    def __init__(self, program: Program, size: tuple[int, int], batch: int, dtype: torch.dtype) -> None:
+        self.program, self.dtype = program, dtype
+        torch.manual_seed(1)
+        height, width = (-(-s // program.stride) for s in size)
+        c = program.channels
+        self.rows = batch * height * width
+        self.buffer = self.random(program.planes, batch, height, width, c)
+        self.given = self.buffer if program.stride == 1 else self.random(program.inputs, batch, *size, c)
+        self.gradient = self.random(program.planes, batch, height, width, c)
+        self.weights = self.random(program.size)
+        self.mix = torch.rand(1000, device="cuda")
+        self.moments = torch.rand(3, program.planes, c, device="cuda") + 0.5
+        self.partial = torch.rand(2, taps.tiles(self.rows), program.planes, c, device="cuda")
+        self.winners = torch.zeros(max(1, program.slots), batch, height, width, c, device="cuda", dtype=torch.uint8)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda").to(self.dtype)
+
+    def compare(self, family: str, twin: Callable[..., None], args: list[Any], outputs: list[int], **kw: Any) -> float:
+        mine = [a.clone() if isinstance(a, Tensor) else a for a in args]
+        theirs = [a.cpu().double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+        theirs = [a.cpu().clone() if isinstance(a, Tensor) else a for a in theirs]
+        for i, a in enumerate(args):  # a buffer that is given twice stays one buffer
+            for j in range(i):
+                if a is args[j]:
+                    mine[i], theirs[i] = mine[j], theirs[j]
+        getattr(triton_kernels(family), twin.__name__.removesuffix("_reference"))(*mine, **kw)
+        twin(*theirs, **kw)
+        return max(relative(mine[i], theirs[i]) for i in outputs)
+
+
+def build_bench(space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype) -> Bench:
+    return Bench(fuse(build_cell(space, number, channels=channels)).program, size, 5, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
+def test_convolutions_equal_their_twins(
+    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    b = build_bench(space, number, channels, size, dtype)
+    for wave, x in ((b.program.waves[0], b.given), (b.program.waves[-1], b.buffer)):
+        flat = torch.zeros(b.program.size, device="cuda")
+        parts = taps.shares(wave.first, x[0].numel() // channels, x.shape[-1])
+        sums = torch.zeros(len(parts), *x.shape[1:], device="cuda")
+        errors = [
+            b.compare("taps", taps.convolve_reference, [x, b.weights, b.buffer, b.partial, wave.first], [2, 3]),
+            b.compare("taps", taps.input_gradient_reference, [b.gradient, b.weights, sums, parts], [2]),
+            b.compare("taps", taps.weight_gradient_reference, [x, b.gradient, flat, wave.first], [2]),
+        ]
+        if wave.second:
+            again = [b.gradient, b.weights, b.buffer, b.gradient, b.partial, wave.second]
+            errors += [
+                b.compare("taps", taps.masked_input_gradient_reference, again, [3, 4]),
+                b.compare("taps", taps.weight_gradient_reference, [b.buffer, b.gradient, flat, wave.second], [2]),
+            ]
+        assert max(errors) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
+def test_norms_and_mixes_equal_their_twins(
+    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    b = build_bench(space, number, channels, size, dtype)
+    wave = b.program.waves[0]
+    errors = [
+        b.compare("norm", norm.finish_moments_reference, [b.partial, b.rows, b.moments, wave.measured, 1e-5], [2])
+    ]
+    for by_batch in (True, False):
+        if wave.inner:
+            inner = [b.partial, b.buffer, b.gradient, b.moments, wave.inner]
+            errors.append(b.compare("norm", norm.normalise_gradient_reference, inner, [2], by_batch=by_batch))
+        for j, terms in enumerate(b.program.terms):
+            node = b.program.inputs + j
+            both = [b.buffer, b.gradient, b.moments, b.mix, torch.zeros_like(b.mix), node, terms]
+            errors.append(b.compare("norm", norm.combine_gradient_reference, both, [1, 4], by_batch=by_batch))
+            one = [b.buffer, b.moments, b.mix, node, terms]
+            errors.append(b.compare("norm", norm.combine_reference, one, [0]))
+    if wave.inner:
+        errors.append(b.compare("norm", norm.normalise_reference, [b.buffer, b.moments, wave.inner], [0]))
+    assert max(errors) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
+def test_pools_equal_their_twins(
+    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
+    b = build_bench(space, number, channels, size, dtype)
+    wave, x = b.program.waves[0], b.given
+    assert b.compare("pool", pool.pool_reference, [x, b.buffer, b.winners, b.partial, wave.pools], [1, 2]) < tolerance
+    pool.pool(x, b.buffer.clone(), b.winners, None, wave.pools)
+    parts = torch.randn(3, *x.shape[1:], device="cuda")
+    leaving = [
+        pool.Leaving(source, 0, 3, identities, next((p for p in wave.pools if p.source == source), None), adds=True)
+        for source, identities in zip(wave.sources, wave.identities, strict=True)
+    ]
+    args = [x, parts, b.gradient, torch.randn_like(x), b.mix, b.winners, leaving]
+    assert b.compare("pool", pool.gather_gradient_reference, args, [3]) < tolerance
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
+def test_a_fused_cell_equals_its_modules(
+    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float, training: bool
+) -> None:
+    cell = build_cell(space, number, channels=channels).train(training)
+    found = []
+    for device in ("cuda", "cpu"):
+        own = copy.deepcopy(cell).to(device) if device == "cuda" else copy.deepcopy(cell).double()
+        states, weights = random_inputs(own, size, 6, torch.float32)
+        states = [s.to(device, dtype if device == "cuda" else torch.float64).requires_grad_() for s in states]
+        weights = weights.to(device, torch.float32 if device == "cuda" else torch.float64).requires_grad_()
+        nodes = own(states, OneSite(weights), 0)[own.inputs :]
+        found.append(outcome(own, nodes, [*states, weights]))
+    mine, theirs = found
+    assert mine.keys() == theirs.keys()
+    worst = max((relative(mine[name], theirs[name]), name) for name in theirs)
+    assert worst[0] < tolerance, worst
+
+
+def test_a_fused_cell_can_be_recorded() -> None:
+    cell = build_cell("darts", channels=16).cuda()
+    states, weights = random_inputs(cell, (8, 8), 4, torch.float32)
+    states, weights = [s.cuda() for s in states], weights.cuda().requires_grad_()
+
+    def step() -> list[Tensor]:
+        nodes = cell(states, OneSite(weights), 0)
+        return [nodes[-1].detach(), *torch.autograd.grad(nodes[-1].square().sum(), [weights, *cell.parameters()][:9])]
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            recorded = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph.replay()
+    for a, b in zip(recorded, expected, strict=True):
+        torch.testing.assert_close(a, b)
