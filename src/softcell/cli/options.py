@@ -25,6 +25,10 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; aut
 Precision = Annotated[
     Literal["float32", "float64"] | None, typer.Option(help="Numbers the networks compute in; float32 unless given.")
 ]
+Engine = Annotated[
+    Literal["auto", "eager", "graph"] | None,
+    typer.Option(help="How steps run: graph records them as CUDA graphs; auto does so where it can."),
+]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Repeatable bit by bit on a GPU too (on a CPU it always is).")
 ]

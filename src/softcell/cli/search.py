@@ -65,6 +65,7 @@ def search(
     deterministic: o.Deterministic = False,
     threads: o.Threads = None,
     precision: o.Precision = None,
+    engine: o.Engine = None,
     plugin: o.Plugin = None,
     quiet: o.Quiet = False,
 ) -> int:
@@ -91,6 +92,7 @@ def search(
         deterministic=deterministic,
         threads=threads,
         precision=precision,
+        engine=engine,
     )
     return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet)
 

@@ -62,6 +62,7 @@ def train(
     deterministic: o.Deterministic = False,
     threads: o.Threads = None,
     precision: o.Precision = None,
+    engine: o.Engine = None,
     plugin: o.Plugin = None,
     quiet: o.Quiet = False,
 ) -> int:
@@ -87,6 +88,7 @@ def train(
         deterministic=deterministic,
         threads=threads,
         precision=precision,
+        engine=engine,
     )
     return run_train(
         from_stdin(genotype),

@@ -104,6 +104,8 @@ def _search(
         manifest["results"] = {"splits": {name: fingerprint(part) for name, part in parts.items()}}
         return RunFolder.create(out, manifest, overwrite)
 
+    if recipe.scale == "paper" and world.device.type == "cpu" and on_event is not None and world.is_main:
+        on_event(Note("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days"))
     folder = on_main(prepare, world)
     try:
         outcome = run(task, out, world, resume=resume, on_event=on_event)
