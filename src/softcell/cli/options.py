@@ -23,7 +23,8 @@ BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per ste
 Seed = Annotated[int | None, typer.Option(metavar="K", help="Seed of everything random; 0 unless given.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes CUDA where there is one.")]
 Precision = Annotated[
-    Literal["float32", "float64"] | None, typer.Option(help="Numbers the networks compute in; float32 unless given.")
+    Literal["float32", "bfloat16", "float64"] | None,
+    typer.Option(help="Numbers networks compute in; float32 unless given."),
 ]
 Engine = Annotated[
     Literal["auto", "eager", "graph"] | None,

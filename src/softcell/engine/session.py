@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from softcell.engine import distributed
 from softcell.engine.device import resolve_device, set_deterministic, set_tf32, set_threads
 from softcell.engine.distributed import World
 from softcell.engine.rng import seed_everything
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+"""What weights, optimisers and statistics are kept in: with `bfloat16` only the computing between them is short."""
+
+
+def in_precision(step: Callable[..., None], precision: str, device: torch.device) -> Callable[..., None]:
+    """`step` computing in `precision`; accuracies are measured outside of steps, in full precision."""
+    if precision != "bfloat16":
+        return step
+
+    def run(*inputs: Tensor) -> None:
+        # Nothing is cached: a recorded step must cast its weights anew each time.
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            step(*inputs)
+
+    return run
 
 
 M = TypeVar("M", bound=nn.Module)

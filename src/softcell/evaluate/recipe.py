@@ -53,7 +53,7 @@ class TrainRecipe:
     holdout: float = 0.0
     seed: int = 0
     device: str = "auto"
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     engine: Literal["auto", "eager", "graph"] = "auto"
     deterministic: bool = False
     threads: int = 0

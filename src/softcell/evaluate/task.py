@@ -15,6 +15,7 @@ from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.meter import Meter, measure
 from softcell.engine.optim import load_optimiser, sgd
 from softcell.engine.schedule import cosine, exponential, linear, set_lr
+from softcell.engine.session import in_precision
 from softcell.engine.watch import Failure, LossWatch
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.spaces import Network
@@ -48,7 +49,8 @@ class TrainTask:
         self._meter = Meter().to(world.device)
         self._watch = LossWatch().to(world.device)
         self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
-        self._run = prepare_step(self._learn, recipe.engine, world, tell)
+        learn = in_precision(self._learn, recipe.precision, world.device)
+        self._run = prepare_step(learn, recipe.engine, world, tell)
 
     @property
     def num_epochs(self) -> int:

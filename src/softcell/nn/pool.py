@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from softcell.nn.candidates import Spec, candidate
 from softcell.nn.norm import BatchNorm2d
+
+
+class AveragePool(nn.AvgPool2d):
+    """`nn.AvgPool2d` with a right gradient everywhere.
+
+    On CUDA, torch's own is wrong for channels-last inputs with padding (pytorch issue 188344, seen in 2.11), so there
+    it is given a channels-first one.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.contiguous() if input.is_cuda else input)
 
 
 def _shares(spec: Spec) -> bool:
@@ -24,4 +35,4 @@ def max_pool_3x3(spec: Spec) -> nn.Module:
 
 @candidate("avg_pool_3x3", shared=_shares)
 def avg_pool_3x3(spec: Spec) -> nn.Module:
-    return _with_norm(nn.AvgPool2d(3, spec.stride, 1, count_include_pad=False), spec)
+    return _with_norm(AveragePool(3, spec.stride, 1, count_include_pad=False), spec)

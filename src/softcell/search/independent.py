@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from softcell.arch import Genotype
 from softcell.data import Batch, Batches
@@ -14,7 +15,7 @@ from softcell.engine.distributed import broadcast_module
 from softcell.engine.meter import Meter, measure
 from softcell.engine.optim import load_optimiser, sgd
 from softcell.engine.schedule import cosine, set_lr
-from softcell.engine.session import Session
+from softcell.engine.session import Session, in_precision
 from softcell.engine.watch import Failure, LossWatch
 from softcell.methods import Sampler
 from softcell.search.recipe import SearchRecipe
@@ -70,13 +71,15 @@ class IndependentTask:
         return self._weights.epoch(epoch, start)
 
     def step(self, batch: Batch) -> None:
-        assert self._network is not None and self._optimiser is not None
-        loss, logits = classification_step(
-            self._network, self._optimiser, batch.images, batch.labels, self.world, clip=self.recipe.weights.clip
-        )
-        self._watch.update(loss, self._step)
-        self._meter.update(loss, logits, batch.labels)
+        in_precision(self._learn, self.recipe.precision, self.world.device)(batch.images, batch.labels)
         self._step += 1
+
+    def _learn(self, images: Tensor, labels: Tensor) -> None:
+        assert self._network is not None and self._optimiser is not None
+        clip = self.recipe.weights.clip
+        loss, logits = classification_step(self._network, self._optimiser, images, labels, self.world, clip=clip)
+        self._watch.update(loss, self._step)
+        self._meter.update(loss, logits, labels)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         assert self._network is not None and self._optimiser is not None

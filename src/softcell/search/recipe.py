@@ -126,7 +126,7 @@ class SearchRecipe:
     validate_every: int = 1
     child_every: int = 0
     device: str = "auto"
-    precision: Literal["float32", "float64"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     engine: Literal["auto", "eager", "graph"] = "auto"
     deterministic: bool = False
     threads: int = 0

@@ -16,6 +16,7 @@ from softcell.engine.distributed import World, average_, broadcast_module
 from softcell.engine.meter import Meter, measure
 from softcell.engine.optim import adam, load_optimiser, sgd
 from softcell.engine.schedule import cosine, set_lr
+from softcell.engine.session import in_precision
 from softcell.engine.watch import Failure, LossWatch
 from softcell.methods import Method
 from softcell.nn.objective import Objective
@@ -77,7 +78,8 @@ class SearchTask:
         self._watch = LossWatch().to(world.device)
         self._collapse = CollapseWatch(recipe.collapse, tell)
         self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
-        self._run = prepare_step(self._learn, recipe.engine, world, tell)
+        learn = in_precision(self._learn, recipe.precision, world.device)
+        self._run = prepare_step(learn, recipe.engine, world, tell)
 
     @property
     def num_epochs(self) -> int:

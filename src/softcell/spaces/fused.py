@@ -24,6 +24,7 @@ from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
+from softcell.nn.pool import AveragePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _pool_of(module: nn.Module) -> tuple[nn.MaxPool2d | nn.AvgPool2d, nn.BatchNo
         inner, norm = module, None
     if type(inner) is nn.MaxPool2d and not inner.ceil_mode and inner.dilation == 1:
         fits = (inner.kernel_size, inner.padding) == (3, 1)
-    elif type(inner) is nn.AvgPool2d and not inner.ceil_mode and inner.divisor_override is None:
+    elif type(inner) in (nn.AvgPool2d, AveragePool) and not inner.ceil_mode and inner.divisor_override is None:
         fits = (inner.kernel_size, inner.padding, inner.count_include_pad) == (3, 1, False)
     else:
         return None
