@@ -128,6 +128,8 @@ class SearchRecipe:
     device: str = "auto"
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     engine: Literal["auto", "eager", "graph"] = "auto"
+    fused: bool = False
+    """On a GPU, run whole cells in the kernels of `softcell.kernels` (much faster; not yet tested to the end)."""
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

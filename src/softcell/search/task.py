@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.spaces import Supernet
+from softcell.spaces.fused import modules_only
 
 Pair = tuple[Batch, Batch | None]
 
@@ -79,6 +81,7 @@ class SearchTask:
         self._collapse = CollapseWatch(recipe.collapse, tell)
         self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
         learn = in_precision(self._learn, recipe.precision, world.device)
+        self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         self._run = prepare_step(learn, recipe.engine, world, tell)
 
     @property
@@ -117,16 +120,17 @@ class SearchTask:
 
         Everything here happens on the device, so that it can be recorded.
         """
-        if self.recipe.regime == "single-level":
-            result = single_level(self.players, images, labels)
-        else:
-            train, validation = (images, labels), (held_out[0], held_out[1])
-            if self.recipe.regime == "unrolled":
-                settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)
-                result, held = unrolled(self.players, train, validation, settings)
+        with self._cells():
+            if self.recipe.regime == "single-level":
+                result = single_level(self.players, images, labels)
             else:
-                result, held = bilevel(self.players, train, validation)
-            self._watch.update(held.loss, self._number)
+                train, validation = (images, labels), (held_out[0], held_out[1])
+                if self.recipe.regime == "unrolled":
+                    settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)
+                    result, held = unrolled(self.players, train, validation, settings)
+                else:
+                    result, held = bilevel(self.players, train, validation)
+                self._watch.update(held.loss, self._number)
         self._watch.update(result.loss, self._number)
         self._meter.update(result.loss, result.logits, labels)
         self._number += 1
@@ -252,7 +256,8 @@ class SearchTask:
         self.supernet.eval()
         with torch.no_grad():
             mix = self.method.relax()
-        held = measure(lambda x: self.supernet(x, mix), self._held.epoch(0), self.world)
+        with self._cells():
+            held = measure(lambda x: self.supernet(x, mix), self._held.epoch(0), self.world)
         self.supernet.train()
         return {
             "val_loss": held.loss,
