@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,6 +57,7 @@ def main() -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "threads": threads,
             **collect(),
+            "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
             "rows": rows,
         }
         options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -148,3 +148,11 @@ def not_negative(name: str, value: float) -> None:
     """Raises unless `value >= 0`."""
     if not value >= 0:
         raise UserError(f"`{name} >= 0` must hold, but got {value}")
+
+
+def refuse_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises where a resumed run would get other settings than it began with."""
+    different = [key for key in stored if stored[key] != wanted[key]]
+    if different:
+        changes = ", ".join(f"{key}: {stored[key]} -> {wanted[key]}" for key in different)
+        raise UserError(f"a resumed run keeps its recipe, but these settings differ: {changes}; leave them out")

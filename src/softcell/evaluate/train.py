@@ -25,7 +25,7 @@ from softcell.evaluate.count import Cost, count_genotype
 from softcell.evaluate.recipe import TrainRecipe, resolve
 from softcell.evaluate.task import TrainTask
 from softcell.registry import load_plugin
-from softcell.settings import build
+from softcell.settings import build, refuse_changes
 from softcell.spaces import Network, build_space
 
 WEIGHTS = "model.safetensors"
@@ -80,11 +80,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
     wanted = resolve(genotype, manifest["recipe"], given)
-    before, after = recipe.to_dict(), wanted.to_dict()
-    different = [key for key in before if before[key] != after[key]]
-    if different:
-        changes = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in different)
-        raise UserError(f"a resumed run keeps its recipe, but these settings differ: {changes}; leave them out")
+    refuse_changes(recipe.to_dict(), wanted.to_dict())
     return genotype, recipe
 
 

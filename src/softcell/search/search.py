@@ -25,7 +25,7 @@ from softcell.search.independent import IndependentTask
 from softcell.search.recipe import SearchRecipe, resolve
 from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
-from softcell.settings import build
+from softcell.settings import build, refuse_changes
 from softcell.spaces import Space, build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import evaluation_space
@@ -78,11 +78,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     for plugin in stored.get("plugins", ()):
         load_plugin(plugin)
     recipe, wanted = resolve(stored), resolve(stored, given)
-    before, after = recipe.to_dict(), wanted.to_dict()
-    different = [key for key in before if before[key] != after[key]]
-    if different:
-        changes = ", ".join(f"{key}: {before[key]} -> {after[key]}" for key in different)
-        raise UserError(f"a resumed run keeps its recipe, but these settings differ: {changes}; leave them out")
+    refuse_changes(recipe.to_dict(), wanted.to_dict())
     return recipe
 
 
