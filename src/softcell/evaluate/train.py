@@ -14,10 +14,11 @@ from softcell.arch import Genotype
 from softcell.data import Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
-from softcell.engine import RunFolder, new_manifest, run
+from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
-from softcell.engine.events import Note, OnEvent
-from softcell.engine.files import atomic_write_text, fsync_folder
+from softcell.engine.events import OnEvent
+from softcell.engine.files import fsync_folder
+from softcell.engine.hosted import run_in_folder, teller
 from softcell.engine.meter import Measured, measure
 from softcell.engine.session import Session, open_session
 from softcell.errors import UserError
@@ -126,34 +127,19 @@ def _train(
         parts = _parts(dataset, recipe)
         augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
         held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
-
-        def tell(text: str) -> None:
-            if on_event is not None and world.is_main:
-                on_event(Note(text))
-
         batches = feeds.training(parts["train"], augment)
-        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell)
+        task = TrainTask(recipe, network, world, train=batches, held=held, tell=teller(on_event, world))
 
-        def prepare() -> RunFolder:
-            if resume:
-                opened = RunFolder.open(out)
-                opened.update(status="running")
-                return opened
-            manifest = new_manifest("train", recipe.to_dict(), recipe.seed)
+        def manifest() -> dict[str, Any]:
             # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
-            manifest["results"] = _known(genotype, dataset, cost, parts)
-            return RunFolder.create(out, manifest, overwrite)
+            known = _known(genotype, dataset, cost, parts)
+            return {**new_manifest("train", recipe.to_dict(), recipe.seed), "results": known}
 
-        folder = on_main(prepare, world)
-        on_main(lambda: atomic_write_text(out / "genotype.json", genotype.dumps()), world)
-        try:
-            outcome = run(task, out, world, resume=resume, on_event=on_event)
-        except Exception:
-            if world.is_main:  # without the others: it may be this rank alone that failed
-                folder.finish("failed")
-            raise
+        files = {"genotype.json": genotype.dumps()}
+        folder, outcome = run_in_folder(
+            task, out, world, manifest, files=files, resume=resume, overwrite=overwrite, on_event=on_event
+        )
     if outcome.status == "interrupted":
-        on_main(lambda: folder.finish("interrupted"), world)
         return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     network.eval()
     measured: Measured | None = None

@@ -11,10 +11,11 @@ from softcell.arch import Genotype
 from softcell.data import Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
-from softcell.engine import RunFolder, new_manifest, run
+from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
-from softcell.engine.events import Note, OnEvent
+from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
+from softcell.engine.hosted import run_in_folder, teller
 from softcell.engine.session import Session, open_session
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
@@ -91,26 +92,17 @@ def _search(
     parts = split(dataset.train, recipe.split, recipe.seed)
     task = _task(recipe, dataset, parts, session, on_event)
 
-    def prepare() -> RunFolder:
-        if resume:
-            opened = RunFolder.open(out)
-            opened.update(status="running")
-            return opened
-        manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
-        manifest["results"] = {"splits": {name: fingerprint(part) for name, part in parts.items()}}
-        return RunFolder.create(out, manifest, overwrite)
+    def manifest() -> dict[str, Any]:
+        known = {"splits": {name: fingerprint(part) for name, part in parts.items()}}
+        return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
-    if recipe.scale == "paper" and world.device.type == "cpu" and on_event is not None and world.is_main:
-        on_event(Note("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days"))
-    folder = on_main(prepare, world)
-    try:
-        outcome = run(task, out, world, resume=resume, on_event=on_event)
-    except Exception:
-        if world.is_main:  # without the others: it may be this rank alone that failed
-            folder.finish("failed")
-        raise
+    if recipe.scale == "paper" and world.device.type == "cpu":
+        tell = teller(on_event, world)
+        tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
+    folder, outcome = run_in_folder(
+        task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
+    )
     if outcome.status == "interrupted":
-        on_main(lambda: folder.finish("interrupted"), world)
         return SearchResult(out, recipe, None, outcome.metrics, outcome.exit_code)
     found = task.derive()
     about = {"method": recipe.method, "data": recipe.data, "seed": recipe.seed, "epochs": len(outcome.metrics)}
@@ -148,10 +140,7 @@ def _task(
     weights = feeds.training(parts["weights"], augment)
     held = feeds.plain(dataset.train, parts["validation"])
 
-    def tell(text: str) -> None:
-        if on_event is not None and world.is_main:
-            on_event(Note(text))
-
+    tell = teller(on_event, world)
     if not issubclass(kind, Method):
         for name in _of_supernets(recipe):
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
