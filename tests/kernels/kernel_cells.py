@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Live, WeightMix
+from softcell.nn.drop import DropPath
 from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.fused import FusedCell, modules_only, plan
@@ -71,17 +72,22 @@ def outcome(cell: MixedCell, nodes: Sequence[Tensor], inputs: Sequence[Tensor]) 
 
 
 def both_paths(
-    cell: MixedCell, size: tuple[int, int], batch: int, live: Live | None = None
+    cell: MixedCell, size: tuple[int, int], batch: int, live: Live | None = None, *, drops: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the fused path and the modules give, from equal copies of the cell."""
+    """What the fused path and the modules give, from equal copies of the cell; `drops` by equal random numbers."""
     results = []
+    drop_path = DropPath(0.4) if drops else None
     for fused in (True, False):
         own = copy.deepcopy(cell)
         states, weights = random_inputs(own, size, batch, next(own.parameters()).dtype)
         inputs = [t.requires_grad_() for t in (*states, weights)]
         if fused:
-            nodes = fuse(own, live)(inputs[:-1], inputs[-1].flatten())
+            torch.manual_seed(5)
+            factors = None if drop_path is None else drop_path.factors(states[0], len(own.table))
+            nodes = fuse(own, live)(inputs[:-1], inputs[-1].flatten(), factors)
         else:
+            own.use_drop_path(drop_path)
+            torch.manual_seed(5)
             with modules_only():
                 nodes = own(inputs[:-1], OneSite(inputs[-1], live), 0)
         results.append(outcome(own, nodes[own.inputs :], inputs))

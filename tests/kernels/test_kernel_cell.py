@@ -29,6 +29,16 @@ def test_fused_cell_equals_its_modules(space: str, number: int, training: bool) 
     require_same(*both_paths(cell, (7, 6), 2), tolerance=1e-10)
 
 
+@pytest.mark.parametrize(("space", "number"), CELLS)
+def test_dropped_paths_equal_those_of_modules(space: str, number: int) -> None:
+    cell = build_cell(space, number).double()
+    dropped, expected = both_paths(cell, (7, 6), 6, drops=True)
+    require_same(dropped, expected, tolerance=1e-10)
+    whole, _ = both_paths(cell, (7, 6), 6)
+    with pytest.raises(AssertionError):  # something was dropped
+        require_same(dropped, whole, tolerance=1e-2)
+
+
 def test_live_candidates_alone_run() -> None:
     cell = build_cell("darts").double()
     widths = [len(choice.candidates) for choice in cell.table.choices]
@@ -45,16 +55,20 @@ def test_the_function_equals_its_twin_in_both_orders() -> None:
     fused = fuse(cell)
     states, weights = random_inputs(cell, (4, 4), 2)
     flat = fused.flatten(fused.parameters()).detach()
+    factors = torch.tensor([[0.0, 1.5], [2.0, 1.0]])[: len(cell.table)]
     found = []
     for function in (mixed_cell, mixed_cell_reference):
         inputs = [t.clone().requires_grad_() for t in (weights.flatten(), flat, *states)]
-        nodes, moments = function(fused.program, torch.float64, inputs[0], inputs[1], None, *inputs[2:])
+        nodes, moments = function(fused.program, torch.float64, inputs[0], inputs[1], None, factors, *inputs[2:])
         loss = sum((node**3).sum() for node in nodes)
         assert isinstance(loss, Tensor)
         first = torch.autograd.grad(loss, inputs, create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in first), inputs)  # type: ignore[arg-type]
         plain = torch.autograd.grad(
-            sum((node**3).sum() for node in function(fused.program, torch.float64, *inputs[:2], None, *inputs[2:])[0]),  # type: ignore[arg-type]
+            sum(
+                (node**3).sum()
+                for node in function(fused.program, torch.float64, *inputs[:2], None, factors, *inputs[2:])[0]
+            ),  # type: ignore[arg-type]
             inputs,
         )
         found.append([*nodes, moments, *first, *second, *plain])

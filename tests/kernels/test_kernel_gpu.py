@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,7 @@ class Bench:
         self.gradient = self.random(program.planes, batch, height, width, c)
         self.weights = self.random(program.size)
         self.mix = torch.rand(1000, device="cuda")
+        self.factors = torch.randint(3, (100, batch), device="cuda").float()
         self.moments = torch.rand(3, program.planes, c, device="cuda") + 0.5
         self.partial = torch.rand(2, taps.tiles(self.rows), program.planes, c, device="cuda")
         self.winners = torch.zeros(max(1, program.slots), batch, height, width, c, device="cuda", dtype=torch.uint8)
@@ -104,11 +106,11 @@ def test_norms_and_mixes_equal_their_twins(
         if wave.inner:
             inner = [b.partial, b.buffer, b.gradient, b.moments, wave.inner]
             errors.append(b.compare("norm", norm.normalise_gradient_reference, inner, [2], by_batch=by_batch))
-        for j, terms in enumerate(b.program.terms):
+        for (j, terms), factors in itertools.product(enumerate(b.program.terms), (None, b.factors)):
             node = b.program.inputs + j
-            both = [b.buffer, b.gradient, b.moments, b.mix, torch.zeros_like(b.mix), node, terms]
-            errors.append(b.compare("norm", norm.combine_gradient_reference, both, [1, 4], by_batch=by_batch))
-            one = [b.buffer, b.moments, b.mix, node, terms]
+            both = [b.buffer, b.gradient, b.moments, b.mix, factors, torch.zeros_like(b.mix), node, terms]
+            errors.append(b.compare("norm", norm.combine_gradient_reference, both, [1, 5], by_batch=by_batch))
+            one = [b.buffer, b.moments, b.mix, factors, node, terms]
             errors.append(b.compare("norm", norm.combine_reference, one, [0]))
     if wave.inner:
         errors.append(b.compare("norm", norm.normalise_reference, [b.buffer, b.moments, wave.inner], [0]))
@@ -129,8 +131,9 @@ def test_pools_equal_their_twins(
         pool.Leaving(source, 0, 3, identities, next((p for p in wave.pools if p.source == source), None), adds=True)
         for source, identities in zip(wave.sources, wave.identities, strict=True)
     ]
-    args = [x, parts, b.gradient, torch.randn_like(x), b.mix, b.winners, leaving]
-    assert b.compare("pool", pool.gather_gradient_reference, args, [3]) < tolerance
+    for factors in (None, b.factors):
+        args = [x, parts, b.gradient, torch.randn_like(x), b.mix, factors, b.winners, leaving]
+        assert b.compare("pool", pool.gather_gradient_reference, args, [3]) < tolerance
 
 
 @pytest.mark.parametrize("training", [True, False])

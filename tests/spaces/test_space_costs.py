@@ -198,7 +198,8 @@ def weights(supernet: Supernet) -> WeightMix:
 
 
 def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, noisy: Supernet) -> None:
-    """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), the same uniform numbers in order."""
+    """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), one uniform number per image and choice."""
+    from softcell.nn.drop import DropPath
     from softcell.spaces.cell import MixedCell
 
     noisy.use_drop_path(0.4)
@@ -208,17 +209,21 @@ def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, n
     found = noisy(x, mix)
     after = torch.get_rng_state()
 
-    def literal(cell: MixedCell, outputs: list[tuple[int, int, Tensor | None]], mix: WeightMix, site: int) -> Tensor:
+    def literal(
+        cell: MixedCell, outputs: list[tuple[int, int, Tensor | None]], mix: WeightMix, site: int, drawn: Tensor
+    ) -> Tensor:
         total: Tensor | float = 0.0
         for choice in sorted({choice for choice, _, _ in outputs}):
             edge = sum(mix.weights(site)[c, k] * o for c, k, o in outputs if c == choice and o is not None)
             assert isinstance(edge, Tensor)
-            keep = (torch.rand(len(edge), 1, 1, 1) >= 0.2).double() / 0.8
-            total = total + keep * edge
+            for image in range(len(edge)):
+                edge[image] *= 0.0 if drawn[image, choice] < 0.2 else 1 / 0.8
+            total = total + edge
         assert isinstance(total, Tensor)
         return total
 
     monkeypatch.setattr(MixedCell, "_combine", literal)
+    monkeypatch.setattr(DropPath, "factors", lambda self, x, paths: torch.rand(len(x), paths))
     torch.manual_seed(7)
     torch.testing.assert_close(found, noisy(x, mix), rtol=1e-6, atol=1e-6)  # 0.2 is kept in float32
     assert torch.equal(after, torch.get_rng_state())

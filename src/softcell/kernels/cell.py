@@ -16,7 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.norm import Term, combine, combine_gradient, finish_moments, normalise, normalise_gradient, normed
+from softcell.kernels.norm import (
+    Term,
+    combine,
+    combine_gradient,
+    finish_moments,
+    normalise,
+    normalise_gradient,
+    normed,
+    scaled,
+)
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
 from softcell.kernels.taps import (
     Group,
@@ -36,7 +45,7 @@ class Wave:
 
     `first`: convolutions of the sources. `inner`: their planes that are normalised in place and convolved again by
     `second`. `measured`, `measured_second`: the planes that a norm follows. `identities`: per source the
-    (target, mixing weight) pairs that take it as it is.
+    (target, mixing weight, choice) of those that take it as it is.
     """
 
     sources: tuple[int, ...]
@@ -46,7 +55,7 @@ class Wave:
     inner: range
     measured: range
     measured_second: range
-    identities: tuple[tuple[tuple[int, int], ...], ...]
+    identities: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +82,36 @@ class Program:
 
 
 def mixed_cell(
-    program: Program, dtype: torch.dtype, mix: Tensor, weights: Tensor, running: Tensor | None, *states: Tensor
+    program: Program,
+    dtype: torch.dtype,
+    mix: Tensor,
+    weights: Tensor,
+    running: Tensor | None,
+    factors: Tensor | None,
+    *states: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the inner nodes, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
     dtype: what to compute and keep values in; sums are float32 or wider. mix [weights] and weights [size], flat, in
-    float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; states:
-    the input nodes, [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no
+    float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; factors
+    [choices, n] float32: what drop-path scales each choice of each sample by, or None; states: the input nodes,
+    [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no
     gradient.
     """
-    *nodes, moments = _MixedCell.apply(program, dtype, mix, weights, running, *states)  # type: ignore[no-untyped-call]
+    *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
+        program, dtype, mix, weights, running, factors, *states
+    )
     return nodes, moments
 
 
 def mixed_cell_reference(
-    program: Program, dtype: torch.dtype, mix: Tensor, weights: Tensor, running: Tensor | None, *states: Tensor
+    program: Program,
+    dtype: torch.dtype,
+    mix: Tensor,
+    weights: Tensor,
+    running: Tensor | None,
+    factors: Tensor | None,
+    *states: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
     """The literal twin of `mixed_cell`, by plain autograd."""
     height, width = (-(-s // program.stride) for s in states[0].shape[2:])
@@ -118,7 +142,8 @@ def mixed_cell_reference(
             for t in program.terms[node - program.inputs]:
                 if t.normed and t.plane not in normalised:
                     normalised[t.plane] = norm(t.plane)
-                total = total + mix[t.weight].to(total.dtype) * (normalised if t.normed else planes)[t.plane]
+                value = mix[t.weight].to(total.dtype) * (normalised if t.normed else planes)[t.plane]
+                total = total + scaled(value, factors, t.choice)
             planes[node] = total
         wave = program.wave_of(node)
         if wave is None or node != wave.sources[-1]:
@@ -145,6 +170,7 @@ class _MixedCell(torch.autograd.Function):
         mix: Tensor,
         given_weights: Tensor,
         running: Tensor | None,
+        factors: Tensor | None,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
         weights = given_weights.to(dtype)
@@ -171,7 +197,7 @@ class _MixedCell(torch.autograd.Function):
 
         for node in range(program.nodes):
             if node >= program.inputs:
-                combine(buffer, moments, mix, node, program.terms[node - program.inputs])
+                combine(buffer, moments, mix, factors, node, program.terms[node - program.inputs])
             wave = program.wave_of(node)
             if wave is None or node != wave.sources[-1]:
                 continue
@@ -184,7 +210,7 @@ class _MixedCell(torch.autograd.Function):
             convolve(buffer, weights, buffer, partial, wave.second)
             measure(wave.measured_second)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
-        ctx.save_for_backward(mix, given_weights, weights, running, moments, winners, buffer, given, *states)
+        ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(moments)
         return (*(buffer[j].permute(0, 3, 1, 2) for j in range(program.inputs, program.nodes)), moments)
@@ -192,10 +218,10 @@ class _MixedCell(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         program: Program = ctx.program
-        mix, given_weights, weights, running, moments, winners, buffer, given, *states = ctx.saved_tensors
+        mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states = ctx.saved_tensors
         if torch.is_grad_enabled():
-            leaves = (mix, given_weights, *states)
-            return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, running, ctx.needs_input_grad)
+            leaves, constants = (mix, given_weights, *states), (running, factors)
+            return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, constants, ctx.needs_input_grad)
         gradient = torch.empty_like(buffer)
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
         mix_gradient = torch.zeros_like(mix)
@@ -209,10 +235,12 @@ class _MixedCell(torch.autograd.Function):
             if wave is not None and node == wave.sources[-1]:
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
-                _leave(wave, x, dx, buffer, gradient, moments, mix, weights, winners, inward, ctx.by_batch)
+                _leave(wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners, inward, ctx.by_batch)
             if node >= program.inputs:
                 terms = program.terms[node - program.inputs]
-                combine_gradient(buffer, gradient, moments, mix, mix_gradient, node, terms, by_batch=ctx.by_batch)
+                combine_gradient(
+                    buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=ctx.by_batch
+                )
         weight_grad: Tensor | None = None
         if _wants_weights(ctx):
             weight_grad = flat = torch.zeros_like(given_weights)
@@ -224,7 +252,7 @@ class _MixedCell(torch.autograd.Function):
             weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
             weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
-        return None, None, mix_gradient, weight_grad, None, *inputs
+        return None, None, mix_gradient, weight_grad, None, None, *inputs
 
 
 def _leave(
@@ -235,6 +263,7 @@ def _leave(
     gradient: Tensor,
     moments: Tensor,
     mix: Tensor,
+    factors: Tensor | None,
     weights: Tensor,
     winners: Tensor,
     inward: bool,
@@ -255,7 +284,7 @@ def _leave(
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
         leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds=not inward))
-    gather_gradient(x, sums, gradient, dx, mix, winners, leaving)
+    gather_gradient(x, sums, gradient, dx, mix, factors, winners, leaving)
 
 
 def _wants_weights(ctx: Any) -> bool:
@@ -272,14 +301,14 @@ def _differentiable_backward(
     dtype: torch.dtype,
     grads: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
-    running: Tensor | None,
+    constants: tuple[Tensor | None, Tensor | None],
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """With create_graph the twin runs again: its gradient can be differentiated once more, a kernel's cannot."""
     mix, weights, *states = leaves
-    nodes, _ = mixed_cell_reference(program, dtype, mix, weights, running, *states)
+    nodes, _ = mixed_cell_reference(program, dtype, mix, weights, *constants, *states)
     kept = [(node, own) for node, own in zip(nodes, grads, strict=True) if own is not None]
-    wants = [i for i, want in enumerate((needed[2], needed[3], *needed[5:])) if want]
+    wants = [i for i, want in enumerate((needed[2], needed[3], *needed[6:])) if want]
     found = torch.autograd.grad(
         [node for node, _ in kept],
         [leaves[i] for i in wants],
@@ -288,4 +317,5 @@ def _differentiable_backward(
         allow_unused=True,
     )
     by_input = dict(zip(wants, found, strict=True))
-    return None, None, by_input.get(0), by_input.get(1), None, *(by_input.get(2 + i) for i in range(len(states)))
+    found_states = (by_input.get(2 + i) for i in range(len(states)))
+    return None, None, by_input.get(0), by_input.get(1), None, None, *found_states

@@ -5,8 +5,9 @@ node's gradient g, ŷ = (y − mean) · rstd and m rows,
 
     ∂w_k = Σ g·ŷ_k        ∂y_k = w_k · rstd_k · (g − Σg / m − ŷ_k · Σ(g·ŷ_k) / m)
 
-so one reducing pass and one writing pass serve all candidates of a node. Every function stands beside a `_reference`
-twin of the same signature in plain PyTorch, which is also the path of the CPU. Statistics and sums are float32.
+so one reducing pass and one writing pass serve all candidates of a node. With drop-path, what a choice contributes is
+scaled sample by sample, and g is scaled alike wherever it meets that choice. Every function stands beside a
+`_reference` twin of the same signature in plain PyTorch, also the path of the CPU. Statistics and sums are float32.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ class Term:
     """What arrives at a node: `plane` with the mixing weight at `weight`.
 
     `normed`: by the plane's statistics. `through`: the plane is a node itself (identity), so its gradient is not
-    written here. `adds`: the plane's gradient already holds another node's share.
+    written here. `adds`: the plane's gradient already holds another node's share. `choice`: the row of the drop-path
+    factors that scales it.
     """
 
     plane: int
     weight: int
     normed: bool
+    choice: int = 0
     through: bool = False
     adds: bool = False
 
@@ -90,15 +93,23 @@ def normalise_gradient_reference(
         dy[plane] = (moments[1, plane] * inner).to(dy.dtype)
 
 
-def combine(buffer: Tensor, moments: Tensor, mix: Tensor, node: int, terms: Sequence[Term]) -> None:
-    """buffer[node] = Σ mix[t.weight] · t's value; buffer [planes, n, h, w, c], mix [weights] float32."""
-    (triton_kernels("norm").combine if runs_triton(buffer) else combine_reference)(buffer, moments, mix, node, terms)
+def combine(
+    buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
+) -> None:
+    """buffer[node] = Σ factors[t.choice] · mix[t.weight] · t's value.
+
+    buffer [planes, n, h, w, c], mix [weights] float32, factors [choices, n] of drop-path or None for ones.
+    """
+    kernel = triton_kernels("norm").combine if runs_triton(buffer) else combine_reference
+    kernel(buffer, moments, mix, factors, node, terms)
 
 
-def combine_reference(buffer: Tensor, moments: Tensor, mix: Tensor, node: int, terms: Sequence[Term]) -> None:
+def combine_reference(
+    buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
+) -> None:
     total = torch.zeros_like(buffer[node], dtype=moments.dtype)
     for t in terms:
-        total += mix[t.weight] * _value(buffer, moments, t)
+        total += scaled(mix[t.weight] * _value(buffer, moments, t), factors, t.choice)
     buffer[node] = total.to(buffer.dtype)
 
 
@@ -107,6 +118,7 @@ def combine_gradient(
     gradient: Tensor,
     moments: Tensor,
     mix: Tensor,
+    factors: Tensor | None,
     mix_gradient: Tensor,
     node: int,
     terms: Sequence[Term],
@@ -115,10 +127,11 @@ def combine_gradient(
 ) -> None:
     """From gradient[node] to the gradients of all planes that arrive there, and of their mixing weights.
 
-    buffer and gradient [planes, n, h, w, c]; mix_gradient [weights] float32, written where a term has its weight.
+    buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient [weights] float32, written
+    where a term has its weight.
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
-    kernel(buffer, gradient, moments, mix, mix_gradient, node, terms, by_batch=by_batch)
+    kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch)
 
 
 def combine_gradient_reference(
@@ -126,16 +139,18 @@ def combine_gradient_reference(
     gradient: Tensor,
     moments: Tensor,
     mix: Tensor,
+    factors: Tensor | None,
     mix_gradient: Tensor,
     node: int,
     terms: Sequence[Term],
     *,
     by_batch: bool,
 ) -> None:
-    g = gradient[node].to(moments.dtype)
-    rows = g.numel() // g.shape[-1]
-    mean = g.sum((0, 1, 2)) / rows
+    arrived = gradient[node].to(moments.dtype)
+    rows = arrived.numel() // arrived.shape[-1]
     for t in terms:
+        g = scaled(arrived, factors, t.choice)
+        mean = g.sum((0, 1, 2)) / rows
         value = _value(buffer, moments, t)
         product = (g * value).sum((0, 1, 2))
         mix_gradient[t.weight] = product.sum()
@@ -151,6 +166,11 @@ def combine_gradient_reference(
 def normed(y: Tensor, moments: Tensor) -> Tensor:
     """y [..., c] by moments [2, c]."""
     return (y - moments[0]) * moments[1]
+
+
+def scaled(values: Tensor, factors: Tensor | None, choice: int) -> Tensor:
+    """values [n, h, w, c], each sample by its factor of `choice`."""
+    return values if factors is None else values * factors[choice].to(values.dtype).view(-1, 1, 1, 1)
 
 
 def _value(buffer: Tensor, moments: Tensor, t: Term) -> Tensor:

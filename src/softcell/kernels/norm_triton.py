@@ -90,8 +90,8 @@ def _normalise_gradient(
 
 @triton.jit
 def _combine(
-    buffer_ptr, moments_ptr, mix_ptr, terms_ptr, num_terms, rows, planes, node, C: tl.constexpr, CB: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    buffer_ptr, moments_ptr, mix_ptr, factors_ptr, terms_ptr, num_terms, rows, area, samples, planes, node,
+    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
@@ -103,29 +103,34 @@ def _combine(
     shift = tl.zeros((CB,), dtype=tl.float32)
     for t in range(0, num_terms, UNROLL):
         for i in tl.static_range(UNROLL):
-            row = terms_ptr + (t + i) * 4
+            row = terms_ptr + (t + i) * 5
             plane, normed = tl.load(row), tl.load(row + 2)
             weight = tl.load(mix_ptr + tl.load(row + 1)) * tl.load(row + 3).to(tl.float32)
             mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
             rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
             value = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
             scale = weight * rstd
-            total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
-            shift += mean * scale
+            if DROPS:
+                factor = tl.load(factors_ptr + tl.load(row + 4) * samples + m // area, mask=m < rows, other=0.0)
+                inner = (value - mean[None, :]) * scale[None, :]
+                total += tl.where(weight == 0.0, 0.0, inner) * factor[:, None]
+            else:
+                total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
+                shift += mean * scale
     to = buffer_ptr + node * size + at
     tl.store(to, (total - shift[None, :]).to(buffer_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _combine_sums(
-    buffer_ptr, gradient_ptr, moments_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, planes, node,
-    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+    buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, area,
+    samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.arange(0, CB)
     c_ok = c < C
-    row = terms_ptr + t * 4
-    plane, normed, plain = tl.load(row), tl.load(row + 2), tl.load(row + 3)
+    row = terms_ptr + t * 5
+    plane, normed, plain, choice = tl.load(row), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
     rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
     size = rows.to(tl.int64) * C
@@ -137,6 +142,8 @@ def _combine_sums(
         ok = (m < end)[:, None] & c_ok[None, :]
         at = (m * C)[:, None] + c[None, :]
         g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
+        if DROPS:
+            g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < end, other=0.0)[:, None]
         y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
         total += g * tl.where(plain > 0, 1.0, (y - mean[None, :]) * rstd[None, :])
     to = partial_ptr + (tl.program_id(0) * num_terms + t) * C + c
@@ -157,18 +164,18 @@ def _combine_finish(
         total += tl.load(partial_ptr + ((s * num_terms + t) * C)[:, None] + c[None, :], mask=ok, other=0.0)
     sums = tl.sum(total, 0)
     tl.store(sums_ptr + t * C + c, sums, mask=c < C)
-    row = terms_ptr + t * 4
+    row = terms_ptr + t * 5
     tl.store(mix_gradient_ptr + tl.load(row + 1), tl.sum(sums, 0), mask=tl.load(row + 3) == 0)
 
 
 @triton.jit
 def _combine_write(
-    buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, sums_ptr, terms_ptr, num_terms, rows, planes, node, scale,
-    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+    buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, sums_ptr, terms_ptr, rows, area, samples, planes, node,
+    scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    row = terms_ptr + tl.program_id(1) * 5
+    row = terms_ptr + tl.program_id(1) * 7
     plane, weight, normed = tl.load(row), tl.load(mix_ptr + tl.load(row + 1)), tl.load(row + 2)
-    adds, t = tl.load(row + 3), tl.load(row + 4)
+    adds, t, choice, plain = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
@@ -178,9 +185,11 @@ def _combine_write(
     used = c_ok & (normed > 0)
     mean = tl.load(moments_ptr + plane * C + c, mask=used, other=0.0)
     rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=used, other=1.0)
-    mean_g = tl.load(sums_ptr + (num_terms - 1) * C + c, mask=used, other=0.0) * scale
+    mean_g = tl.load(sums_ptr + plain * C + c, mask=used, other=0.0) * scale
     mean_gy = tl.load(sums_ptr + t * C + c, mask=used, other=0.0) * scale
     g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
+    if DROPS:
+        g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)[:, None]
     y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
     inner = g - mean_g[None, :] - (y - mean[None, :]) * (rstd * mean_gy)[None, :]
     result = inner * (weight * rstd)[None, :]
@@ -233,27 +242,40 @@ def normalise_gradient(partial, y, dy, moments, planes, *, by_batch):
     _normalise_gradient[grid](y, dy, moments, sums, rows, len(y), planes.start, scale, BLOCK=block, **settings)
 
 
-def combine(buffer, moments, mix, node, terms):
+def _dropping(buffer, factors):
+    """The settings of drop-path, and the pointer that stands for none."""
+    area = buffer.shape[2] * buffer.shape[3]
+    return {"area": area, "samples": buffer.shape[1], "DROPS": factors is not None}
+
+
+def combine(buffer, moments, mix, factors, node, terms):
     if not terms:
         buffer[node].zero_()
         return
     settings, rows = _sizes(buffer)
-    listed = [(t.plane, t.weight, int(t.normed), 1) for t in terms]
-    listed += [(*listed[0][:3], 0)] * (-len(listed) % UNROLL)
+    listed = [(t.plane, t.weight, int(t.normed), 1, t.choice) for t in terms]
+    listed += [(*listed[0][:3], 0, 0)] * (-len(listed) % UNROLL)
     block = _rows(settings, 1024)
     _combine[(triton.cdiv(rows, block),)](
-        buffer, moments, mix, table(tuple(listed), buffer.device), len(terms), rows, len(buffer), node, BLOCK=block,
-        UNROLL=UNROLL, num_warps=4, **settings,
+        buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
+        rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, num_warps=4, **settings,
+        **_dropping(buffer, factors),
     )  # fmt: skip
 
 
-def combine_gradient(buffer, gradient, moments, mix, mix_gradient, node, terms, *, by_batch):
+def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch):
     if not terms:
         return
     settings, rows = _sizes(buffer)
     c, device = buffer.shape[-1], buffer.device
-    # The last row stands for the sum of the gradient itself.
-    reduced = (*((t.plane, t.weight, int(t.normed), 0) for t in terms), (node, 0, 0, 1))
+    # Rows behind the terms stand for sums of the gradient itself, one per factor that scales it.
+    choices = sorted({t.choice for t in terms}) if factors is not None else [0]
+    plain = {choice: len(terms) + i for i, choice in enumerate(choices)}
+    reduced = (
+        *((t.plane, t.weight, int(t.normed), 0, t.choice) for t in terms),
+        *((node, 0, 0, 1, choice) for choice in choices),
+    )
+    scales, drops = mix if factors is None else factors, _dropping(buffer, factors)
     block = _rows(settings, 1024)
     splits = max(1, min(triton.cdiv(rows, block), 64, triton.cdiv(2112, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
@@ -262,15 +284,20 @@ def combine_gradient(buffer, gradient, moments, mix, mix_gradient, node, terms, 
     sums = moments.new_empty(len(reduced), c)
     listed = table(reduced, device)
     _combine_sums[(splits, len(reduced))](
-        buffer, gradient, moments, partial, listed, len(reduced), rows, each, len(buffer), node, BLOCK=block, **settings
-    )
+        buffer, gradient, moments, scales, partial, listed, len(reduced), rows, each, planes=len(buffer), node=node,
+        BLOCK=block, **settings, **drops,
+    )  # fmt: skip
     small = min(_rows(settings, 1024), triton.next_power_of_2(splits))
     _combine_finish[(len(reduced),)](partial, sums, mix_gradient, listed, len(reduced), splits, BLOCK=small, **settings)
-    written = tuple((t.plane, t.weight, int(t.normed), int(t.adds), i) for i, t in enumerate(terms) if not t.through)
+    written = tuple(
+        (t.plane, t.weight, int(t.normed), int(t.adds), i, t.choice, plain.get(t.choice, len(terms)))
+        for i, t in enumerate(terms)
+        if not t.through
+    )
     if written:
         block = _rows(settings, 2048)
         scale = 1.0 / rows if by_batch else 0.0
         _combine_write[(triton.cdiv(rows, block), len(written))](
-            buffer, gradient, moments, mix, sums, table(written, device), len(reduced), rows, len(buffer), node, scale,
-            BLOCK=block, **settings,
+            buffer, gradient, moments, mix, scales, sums, table(written, device), rows, planes=len(buffer), node=node,
+            scale=scale, BLOCK=block, **settings, **drops,
         )  # fmt: skip

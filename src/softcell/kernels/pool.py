@@ -37,14 +37,14 @@ class Pool:
 class Leaving:
     """All that leaves a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
-    `identities`: (plane of the target node, index of the mixing weight). `adds`: the node's gradient already holds
-    something, to be kept.
+    `identities`: (plane of the target node, index of the mixing weight, choice). `adds`: the node's gradient already
+    holds something, to be kept.
     """
 
     source: int
     first: int
     count: int
-    identities: tuple[tuple[int, int], ...]
+    identities: tuple[tuple[int, int, int], ...]
     pool: Pool | None
     adds: bool
 
@@ -78,16 +78,18 @@ def gather_gradient(
     dy: Tensor,
     dx: Tensor,
     mix: Tensor,
+    factors: Tensor | None,
     winners: Tensor,
     leaving: Sequence[Leaving],
 ) -> None:
-    """dx[source] = (what is there) + [x > 0] · Σ parts + Σ mix · dy[target] + gradients of the pools.
+    """dx[source] = (what is there) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
 
-    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights].
+    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights]; factors
+    [choices, n] of drop-path or None.
     """
     if leaving:
         kernel = triton_kernels("pool").gather_gradient if runs_triton(x) else gather_gradient_reference
-        kernel(x, parts, dy, dx, mix, winners, leaving)
+        kernel(x, parts, dy, dx, mix, factors, winners, leaving)
 
 
 def gather_gradient_reference(
@@ -96,6 +98,7 @@ def gather_gradient_reference(
     dy: Tensor,
     dx: Tensor,
     mix: Tensor,
+    factors: Tensor | None,
     winners: Tensor,
     leaving: Sequence[Leaving],
 ) -> None:
@@ -104,8 +107,11 @@ def gather_gradient_reference(
         total = parts[one.first : one.first + one.count].sum(0) * (image > 0)
         if one.adds:
             total = total + dx[one.source]
-        for plane, weight in one.identities:
-            total = total + mix[weight] * dy[plane]
+        for plane, weight, choice in one.identities:
+            share = mix[weight] * dy[plane]
+            if factors is not None:
+                share = share * factors[choice].to(share.dtype).view(-1, 1, 1, 1)
+            total = total + share
         if one.pool is not None:
             total = total + _pool_gradient(image, dy, winners, one.pool)
         dx[one.source] = total.to(dx.dtype)

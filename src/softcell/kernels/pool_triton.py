@@ -65,9 +65,9 @@ def _pool(
 
 @triton.jit
 def _gather_gradient(
-    x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width, out_height,
-    out_width, dy_plane, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    POOLED: tl.constexpr, LARGEST: tl.constexpr,
+    x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, factors_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width,
+    out_height, out_width, dy_plane, samples, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, POOLED: tl.constexpr, LARGEST: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 9
     source, first, count = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -88,8 +88,12 @@ def _gather_gradient(
     total += tl.load(to, mask=ok & (adds > 0), other=0.0).to(tl.float32)
     for i in range(begin, end):
         # Identity keeps the resolution, so that rows are the same on both sides.
-        plane, weight = tl.load(identities_ptr + i * 2), tl.load(mix_ptr + tl.load(identities_ptr + i * 2 + 1))
-        total += weight * tl.load(dy_ptr + plane.to(tl.int64) * dy_plane + inner, mask=ok, other=0.0).to(tl.float32)
+        plane, weight = tl.load(identities_ptr + i * 3), tl.load(mix_ptr + tl.load(identities_ptr + i * 3 + 1))
+        g = tl.load(dy_ptr + plane.to(tl.int64) * dy_plane + inner, mask=ok, other=0.0).to(tl.float32)
+        if DROPS:
+            at = factors_ptr + tl.load(identities_ptr + i * 3 + 2) * samples + m // (height * width)
+            g *= tl.load(at, mask=m_ok, other=0.0)[:, None]
+        total += weight * g
     if POOLED:
         largest, average, slot = tl.load(job + 6), tl.load(job + 7), tl.load(job + 8)
         area = height * width
@@ -142,7 +146,7 @@ def pool(x, y, winners, partial, pools):
     )  # fmt: skip
 
 
-def gather_gradient(x, parts, dy, dx, mix, winners, leaving):
+def gather_gradient(x, parts, dy, dx, mix, factors, winners, leaving):
     settings = _settings(x)
     identities, jobs = [], []
     for one in leaving:
@@ -155,8 +159,8 @@ def gather_gradient(x, parts, dy, dx, mix, winners, leaving):
     block = max(1, 1024 // settings["CB"])
     pools = [one.pool for one in leaving if one.pool is not None]
     _gather_gradient[(triton.cdiv(rows, block), len(jobs))](
-        x, parts, dy, dx, mix, winners, table(tuple(jobs), x.device),
-        table(tuple(identities) or ((0, 0),), x.device), rows, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
-        dy[0].numel(), STRIDE=pools[0].stride if pools else 1, BLOCK=block, POOLED=bool(pools),
-        LARGEST=_has_maximum(pools), **settings,
+        x, parts, dy, dx, mix, mix if factors is None else factors, winners, table(tuple(jobs), x.device),
+        table(tuple(identities) or ((0, 0, 0),), x.device), rows, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
+        dy[0].numel(), x.shape[1], STRIDE=pools[0].stride if pools else 1, BLOCK=block, POOLED=bool(pools),
+        DROPS=factors is not None, LARGEST=_has_maximum(pools), **settings,
     )  # fmt: skip

@@ -73,11 +73,15 @@ def _drop(x: Tensor, probability: float | Tensor, training: bool, tail: tuple[in
             return x
     if not training:
         return x
+    return x * _factors(x, probability, tail).to(x.dtype)
+
+
+def _factors(x: Tensor, probability: float | Tensor, tail: tuple[int, ...]) -> Tensor:
+    """0 for what is dropped and 1 / (1 - probability) for what is kept, [N, *tail], in at least float32."""
     kept = uniform_for_batch(x, *tail) >= probability
     # With probability 1 nothing is kept: the bound only keeps 0 / 0 out.
     keep = (1.0 - probability).clamp(min=1e-12) if isinstance(probability, Tensor) else max(1.0 - probability, 1e-12)
-    factor = kept.to(torch.promote_types(x.dtype, torch.float32)) / keep
-    return x * factor.to(x.dtype)
+    return kept.to(torch.promote_types(x.dtype, torch.float32)) / keep
 
 
 def _check_probability(probability: float) -> None:
@@ -117,6 +121,10 @@ class DropPath(_Drop):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` [N, ...] with some samples dropped while training."""
         return x if self.probability == 0.0 else drop_path(x, self.current, self.training)
+
+    def factors(self, x: Tensor, paths: int) -> Tensor:
+        """What each of `paths` paths is scaled by for each sample of `x` [N, ...]: [paths, N], drawn at once."""
+        return _factors(x, self.current, (paths,)).t().contiguous()
 
 
 class Dropout(_Drop):

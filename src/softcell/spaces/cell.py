@@ -126,20 +126,21 @@ class MixedCell(nn.Module):
             for entry, choice, candidate, target in leaving:
                 if live is None or candidate in live[choice]:
                     weight = choice * self.table.width + candidate
-                    yield Entry(source, target, weight, self.edges.module(entry))
+                    yield Entry(source, target, weight, self.edges.module(entry), choice)
 
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         live = mix.live(site)
-        if isinstance(mix, WeightMix) and not self._drops() and serves(states[0]):
+        factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
+        if isinstance(mix, WeightMix) and serves(states[0]):
             fused = self._fused.of(live, self._spec.channels, self._spec.stride)
             if fused is not None:
-                return fused(states, mix.weights(site).flatten())
+                return fused(states, mix.weights(site).flatten(), factors)
         values = list(states)
         arrived: dict[int, list[tuple[int, int, Tensor | None]]] = {target: [] for target in self.table.targets}
         for node in range(max(self.table.targets) + 1):
             if node >= self.inputs:
-                value = self._combine(arrived[node], mix, site)
+                value = self._combine(arrived[node], mix, site, factors)
                 values.append(_zeros(states[0], self._spec) if value is None else value)
             if node in self._leaving:
                 self._depart(node, values[node], live, arrived)
@@ -158,15 +159,17 @@ class MixedCell(nn.Module):
                 module = self.edges.module(entry)
                 arrived[target].append((choice, candidate, None if module is None else run(module)))
 
-    def _combine(self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int) -> Tensor | None:
-        """The value of a node out of all that arrives at it; with drop-path, choice by choice."""
-        if not self._drops():
+    def _combine(
+        self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int, factors: Tensor | None
+    ) -> Tensor | None:
+        """The value of a node out of all that arrives; with drop-path (factors [choices, n]), choice by choice."""
+        if factors is None:
             return self._sum(outputs, mix, site)
         total: Tensor | None = None
         for choice in sorted({choice for choice, _, _ in outputs}):
             value = self._sum([output for output in outputs if output[0] == choice], mix, site)
             if value is not None:
-                kept = self._drop_path[0](value)
+                kept = value * factors[choice].to(value.dtype).view(-1, 1, 1, 1)
                 total = kept if total is None else total + kept
         return total
 

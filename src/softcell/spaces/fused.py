@@ -29,12 +29,13 @@ from softcell.nn.pool import AveragePool
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One live candidate: its edge, the index of its mixing weight, and its module (None: zeros)."""
+    """One live candidate: its edge, the index of its mixing weight, its module (None: zeros), its choice."""
 
     source: int
     target: int
     weight: int
     module: nn.Module | None
+    choice: int = 0
 
 
 _KINDS = (Kind.PRODUCT, Kind.PRODUCT, Kind.PRODUCT, Kind.COPY, Kind.HALVES)  # by the order of a stage
@@ -153,8 +154,11 @@ class FusedCell:
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm)
     momentum: float
 
-    def __call__(self, states: Sequence[Tensor], mix: Tensor) -> list[Tensor]:
-        """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes."""
+    def __call__(self, states: Sequence[Tensor], mix: Tensor, factors: Tensor | None = None) -> list[Tensor]:
+        """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes.
+
+        factors [choices, n]: what drop-path scales each choice of each sample by.
+        """
         c, device = self.program.channels, states[0].device
         training = self.norms[0][1].training
         dtype = _compute_type(states[0])
@@ -162,7 +166,7 @@ class FusedCell:
             flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else self._running(device)
             mix = mix.to(torch.promote_types(dtype, torch.float32))
-            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, *states)
+            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states)
             if training:
                 rows = nodes[0].numel() // c
                 if rows <= 1:
@@ -381,10 +385,9 @@ class _Planner:
                 raise Unfit("a convolution has a bias or another width")
             assert all(w.shape[0] <= self.channels for w in weights)
 
-    def _identities(self, source: int) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            (e.target, e.weight) for e in self.entries if e.source == source and isinstance(e.module, nn.Identity)
-        )
+    def _identities(self, source: int) -> tuple[tuple[int, int, int], ...]:
+        mine = (e for e in self.entries if e.source == source and isinstance(e.module, nn.Identity))
+        return tuple((e.target, e.weight, e.choice) for e in mine)
 
     def _terms(self) -> tuple[tuple[Term, ...], ...]:
         """Gradients reach the last node first, so that node's share of a shared plane is the one that starts it."""
@@ -398,10 +401,10 @@ class _Planner:
                 if isinstance(e.module, nn.Identity):
                     if self._stride(e.source) != 1:
                         raise Unfit("an identity leaves a node with stride 2")
-                    terms.append(Term(e.source, e.weight, normed=False, through=True))
+                    terms.append(Term(e.source, e.weight, normed=False, choice=e.choice, through=True))
                     continue
                 plane, normed = self.result[id(e.module)]
-                terms.append(Term(plane, e.weight, normed, adds=plane in seen))
+                terms.append(Term(plane, e.weight, normed, e.choice, adds=plane in seen))
                 seen.add(plane)
             found.insert(0, tuple(terms))
         return tuple(found)
