@@ -3,7 +3,7 @@
 from softcell.arch.choice import Choice, Layout, Pick, Table
 from softcell.arch.derive import Rule, StrongestEach, TopInputs, count, derive, sample
 from softcell.arch.genotype import Cell, Genotype, check_against
-from softcell.arch.mix import Live, Mix, WeightMix
+from softcell.arch.mix import Live, Mix, Plan, WeightMix
 
 __all__ = [
     "Cell",
@@ -13,6 +13,7 @@ __all__ = [
     "Live",
     "Mix",
     "Pick",
+    "Plan",
     "Rule",
     "StrongestEach",
     "Table",

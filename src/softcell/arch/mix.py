@@ -17,6 +17,9 @@ from softcell.arch.choice import Layout
 Live = tuple[tuple[int, ...], ...]
 """For every choice of a table the candidate indices that run."""
 
+Plan = tuple[Live | None, ...]
+"""For every site the candidates that run there; None: all. What the host must know of a mix before a step."""
+
 
 class Mix(ABC):
     """How the outputs of a choice's candidates become one."""
@@ -35,9 +38,17 @@ class WeightMix(Mix):
 
     weights: per table [choices, width], shared by all its sites, or [sites of the table, choices, width].
     lives: per site the candidates that must run; a site that is not named runs all of them.
+    picked: per site that runs some candidates, each with a weight of exactly 1, which they are, and the same as a
+    tensor [choices, width] of ones and zeros. Such a site takes nothing from `weights`.
     """
 
-    def __init__(self, layout: Layout, weights: Mapping[str, Tensor], lives: Mapping[int, Live] | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        weights: Mapping[str, Tensor],
+        lives: Mapping[int, Live] | None = None,
+        picked: Mapping[int, tuple[Live, Tensor]] | None = None,
+    ) -> None:
         self._weights: list[Tensor] = []
         seen: dict[str, int] = {}
         for name in layout.sites:
@@ -46,6 +57,9 @@ class WeightMix(Mix):
             seen[name] = position + 1
         self.tables = dict(weights)
         self._lives = dict(lives or {})
+        self._picked = frozenset(picked or ())
+        for site, (live, ones) in (picked or {}).items():
+            self._weights[site], self._lives[site] = ones, live
 
     def weights(self, site: int) -> Tensor:
         """[choices, width]"""
@@ -53,6 +67,10 @@ class WeightMix(Mix):
 
     def live(self, site: int) -> Live | None:
         return self._lives.get(site)
+
+    def is_picked(self, site: int) -> bool:
+        """Whether all live candidates of the site weigh exactly 1: a node is then their plain sum."""
+        return site in self._picked
 
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         total: Tensor | None = None
@@ -67,5 +85,5 @@ class WeightMix(Mix):
         twin = object.__new__(WeightMix)
         twin._weights = [weights.detach() for weights in self._weights]
         twin.tables = {name: weights.detach() for name, weights in self.tables.items()}
-        twin._lives = self._lives
+        twin._lives, twin._picked = self._lives, self._picked
         return twin

@@ -2,12 +2,16 @@
 
 A captured step must be a function of tensors on the device alone. It writes its results (weights, optimiser state,
 meters) in place, its schedules come from buffers filled in place, and nothing in it may ask the device for a value.
+
+A step whose course depends on something the host decides (which candidates run) is called with that as `key`: there is
+one recording per key. Recordings share their memory, and only the latest used are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,33 +23,46 @@ Engine = Literal["auto", "eager", "graph"]
 
 # Real steps before the recording: cuDNN picks its algorithms and optimisers make their state in them.
 WARMUP = 3
+# Real steps with a key before it is recorded: a decision that keeps changing is cheaper to run than to record.
+TRIED = 2
+KEPT = 16
+REMEMBERED = 1024
 
 
 class CapturedStep:
-    """Calls `step` eagerly a few times, then records it and replays the recording.
+    """Calls `step` eagerly a few times, then records it and replays the recording; each `key` has its own.
 
     The first calls are real steps of the run, not rehearsals: nothing has to be undone. When recording fails, `tell` is
     given the reason once and the step stays eager.
     """
 
-    def __init__(self, step: Step, tell: Callable[[str], None], warmup: int = WARMUP) -> None:
-        self._step, self._tell, self._left = step, tell, warmup
-        self._graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, step: Step, tell: Callable[[str], None], warmup: int = WARMUP, kept: int = KEPT) -> None:
+        self._step, self._tell, self._left, self._kept = step, tell, warmup, kept
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._tried: OrderedDict[Hashable, int] = OrderedDict()
+        self._pool: Any = None
         self._inputs: list[Tensor] = []
         self._gave_up = False
 
-    def __call__(self, *inputs: Tensor) -> None:
+    def __call__(self, *inputs: Tensor, key: Hashable = None) -> None:
         if self._gave_up:
             self._step(*inputs)
-        elif self._graph is not None:
-            for own, given in zip(self._inputs, inputs, strict=True):
-                own.copy_(given)
-            self._graph.replay()
-        elif self._left > 0:
+        elif key in self._graphs:
+            self._graphs.move_to_end(key)
+            self._replay(self._graphs[key], *inputs)
+        elif self._left > 0 or self._count(key) < TRIED:
             self._left -= 1
+            self._count(key, 1)
             self._eager_on_side_stream(*inputs)
         else:
-            self._record(*inputs)
+            self._record(key, *inputs)
+
+    def _count(self, key: Hashable, more: int = 0) -> int:
+        """How often the step ran eagerly with `key`; the keys seen longest ago are forgotten."""
+        self._tried[key] = self._tried.pop(key, 0) + more
+        while len(self._tried) > REMEMBERED:
+            self._tried.popitem(last=False)
+        return self._tried[key]
 
     def _eager_on_side_stream(self, *inputs: Tensor) -> None:
         """Recording happens on a stream of its own, and what it uses must have been made off the default one."""
@@ -55,22 +72,35 @@ class CapturedStep:
             self._step(*inputs)
         current.wait_stream(side)
 
-    def _record(self, *inputs: Tensor) -> None:
-        self._inputs = [tensor.clone() for tensor in inputs]
+    def _replay(self, graph: torch.cuda.CUDAGraph, *inputs: Tensor) -> None:
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        graph.replay()
+
+    def _record(self, key: Hashable, *inputs: Tensor) -> None:
+        while len(self._graphs) >= self._kept:
+            _, oldest = self._graphs.popitem(last=False)
+            torch.cuda.synchronize()  # it may still be running
+            oldest.reset()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         try:
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            # One pool for all: they never run at once, and leave nothing in it that another would read.
+            with torch.cuda.graph(graph, pool=self._pool):
                 self._step(*self._inputs)
         except RuntimeError as error:
             self._gave_up = True
+            self._graphs.clear()
             self._inputs = []
             reason = str(error).strip().splitlines()[0]
             self._tell(f"this step cannot be recorded as a CUDA graph ({reason}); going on with the eager engine")
             self._step(*inputs)
             return
-        self._graph = graph
-        graph.replay()  # recording runs nothing: this is the step itself
+        self._graphs[key] = graph
+        self._replay(graph, *inputs)  # recording runs nothing: this is the step itself
 
 
 def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str], None]) -> Step:

@@ -93,17 +93,24 @@ def sgd(
 
 
 def adam(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     device: torch.device,
     *,
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
 ) -> torch.optim.Adam:
-    """Adam with weight decay added to the gradient; on CUDA its step counters are on the device."""
+    """Adam with weight decay added to the gradient; on CUDA its step counters are on the device.
+
+    parameters: or groups of them, which may have an `lr` and `weight_decay` of their own.
+    """
     on_cuda = device.type == "cuda"
+    listed: list[Any] = list(parameters)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    if on_cuda:
+        groups = [{**group, "lr": torch.tensor(group.get("lr", lr), device=device)} for group in groups]
     return torch.optim.Adam(
-        parameters,
+        groups,
         lr=torch.tensor(lr, device=device) if on_cuda else lr,
         betas=betas,
         weight_decay=weight_decay,

@@ -8,14 +8,15 @@ one, and is told how they did. Neither knows of loops, devices or data.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Genotype, Layout, Mix, Rule, derive
+from softcell.arch import Genotype, Layout, Mix, Plan, Rule, derive
 
 Regime = Literal["single-level", "bilevel", "unrolled"]
 
@@ -29,11 +30,18 @@ class Method(nn.Module, ABC):
     """Architecture parameters and what they mean.
 
     `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`) to what
-    its recipe changes in the defaults of `SearchRecipe`.
+    its recipe changes in the defaults of `SearchRecipe`. `excludes` names candidates that the method leaves out of its
+    tables wherever an edge has others. `prefers` holds settings that it wants of a space that has them.
+
+    A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
+    what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
+    plan is made before it, from numbers that are one step old (`softcell.search.plans`).
     """
 
     name: ClassVar[str]
     about: ClassVar[str] = ""
+    excludes: ClassVar[tuple[str, ...]] = ()
+    prefers: ClassVar[Mapping[str, Any]] = {}
     regime: ClassVar[Regime] = "bilevel"
     rule: ClassVar[Rule | None] = None
     Settings: ClassVar[type] = NoSettings
@@ -42,6 +50,7 @@ class Method(nn.Module, ABC):
     def __init__(self, layout: Layout, settings: Any) -> None:
         super().__init__()
         self.layout, self.settings = layout, settings
+        self._plan: Plan | None = None
 
     @abstractmethod
     def relax(self) -> Mix:
@@ -54,6 +63,36 @@ class Method(nn.Module, ABC):
     def derive(self) -> Genotype:
         """The architecture found so far; by default the method's or the space's rule on the probabilities."""
         return derive(self.layout, self.probabilities(), self.rule, about={"method": self.name})
+
+    def reading(self) -> Tensor | None:
+        """Numbers [n] that the host reads to plan a step; None: this method needs no plan. On the device's clock."""
+        return None
+
+    def plan(self, reading: Tensor) -> Plan:
+        """What runs in a step, from a copy of `reading` on the host."""
+        raise NotImplementedError(f"{type(self).__name__} has a `reading`, so it needs `plan` too")
+
+    def planned(self) -> Plan:
+        """The plan that is being followed; where there is none, one is made at once, which waits for the device."""
+        if self._plan is not None:
+            return self._plan
+        with torch.no_grad():
+            reading = self.reading()
+        assert reading is not None
+        return self.plan(reading.cpu())
+
+    @contextmanager
+    def following(self, plan: Plan | None) -> Iterator[None]:
+        """Within this context `relax` follows `plan`; None: it makes its own at every call."""
+        before, self._plan = self._plan, plan
+        try:
+            yield
+        finally:
+            self._plan = before
+
+    def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        """The groups of the architecture's optimiser; together they hold every parameter once."""
+        return [{"params": list(self.parameters()), "lr": lr, "weight_decay": weight_decay}]
 
     def begin_epoch(self, progress: float) -> None:
         """Moves schedules; `progress` runs from 0 to 1 over the search. Values go into buffers, in place."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from softcell.arch import Genotype
 from softcell.arch.simplex import entropy
 from softcell.data import Batch, Batches
-from softcell.engine.capture import prepare_step
+from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.distributed import World, average_, broadcast_module
 from softcell.engine.meter import Meter, measure
 from softcell.engine.optim import adam, load_optimiser, sgd
@@ -25,6 +25,7 @@ from softcell.search.budget import Budget
 from softcell.search.child import measure_child
 from softcell.search.collapse import SKIP, CollapseWatch, share
 from softcell.search.hypergradient import Unrolling
+from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
@@ -70,7 +71,13 @@ class SearchTask:
             method,
             objective,
             sgd(own, world.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay),
-            adam(method.parameters(), world.device, lr=a.lr, betas=(a.beta1, a.beta2), weight_decay=a.weight_decay),
+            adam(
+                method.parameter_groups(a.lr, a.weight_decay),
+                world.device,
+                lr=a.lr,
+                betas=(a.beta1, a.beta2),
+                weight_decay=a.weight_decay,
+            ),
             world,
             w.clip,
             a.clip,
@@ -83,6 +90,7 @@ class SearchTask:
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         self._run = prepare_step(learn, recipe.engine, world, tell)
+        self._plans = Plans(method)
 
     @property
     def num_epochs(self) -> int:
@@ -113,7 +121,13 @@ class SearchTask:
         return zip(train, _cycle(self._validation, first), strict=False)
 
     def step(self, batch: Pair) -> None:
-        self._run(*(tensor for part in batch if part is not None for tensor in (part.images, part.labels)))
+        tensors = [tensor for part in batch if part is not None for tensor in (part.images, part.labels)]
+        if not isinstance(self._run, CapturedStep):
+            self._run(*tensors)
+            return
+        plan = self._plans.next()
+        with self.method.following(plan):
+            self._run(*tensors, key=plan)
 
     def _learn(self, images: Tensor, labels: Tensor, *held_out: Tensor) -> None:
         """One step of the regime on a training batch and, unless single-level, a validation batch.
@@ -202,6 +216,7 @@ class SearchTask:
             "architecture_optimiser": self.players.architecture_optimiser.state_dict(),
             "collapse": self._collapse.state_dict(),
             "budget": None if self._budget is None else self._budget.state_dict(),
+            "plans": self._plans.state_dict(),
             "step": int(self._number),
             "_local": {"meter": self._meter.sums, "diagnostics": self.method.diagnostics()},
         }
@@ -214,6 +229,7 @@ class SearchTask:
         self._collapse.load_state_dict(state["collapse"])
         if self._budget is not None:
             self._budget.load_state_dict(state["budget"])
+        self._plans.load_state_dict(state.get("plans"))
         self._number.fill_(state["step"])
         if "_local" in state:
             self._meter.sums.copy_(state["_local"]["meter"])

@@ -178,6 +178,8 @@ class MixedCell(nn.Module):
             present = [(choice, candidate, x) for choice, candidate, x in outputs if x is not None]
             if not present:
                 return None
+            if mix.is_picked(site):
+                return _total([x for _, _, x in present])
             weights = mix.weights(site).flatten()
             width = self.table.width
             index = self._index(weights.device, tuple(choice * width + k for choice, k, _ in present))
@@ -232,6 +234,14 @@ class PickedCell(nn.Module):
 
     def _incoming(self, node: int) -> Iterator[tuple[int, int]]:
         return ((i, pick.source) for i, pick in enumerate(self.cell.picks) if pick.target == node)
+
+
+def _total(terms: Sequence[Tensor]) -> Tensor:
+    """Σ terms, all of one shape."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 def _zeros(like: Tensor, spec: Spec) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.arch import Genotype, Mix, WeightMix, check_against, sample
+from softcell.arch import Genotype, Mix, Table, WeightMix, check_against, sample
 from softcell.methods import METHODS, Method, Sampler
 from softcell.settings import build, to_dict
 from softcell.spaces import Space, Supernet
@@ -81,7 +81,7 @@ def gradients_reach_every_logit(kind: type[Method], space: Space) -> None:
         require(bool(total.any()), f"{kind.name}: no gradient reaches {name}")
         for table in layout.tables:
             if _is_table(name, total, table.name, table.shape):
-                mask = table.mask()
+                mask = _taking_part(kind, table)
                 # A softmax over one candidate is 1 whatever its logit: nothing to learn there.
                 free = mask & (mask.sum(1, keepdim=True) > 1)
                 require(bool(total[free].all()), f"{kind.name}: a gradient must reach every logit of {name}")
@@ -161,7 +161,8 @@ def planted_architecture_is_derived(kind: type[Method], space: Space) -> None:
             return
         derived = method.derive()
         for name, cell in genotype.cells.items():
-            missing = [str(pick) for pick in cell.picks if pick not in derived.cells[name].picks]
+            planted_picks = [pick for pick in cell.picks if pick.op not in kind.excludes]
+            missing = [str(pick) for pick in planted_picks if pick not in derived.cells[name].picks]
             require(not missing, f"{kind.name}: {missing} have by far the largest logits but were not derived")
 
 
@@ -178,15 +179,47 @@ def precision_is_that_of_the_method(kind: type[Method], space: Space) -> None:
 
 
 def relax_never_waits_for_the_host(kind: type[Method], space: Space) -> None:
-    """Nothing in `relax` reads a value: it works on tensors that have none."""
-    method = build_method(kind, space).to("meta")
+    """Nothing in `relax` and `reading` reads a value: they work on tensors that have none, given a plan."""
+    method = build_method(kind, space)
+    plan = None if method.reading() is None else method.planned()
+    method = method.to("meta")
     try:
-        mix = method.relax()
+        method.reading()
+        with method.following(plan):
+            mix = method.relax()
     except (RuntimeError, NotImplementedError) as error:
         raise AssertionError(f"{kind.name}: relax must not read values on the host, but: {error}") from error
     if isinstance(mix, WeightMix):
         devices = {mix.weights(site).device.type for site in range(len(space.layout().sites))}
         require(devices == {"meta"}, f"{kind.name}: weights must be on the method's device, got {devices}")
+
+
+def relax_follows_the_plan_it_is_given(kind: type[Method], space: Space) -> None:
+    """A plan made from a copy of the reading is the method's own; under another, just that one's candidates run."""
+    method, layout = build_method(kind, space), space.layout()
+    reading = method.reading()
+    if reading is None:
+        return
+    own = method.plan(reading.detach().clone())
+    require(own == method.planned(), f"{kind.name}: `plan` must depend on the reading alone")
+    require(len(own) == len(layout.sites), f"{kind.name}: a plan names every site, got {len(own)} of them")
+    hash(own)  # recorded steps are kept by plan
+    first_planned = next((site for site, live in enumerate(own) if live is not None), None)
+    if first_planned is None:
+        return
+    last = tuple((len(choice.candidates) - 1,) for choice in layout.table(layout.sites[first_planned]).choices)
+    other = tuple(last if site == first_planned else live for site, live in enumerate(own))
+    with method.following(other):
+        require(method.relax().live(first_planned) == last, f"{kind.name}: relax must follow the plan it is given")
+    require(method.relax().live(first_planned) == own[first_planned], f"{kind.name}: a plan must end with its context")
+
+
+def groups_hold_every_parameter_once(kind: type[Method], space: Space) -> None:
+    """The optimiser's groups cover the method's parameters without repetition."""
+    method = build_method(kind, space)
+    grouped = [id(p) for group in method.parameter_groups(0.1, 0.0) for p in group["params"]]
+    own = [id(p) for p in method.parameters()]
+    require(sorted(grouped) == sorted(own), f"{kind.name}: parameter_groups must hold every parameter exactly once")
 
 
 METHOD_CHECKS: tuple[MethodCheck, ...] = (
@@ -202,6 +235,8 @@ METHOD_CHECKS: tuple[MethodCheck, ...] = (
     planted_architecture_is_derived,
     precision_is_that_of_the_method,
     relax_never_waits_for_the_host,
+    relax_follows_the_plan_it_is_given,
+    groups_hold_every_parameter_once,
 )
 
 
@@ -279,6 +314,15 @@ def _loss(method: Method, supernet: Supernet) -> Tensor:
     loss: Tensor = (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)).sum()
     penalty = method.penalty(mix)
     return loss if penalty is None else loss + penalty
+
+
+def _taking_part(kind: type[Method], table: Table) -> Tensor:
+    """The mask of a table without what the method excludes; an edge that has nothing else keeps it."""
+    mask = table.mask()
+    for op in kind.excludes:
+        left = mask & ~table.columns(op)
+        mask = torch.where(left.any(1, keepdim=True), left, mask)
+    return mask
 
 
 def _is_table(name: str, parameter: Tensor, table: str, shape: tuple[int, int]) -> bool:

@@ -1,0 +1,141 @@
+"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA itself is played by a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.engine.capture import TRIED, CapturedStep
+from softcell.engine.readback import Readback
+
+
+class Recording:
+    """Stands in for `torch.cuda.CUDAGraph`: replays what was called while it was being recorded."""
+
+    current: Recording | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.alive = True
+
+    def replay(self) -> None:
+        assert self.alive, "a recording that was dropped must not be replayed"
+        for call in self.calls:
+            call()
+
+    def reset(self) -> None:
+        self.alive = False
+
+
+class Stream:
+    def wait_stream(self, other: Stream) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def graph(recording: Recording, pool: object) -> Iterator[None]:
+        assert pool == "pool"
+        Recording.current = recording
+        try:
+            yield
+        finally:
+            Recording.current = None
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+
+class Subject:
+    """A step that notes (key, how it ran, what it read)."""
+
+    def __init__(self, **options: Any) -> None:
+        self.key: Any = None
+        self.done: list[tuple[Any, str, float]] = []
+        self.told: list[str] = []
+        self.run = CapturedStep(self.step, self.told.append, **options)
+
+    def step(self, x: Tensor) -> None:
+        key = self.key
+        if Recording.current is None:
+            self.done.append((key, "eager", float(x)))
+        elif key == "bad":
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        else:
+            Recording.current.calls.append(lambda: self.done.append((key, "replayed", float(x))))
+
+    def __call__(self, key: Any, value: float) -> tuple[Any, str, float]:
+        self.key = key
+        self.run(torch.tensor(value), key=key)
+        return self.done[-1]
+
+
+def test_a_step_without_key_is_eager_at_first_and_then_replayed_on_new_inputs() -> None:
+    subject = Subject(warmup=3)
+    ran = [subject(None, float(i)) for i in range(6)]
+    assert ran == [(None, "eager" if i < 3 else "replayed", float(i)) for i in range(6)]
+    assert len(subject.done) == 6, "every call is one step"
+
+
+def test_every_key_is_tried_eagerly_before_it_is_recorded() -> None:
+    subject = Subject(warmup=3)
+    keys = ["a", "b", "c", "a", "a", "b", "b", "a", "c", "b"]
+    ran = [subject(key, float(i)) for i, key in enumerate(keys)]
+    seen: dict[str, int] = {}
+    for i, (key, (ran_key, how, value)) in enumerate(zip(keys, ran, strict=True)):
+        seen[key] = seen.get(key, 0) + 1
+        assert (ran_key, value) == (key, float(i))
+        assert how == ("eager" if i < 3 or seen[key] <= TRIED else "replayed")
+
+
+def test_a_key_that_never_comes_back_is_never_recorded() -> None:
+    subject = Subject(warmup=1)
+    assert [subject(key, 0.0)[1] for key in range(50)] == ["eager"] * 50
+
+
+def test_only_the_latest_used_recordings_are_kept() -> None:
+    subject = Subject(warmup=0, kept=2)
+    for key in ("a", "b"):
+        assert [subject(key, 0.0)[1] for _ in range(TRIED + 1)][-1] == "replayed"
+    assert subject("a", 1.0) == ("a", "replayed", 1.0)
+    for _ in range(TRIED + 1):
+        subject("c", 2.0)  # drops b, which was used before a
+    assert list(subject.run._graphs) == ["a", "c"]
+    assert subject("b", 3.0) == ("b", "replayed", 3.0), "it was tried before, so it is recorded anew at once"
+    assert list(subject.run._graphs) == ["c", "b"]
+
+
+def test_a_key_that_cannot_be_recorded_makes_all_steps_eager_and_says_so_once() -> None:
+    subject = Subject(warmup=0)
+    for _ in range(TRIED + 2):
+        assert subject("bad", 1.0)[1] == "eager"
+    assert subject("a", 1.0)[1] == "eager"
+    (reason,) = subject.told
+    assert "not permitted" in reason
+    assert "more" not in reason
+
+
+def test_a_readback_gives_what_was_sent_one_call_before() -> None:
+    back, value = Readback(), torch.zeros(2)
+    assert back.exchange(value) is None
+    value += 1
+    first = back.exchange(value)
+    assert first is not None
+    assert first.tolist() == [0.0, 0.0], "a copy: what happens to the tensor later is not seen"
+    other = Readback()
+    other.restore(back.pending())
+    value += 1
+    again, there = other.exchange(value), back.exchange(value)
+    assert again is not None
+    assert there is not None
+    assert again.tolist() == there.tolist() == [1.0, 1.0]
