@@ -18,7 +18,7 @@ ORDER = (
     {"spaces"},
     {"methods"},
     {"search", "evaluate"},
-    {"report"},
+    {"report", "export"},
     {"drawings"},
     {"api"},
     {"baseline"},

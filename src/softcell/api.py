@@ -28,19 +28,22 @@ from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_tra
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate import train as run_training
 from softcell.evaluate.count import Cost
+from softcell.export import export
 from softcell.registry import load_plugin
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search.recipe import read_mapping
 from softcell.search.search import search as run_search
 from softcell.settings import merge
-from softcell.spaces import SPACES, build_space
+from softcell.spaces import SPACES, Network, build_space
 
 __all__ = [
     "Genotype",
+    "Network",
     "SearchResult",
     "TrainResult",
     "UserError",
     "build_space",
+    "export",
     "free_folder",
     "load_network",
     "read_genotype",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from softcell import __version__
-from softcell.cli import convert, demo, info, list_, random_, search, show, train
+from softcell.cli import convert, demo, export, info, list_, random_, search, show, train
 from softcell.errors import UserError
 
 USAGE = 2
@@ -48,6 +48,7 @@ def softcell(
 app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
 app.command(name="search", epilog=search.EPILOG)(search.search)
 app.command(name="train", epilog=train.EPILOG)(train.train)
+app.command(name="export", epilog=export.EPILOG)(export.export)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
 app.command(name="convert", epilog=convert.EPILOG)(convert.convert)
@@ -72,7 +73,7 @@ def run(arguments: list[str]) -> int:
         text = str(error.format_message())
         return _tell(f"{text.rstrip('.')}; see `softcell {_command(arguments)}--help`") if text else USAGE
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped", file=sys.stderr)
+        print("stopped; nothing half-written was left, and the same command starts again", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain once more when it flushes at its end.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,19 @@ from rich.text import Text
 
 from softcell.cli.console import percent
 from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+
+
+@contextmanager
+def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
+    """Says that something without measurable steps is going on: alive in a terminal, one line anywhere else."""
+    if quiet or console.quiet:
+        yield
+    elif console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        console.print(Text(f"{what} ..."))
+        yield
 
 
 class Display:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from softcell.arch import Genotype
 from softcell.data import Dataset, fingerprint, load, split
@@ -28,8 +28,7 @@ from softcell.evaluate.task import TrainTask
 from softcell.registry import load_plugin
 from softcell.settings import build, refuse_changes
 from softcell.spaces import Network, build_space
-
-WEIGHTS = "model.safetensors"
+from softcell.spaces.pretrained import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +86,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
 
 def load_network(folder: str | Path) -> Network:
     """The trained network of a finished training run, on the CPU and in eval mode."""
-    opened = RunFolder.open(folder)
-    manifest = opened.manifest
-    if manifest["kind"] != "train" or manifest["status"] != "finished":
-        raise UserError(
-            f"{folder} must be a finished training run, but it is a {manifest['kind']} run with status "
-            f"{manifest['status']!r}; make one with `softcell train`"
-        )
-    for plugin in manifest["recipe"].get("plugins", ()):
-        load_plugin(plugin)
-    genotype = Genotype.load(folder)
-    data = manifest["results"]["data"]
-    space = build_space(genotype.space, manifest["recipe"]["space_settings"])
-    channels, height, width = data["shape"]
-    network = space.network(genotype, (channels, height, width), len(data["classes"]))
-    network.load_state_dict(load_file(opened.path / WEIGHTS))
-    return network.eval()
+    return Network.from_pretrained(folder)
 
 
 def _train(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -85,6 +86,13 @@ class Network(nn.Module, ABC):
     def use_drop_path(self, probability: float) -> None:
         """Drops paths in training with up to `probability`; the schedule moves inside that."""
         self.drop_path.probability = probability
+
+    @staticmethod
+    def from_pretrained(folder: str | Path) -> Network:
+        """The trained network of a training run or an exported folder, on the CPU and in eval mode."""
+        from softcell.spaces.pretrained import load_pretrained  # spaces know this file, not the other way round
+
+        return load_pretrained(folder)
 
     @abstractmethod
     def features(self, x: Tensor) -> list[Tensor]:

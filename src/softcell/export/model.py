@@ -1,0 +1,106 @@
+"""A trained network together with what its user must know: how inputs are prepared and what outputs mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from softcell.engine import RunFolder
+from softcell.errors import UserError
+from softcell.spaces import Network, Shape
+from softcell.spaces.pretrained import MODEL, read_description
+
+BATCHES = (1, 2, 5)
+"""Batch sizes at which an exported model is compared with the network."""
+TOLERANCE = 1e-4
+"""Largest difference of logits, relative to the largest of them: other libraries sum in another order."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network in eval mode on the CPU.
+
+    `mean` and `std` are per channel in 0..1 units. `about` is what is known of its training, for people to read.
+    """
+
+    network: Network
+    shape: Shape
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    about: Mapping[str, str]
+
+    def normalised(self) -> nn.Module:
+        """The network behind the normalisation: pixels in 0..1 [n, c, h, w] to logits [n, classes]."""
+        return Normalised(self.network, self.mean, self.std).eval()
+
+
+class Normalised(nn.Module):
+    """(pixels - mean) / std per channel, then the network."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1), persistent=False)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.network((pixels - self.mean) / self.std)  # type: ignore[no-any-return]
+
+
+def read_model(folder: str | Path) -> Model:
+    """The model of a finished training run, of the folder of `softcell run`, or of an exported folder."""
+    place = trained_folder(folder)
+    description = read_description(place)
+    data = description["data"]
+    channels, height, width = data["shape"]
+    return Model(
+        Network.from_pretrained(place),
+        (channels, height, width),
+        tuple(data["classes"]),
+        tuple(data["mean"]),
+        tuple(data["std"]),
+        description.get("about", {}),
+    )
+
+
+def trained_folder(folder: str | Path) -> Path:
+    """The folder that holds the weights: itself, or the training inside the folder of `softcell run`."""
+    path = Path(folder)
+    if (path / MODEL).is_file():
+        return path
+    inner = path / "train"
+    if not (path / "run.json").is_file() and (inner / "run.json").is_file():
+        return inner
+    manifest = RunFolder.open(path).manifest
+    if manifest["kind"] == "search":
+        raise UserError(
+            f"what is exported is a trained network, but {path} is a search; train it first: `softcell train {path}`"
+        )
+    return path
+
+
+def sample_pixels(shape: Shape, batch: int) -> Tensor:
+    """Pixels in 0..1 [batch, *shape], always the same."""
+    return torch.rand(batch, *shape, generator=torch.Generator().manual_seed(batch))
+
+
+def check_equal(name: str, expected: Tensor, found: Tensor) -> float:
+    """The largest difference relative to the largest logit; raises where a model does not do what the network does."""
+    if expected.shape != found.shape:
+        raise RuntimeError(f"{name} gives {tuple(found.shape)} where the network gives {tuple(expected.shape)}")
+    scale = max(float(expected.abs().max()), 1e-6)
+    difference = float((expected - found).abs().max()) / scale
+    if not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{name} differs from the network by {difference:.1e} of the largest logit at batch size "
+            f"{len(expected)}; at most {TOLERANCE:g} is rounding"
+        )
+    return difference

@@ -1,0 +1,201 @@
+"""A network as one Python file that needs torch and its weights, nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from softcell.export.model import BATCHES, Model, check_equal, sample_pixels
+from softcell.export.source import Key, Sources
+from softcell.export.tree import Expression, Tree, classes_of, named_parts
+
+WEIGHTS = "model.safetensors"
+
+HEADER = '''"""{title}
+
+{facts}
+
+    from {module} import load, normalise
+
+    network = load()                        # reads {weights} beside this file
+    logits = network(normalise(pixels))     # pixels: float [n, {channels}, {height}, {width}] in 0..1
+
+Made by `softcell export`. It needs torch alone; what a training needs beside it (dropped paths, auxiliary
+tower) is left out.
+"""'''
+
+PART = '''
+class Part(nn.Module):
+    """A module that is given its parts by name: modules, parameters, buffers and plain values."""
+
+    def __init__(self, **parts: object) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+'''
+HAVING = '''
+
+def having(module: nn.Module, **parts: object) -> nn.Module:
+    """The module with further attributes."""
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+'''
+
+FOOTER = '''
+def normalise(pixels: Tensor) -> Tensor:
+    """pixels [n, c, h, w] in 0..1 to what the network was trained on."""
+    mean, std = (torch.tensor(values, device=pixels.device).view(1, -1, 1, 1) for values in (MEAN, STD))
+    return (pixels - mean) / std
+
+
+def read_safetensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file: eight bytes that give the length of a JSON header, the header, the numbers."""
+    data = bytearray(Path(path).read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    kinds |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            part = data[8 + length + begin : 8 + length + end]
+            kind = kinds[entry["dtype"]]
+            flat = torch.frombuffer(part, dtype=kind) if part else torch.empty(0, dtype=kind)
+            tensors[name] = flat.reshape(entry["shape"])
+    return tensors
+
+
+def load(weights: str | Path = Path(__file__).with_name("model.safetensors")) -> nn.Module:
+    """The trained network in eval mode."""
+    network = make_network()
+    network.load_state_dict(read_safetensors(weights))
+    return network.eval()
+
+
+def predict(file: str) -> None:
+    """Prints the three most likely classes of an image file; this alone needs Pillow and numpy."""
+    import numpy
+    from PIL import Image, ImageOps
+
+    channels, height, width = SHAPE
+    image = ImageOps.exif_transpose(Image.open(file)).convert("L" if channels == 1 else "RGB")
+    image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        shares = load()(normalise(pixels)).softmax(1)[0]
+    for share, number in zip(*(part.tolist() for part in shares.topk(min(3, len(CLASSES))))):
+        print(f"{share:6.1%}  {CLASSES[number]}")
+
+
+if __name__ == "__main__":
+    for file in sys.argv[1:]:
+        predict(file)
+'''
+
+
+def to_python(model: Model, module: str = "model") -> str:
+    """The text of the file; `module` is the name it will be imported by."""
+    network = model.network
+    roots: list[Key] = classes_of(network)
+    while True:  # plain values in the tree name classes of their own, whose code may read more of the tree
+        sources = Sources(roots)
+        tree = Tree(sources)
+        expression = tree.module(network)
+        missing = [key for key in tree.needs if key not in sources.pieces]
+        if not missing:
+            break
+        roots = [*roots, *missing]
+    made, rest = named_parts(expression)
+    functions = "\n\n\n".join(_function(name, part) for name, part in [*made, ("make_network", rest)])
+    definitions = "\n\n\n".join(sources.ordered())
+    body = "\n\n".join(
+        (
+            HEADER.format(
+                title=_plain(f"A network of the space {network.genotype.space!r}, found by architecture search."),
+                facts=_facts(model),
+                module=module,
+                weights=WEIGHTS,
+                channels=model.shape[0],
+                height=model.shape[1],
+                width=model.shape[2],
+            ),
+            _imports(sources),
+            _constants(model),
+            PART + (HAVING if "having(" in functions else ""),
+            definitions + "\n",
+            functions + "\n\n" + FOOTER,
+        )
+    )
+    return "\n".join(line.rstrip() for line in body.splitlines()) + "\n"
+
+
+def _imports(sources: Sources) -> str:
+    lines = {"import json", "import sys", "from pathlib import Path", "import torch", "from torch import Tensor"}
+    lines |= sources.imports | {"from torch import nn"}
+    grouped: dict[str, set[str]] = {}
+    plain = set()
+    for line in lines:
+        words = line.split(" import ")
+        if line.startswith("from ") and " as " not in line:
+            grouped.setdefault(words[0][5:], set()).add(words[1])
+        else:
+            plain.add(line)
+    plain |= {f"from {origin} import {', '.join(sorted(names))}" for origin, names in grouped.items()}
+    own = sorted((line for line in plain if "torch" not in line), key=lambda line: (line.startswith("from"), line))
+    torch_ = sorted((line for line in plain if "torch" in line), key=lambda line: (line.startswith("from"), line))
+    return "\n".join(["from __future__ import annotations", "", *own, "", *torch_])
+
+
+def _constants(model: Model) -> str:
+    classes = "\n".join(f"    {name!r}," for name in model.classes)
+    return (
+        f"SHAPE = {model.shape!r}  # of an image: channels, height, width\n"
+        f"MEAN = {model.mean!r}\nSTD = {model.std!r}\nCLASSES = (\n{classes}\n)"
+    )
+
+
+def _function(name: str, expression: Expression) -> str:
+    first, *rest = expression.lines()
+    return "\n".join([f"def {name}() -> nn.Module:", f"    return {first}", *(f"    {line}" for line in rest)])
+
+
+def _facts(model: Model) -> str:
+    return "\n".join(f"{name}: {_plain(value)}" for name, value in model.about.items()) or "Weights: not trained."
+
+
+def _plain(text: str) -> str:
+    """Text that cannot end a docstring."""
+    return " ".join(str(text).replace("\\", "/").replace('"', "'").split())
+
+
+def check_python(file: Path, model: Model) -> float:
+    """Runs the file with the weights beside it and compares; gives the largest relative difference of logits."""
+    loaded = import_file(file)
+    network: nn.Module = loaded.load()
+    worst = 0.0
+    with torch.no_grad():
+        for batch in BATCHES:
+            pixels = sample_pixels(model.shape, batch)
+            found = network(loaded.normalise(pixels))
+            worst = max(worst, check_equal(file.name, model.normalised()(pixels), found))
+    return worst
+
+
+def import_file(file: Path) -> ModuleType:
+    """A Python file as a module that nobody else sees."""
+    spec = importlib.util.spec_from_file_location("softcell_exported", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    return module

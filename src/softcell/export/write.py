@@ -1,0 +1,123 @@
+"""Writes a model in one of the formats, and runs what was written beside the network before it is called done."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from softcell import __version__
+from softcell.engine.files import TEMPORARY, atomic_write_text, fsync_folder
+from softcell.errors import UserError
+from softcell.export import graph, python
+from softcell.export.model import Model, read_model, trained_folder
+from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
+
+Format = Literal["onnx", "safetensors", "python", "torch-export"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+FILES: dict[Format, tuple[str, ...]] = {
+    "onnx": ("model.onnx",),
+    "safetensors": (WEIGHTS, MODEL),
+    "python": ("model.py", WEIGHTS),
+    "torch-export": ("model.pt2",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written; `difference` is the largest seen between its logits and the network's, relative to them."""
+
+    format: Format
+    files: tuple[Path, ...]
+    difference: float
+
+
+def export(folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False) -> Exported:
+    """Writes the trained network of a run as `to` into the folder `out` (else `export` in the run's own)."""
+    to = format_named(to)
+    source = trained_folder(folder)
+    model = read_model(source)
+    place = Path(out) if out is not None else source / "export"
+    files = tuple(place / name for name in FILES[to])
+    _check_free(source, place, files, overwrite)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{place} cannot be made ({error.strerror or error}); choose another --out") from error
+    with torch.random.fork_rng(devices=[]):
+        match to:
+            case "onnx":
+                difference = _placed(files[0], lambda path: graph.write_onnx(model, path), model, graph.check_onnx)
+            case "torch-export":
+                difference = _placed(
+                    files[0],
+                    lambda path: torch.export.save(graph.to_program(model), path),
+                    model,
+                    graph.check_program,
+                )
+            case "safetensors":
+                difference = _write_weights(model, files[0])
+                atomic_write_text(files[1], json.dumps(_description(source), indent=2, ensure_ascii=False) + "\n")
+            case "python":
+                _write_weights(model, files[1])
+                difference = _placed(
+                    files[0],
+                    lambda path: path.write_text(python.to_python(model), encoding="utf-8"),
+                    model,
+                    python.check_python,
+                )
+    return Exported(to, files, difference)
+
+
+def format_named(name: str) -> Format:
+    """A format by its name; anything else is a `UserError`."""
+    for known in FORMATS:
+        if name == known:
+            return known
+    raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
+
+
+def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: bool) -> None:
+    if place.resolve() == source.resolve():
+        raise UserError(
+            f"an export needs a folder of its own, but --out is the run {source} itself; give another --out"
+        )
+    # Weights are the same whatever they are written for; other files may be of another run.
+    taken = [file for file in files if file.exists() and file.name != WEIGHTS]
+    if taken and not overwrite:
+        raise UserError(f"{taken[0]} exists already; give another --out, or --overwrite to replace it")
+
+
+def _placed(file: Path, write: Any, model: Model, check: Any) -> float:
+    """Writes beside the final name, checks there, and only then puts it in place."""
+    temporary = file.with_name(f"{TEMPORARY.strip('.')}-{os.getpid()}-{file.name}")
+    try:
+        write(temporary)
+        difference: float = check(temporary, model)
+        os.replace(temporary, file)
+        fsync_folder(file.parent)
+        return difference
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_weights(model: Model, file: Path) -> float:
+    state = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
+    temporary = file.with_name(f".{file.name}{TEMPORARY}")
+    save_file(state, temporary)
+    stored = load_file(temporary)
+    if stored.keys() != state.keys() or any(not torch.equal(stored[name], state[name]) for name in state):
+        raise RuntimeError(f"{file} does not hold the weights that were written")
+    os.replace(temporary, file)
+    fsync_folder(file.parent)
+    return 0.0
+
+
+def _description(source: Path) -> dict[str, Any]:
+    made_by = {"made_by": f"softcell {__version__}"}
+    return {"format": FORMAT, "version": VERSION, **read_description(source), **made_by}

@@ -1,0 +1,81 @@
+"""Rebuilding a trained network from its folder: a training run, or what `softcell export --to safetensors` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from softcell.arch import Genotype
+from softcell.engine import RunFolder
+from softcell.errors import UserError
+from softcell.registry import load_plugin
+from softcell.spaces.base import Network
+from softcell.spaces.registry import build_space
+
+WEIGHTS = "model.safetensors"
+MODEL = "model.json"
+FORMAT = "softcell-model"
+VERSION = 1
+
+
+def load_pretrained(folder: str | Path) -> Network:
+    """The network in `folder` with its weights, on the CPU and in eval mode."""
+    description = read_description(folder)
+    for plugin in description["plugins"]:
+        load_plugin(plugin)
+    genotype = Genotype.from_dict(description["genotype"], f"{folder}: genotype")
+    space = build_space(genotype.space, description["space_settings"])
+    channels, height, width = description["data"]["shape"]
+    network = space.network(genotype, (channels, height, width), len(description["data"]["classes"]))
+    file = Path(folder) / WEIGHTS
+    try:
+        network.load_state_dict(load_file(file))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file}: these are not the weights of the network beside them ({reason[:200]})") from error
+    return network.eval()
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """What a network is, apart from its weights: genotype, space settings, plugins, data, and words about it."""
+    path = Path(folder)
+    if (path / MODEL).is_file():
+        return _exported(path / MODEL)
+    manifest = RunFolder.open(path).manifest
+    if manifest["kind"] != "train" or manifest["status"] != "finished":
+        raise UserError(
+            f"{folder} must be a finished training run, but it is a {manifest['kind']} run with status "
+            f"{manifest['status']!r}; make one with `softcell train`"
+        )
+    results, recipe = manifest["results"], manifest["recipe"]
+    about = {"data": results["data"]["source"], "parameters": f"{results['parameters']:,}"}
+    about["multiply-adds"] = f"{results['multiply_adds']:,}"
+    if results.get("accuracy") is not None:
+        about["accuracy"] = f"{results['accuracy']:.2%} on the {results['split']} split ({results['count']:,} images)"
+    about["training"] = f"{recipe['epochs']} epochs, recipe {recipe['recipe']}, seed {manifest['seed']}"
+    return {
+        "genotype": Genotype.load(path).to_dict(),
+        "space_settings": recipe["space_settings"],
+        "plugins": list(recipe.get("plugins", ())),
+        "data": results["data"],
+        "about": about,
+    }
+
+
+def _exported(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise UserError(f"{file}: a described model must say format={FORMAT!r}")
+    if type(data.get("version")) is not int or not 1 <= data["version"] <= VERSION:
+        raise UserError(f"{file}: version must be a whole number up to {VERSION}, got {data.get('version')!r}")
+    for key in ("genotype", "space_settings", "data", "plugins"):
+        if key not in data:
+            raise UserError(f"{file}: `{key}` is missing; export the model again")
+    return data

@@ -1,0 +1,130 @@
+"""Trained runs written as files, from Python and the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from softcell.api import Network, export, load_network, train
+from softcell.cli.main import run
+from softcell.errors import UserError
+from softcell.export import FORMATS, graph, python, read_model, write
+from softcell.export.source import Sources
+
+CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished tiny training; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(CELL, data="digits", epochs=1, out=folder, batch_size=256, space_settings={"channels": 2})
+    return folder
+
+
+def test_two_lines_load_a_network(trained: Path) -> None:
+    network = Network.from_pretrained(trained)
+    x = torch.rand(2, 1, 8, 8)
+    assert torch.equal(network(x), load_network(trained)(x))
+    assert not network.training
+
+
+def test_command_writes_every_format_and_each_gives_the_networks_logits(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = [word for kind in FORMATS for word in ("--to", kind)]
+    assert run(["export", str(trained), *wanted, "--out", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    files = sorted(file.name for file in (tmp_path / "out").iterdir())
+    assert files == ["model.json", "model.onnx", "model.pt2", "model.py", "model.safetensors"]
+    assert all(str(tmp_path / "out" / name) in shown for name in files)
+    model = read_model(trained)
+    assert graph.check_onnx(tmp_path / "out" / "model.onnx", model) < 1e-5
+    assert graph.check_program(tmp_path / "out" / "model.pt2", model) < 1e-6
+    assert python.check_python(tmp_path / "out" / "model.py", model) < 1e-6
+    again = Network.from_pretrained(tmp_path / "out")  # without the run it came from
+    x = torch.rand(3, 1, 8, 8)
+    assert torch.equal(again(x), model.network(x))
+    assert read_model(tmp_path / "out").classes == model.classes == tuple("0123456789")
+    known = {entry.key: entry.value for entry in onnx.load(tmp_path / "out" / "model.onnx").metadata_props}
+    assert json.loads(known["classes"]) == list("0123456789")
+    assert json.loads(known["shape"]) == [1, 8, 8]
+    assert "test split" in known["accuracy"]
+
+
+def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:
+    export(trained, "python", tmp_path)
+    (tmp_path / "model.py").write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        export(trained, "python", tmp_path)
+    assert (tmp_path / "model.py").read_text() == "mine"
+    export(trained, "python", tmp_path, overwrite=True)
+    assert "def load(" in (tmp_path / "model.py").read_text()
+
+
+def test_a_model_that_does_something_else_is_not_put_in_place(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = python.to_python(read_model(trained))
+    wrong = right.replace("return (pixels - mean) / std", "return pixels")
+    assert wrong != right
+    monkeypatch.setattr(write.python, "to_python", lambda model: wrong)
+    with pytest.raises(RuntimeError, match="differs from the network"):
+        export(trained, "python", tmp_path)
+    assert not [file for file in tmp_path.iterdir() if file.name != "model.safetensors"]
+
+
+def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def error(*words: str | Path) -> str:
+        assert run(["export", *map(str, words)]) == 2
+        return capsys.readouterr().err
+
+    assert "no_such" in error(tmp_path / "no_such", "--to", "onnx")
+    assert "torch-export" in error(trained, "--to", "tflite")
+    assert "--out is the run" in error(trained, "--to", "python", "--out", trained)
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (copy / "model.safetensors").write_bytes(b"broken")
+    assert "not the weights" in error(copy, "--to", "onnx")
+    manifest = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**manifest, "kind": "search"}))
+    assert "softcell train" in error(copy, "--to", "onnx")
+    (copy / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
+    assert "finished training" in error(copy, "--to", "onnx")
+    (copy / "model.json").write_text('{"format": "softcell-model", "version": 99}')
+    assert "version" in error(copy, "--to", "onnx")
+
+
+def test_without_onnxscript_the_way_out_is_said(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(UserError, match=r"softcell\[onnx\]"):
+        export(trained, "onnx", tmp_path)
+
+
+def test_definitions_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files with a helper `_scale` each: both come along under different names, each called by its own class."""
+    shared = "from torch import nn\n\ndef _scale(x):\n    return x * {factor}\n\n"
+    one = shared.format(factor=2) + "class One(nn.Module):\n    def forward(self, x):\n        return _scale(x)\n"
+    two = (
+        shared.format(factor=3)
+        + "import name_one as other\n\nclass Two(nn.Module):\n    def forward(self, x):\n"
+        + "        return _scale(x) + other._scale(x)\n"
+    )
+    (tmp_path / "name_one.py").write_text(one)
+    (tmp_path / "name_two.py").write_text(two)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import name_one
+    import name_two
+
+    text = "\n\n".join(Sources([("name_one", "One"), ("name_two", "Two")]).ordered())
+    space: dict[str, object] = {"nn": torch.nn, "Part": torch.nn.Module}
+    exec(text, space)
+    x = torch.ones(())
+    assert float(space["One"]()(x)) == float(name_one.One()(x)) == 2.0  # type: ignore[operator]
+    assert float(space["Two"]()(x)) == float(name_two.Two()(x)) == 5.0  # type: ignore[operator]

@@ -1,0 +1,190 @@
+"""Every registered space, and every candidate, exported and run beside the network: found by discovery."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from softcell.arch import Genotype, Layout, derive, sample
+from softcell.export import graph, python
+from softcell.export.model import Model
+from softcell.nn.candidates import Spec, get_candidate, known_candidates
+from softcell.spaces import SPACES, Shape, Space
+from softcell.testing import RaggedSpace, tiny_space
+
+SHAPE: Shape = (3, 9, 7)
+CLASSES = ("a", "b", "quote \" ' \\ \n", "d", "e")
+
+
+def subjects() -> dict[str, Space]:
+    return {**{name: tiny_space(name) for name in SPACES}, "ragged": RaggedSpace()}
+
+
+def model_of(network: nn.Module, shape: Shape = SHAPE) -> Model:
+    """With running statistics that matter."""
+    network.train()
+    with torch.no_grad():
+        for _ in range(2):
+            network(torch.randn(4, *shape))
+    return Model(network.eval(), shape, CLASSES, (0.4, 0.5, 0.6), (0.2, 0.3, 0.1), {"data": 'a """ b'})  # type: ignore[arg-type]
+
+
+def ops(genotype: Genotype) -> set[str]:
+    return {pick.op for cell in genotype.cells.values() for pick in cell.picks}
+
+
+def most_varied(layout: Layout) -> Genotype:
+    """Of some random architectures the one with the most different operations."""
+    return max((sample(layout, seed) for seed in range(50)), key=lambda genotype: len(ops(genotype)))
+
+
+def one_for_each_candidate(layout: Layout) -> list[Genotype]:
+    """Architectures that together use every candidate which can be picked."""
+    found = []
+    for name in sorted({op for table in layout.tables for choice in table.choices for op in choice.candidates}):
+        scores = {}
+        for table in layout.tables:
+            scores[table.name] = torch.zeros(table.shape, dtype=torch.float64)
+            for row, choice in enumerate(table.choices):
+                for column, op in enumerate(choice.candidates):
+                    scores[table.name][row, column] = 1.0 if op == name else 0.1
+        found.append(derive(layout, scores))
+    return found
+
+
+def written(model: Model, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(model.network.state_dict(), folder / "model.safetensors")
+    (folder / "model.py").write_text(python.to_python(model), encoding="utf-8")
+    return folder / "model.py"
+
+
+@pytest.mark.parametrize("name", subjects())
+def test_python_file_gives_the_networks_logits_for_every_candidate(name: str, tmp_path: Path) -> None:
+    space = subjects()[name]
+    torch.manual_seed(0)
+    for number, genotype in enumerate([*one_for_each_candidate(space.layout()), most_varied(space.layout())]):
+        model = model_of(space.network(genotype, SHAPE, len(CLASSES)))
+        assert python.check_python(written(model, tmp_path / str(number)), model) < 1e-6
+
+
+@pytest.mark.parametrize("name", subjects())
+def test_python_file_needs_torch_alone_and_takes_exactly_its_weights(name: str, tmp_path: Path) -> None:
+    space = subjects()[name]
+    model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
+    file = written(model, tmp_path)
+    pixels = torch.rand(3, *SHAPE)
+    with torch.no_grad():
+        expected = model.normalised()(pixels)
+    (tmp_path / "pixels.json").write_text(json.dumps(pixels.tolist()))
+    code = (
+        "import sys, json\n"
+        "for name in ('softcell', 'safetensors', 'numpy', 'yaml', 'PIL', 'scipy'): sys.modules[name] = None\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from model import load, normalise, CLASSES\n"
+        "pixels = torch.tensor(json.load(open('pixels.json')))\n"
+        "with torch.no_grad(): print(json.dumps([load()(normalise(pixels)).tolist(), list(CLASSES)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=file.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    logits, classes = json.loads(done.stdout)
+    torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-5, atol=1e-6)
+    assert classes == list(CLASSES)
+    loaded = python.import_file(file)
+    state = model.network.state_dict()
+    assert loaded.make_network().state_dict().keys() == state.keys()
+    state.pop(next(iter(state)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        loaded.make_network().load_state_dict(state)
+
+
+def test_python_file_holds_no_candidate_that_is_not_used(tmp_path: Path) -> None:
+    space = tiny_space("nb201")
+    genotype = one_for_each_candidate(space.layout())[0]
+    text = python.to_python(model_of(space.network(genotype, SHAPE, 5)))
+    assert ops(genotype) == {"avg_pool_3x3"}
+    assert "AveragePool" in text and "class SeparableConv" not in text and "class MixedCell" not in text
+    assert "softcell" not in text.replace("`softcell export`", "")
+
+
+@pytest.mark.parametrize("name", subjects())
+def test_onnx_of_every_space_runs_at_any_batch(name: str, tmp_path: Path) -> None:
+    space = subjects()[name]
+    model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
+    graph.write_onnx(model, tmp_path / "model.onnx")
+    assert graph.check_onnx(tmp_path / "model.onnx", model) < 1e-5
+
+
+class EveryCandidate(nn.Module):
+    """Everything that is registered, with stride 1 and 2, on one map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        list(SPACES)  # spaces bring their candidates
+        names = [name for name in known_candidates() if not get_candidate(name).zero]
+        self.kept = nn.ModuleDict({name: get_candidate(name).build(Spec(4)) for name in names})
+        self.halved = nn.ModuleDict({name: get_candidate(name).build(Spec(4, 2)) for name in names})
+        self.stem = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        outputs = [module(x).mean((2, 3)) for group in (self.kept, self.halved) for module in group.values()]
+        return torch.cat(outputs, 1)
+
+
+def test_onnx_holds_every_candidate_at_both_strides(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = model_of(EveryCandidate(), (3, 6, 5))
+    graph.write_onnx(model, tmp_path / "model.onnx")
+    assert graph.check_onnx(tmp_path / "model.onnx", model) < 1e-5
+
+
+class KernelPerImage(nn.Module):
+    """A kernel that each image makes for itself, as one convolution with a group per image."""
+
+    def __init__(self, inner: int, stride: int, dilation: int) -> None:
+        super().__init__()
+        self.inner, self.stride, self.dilation = inner, stride, dilation
+        self.make = nn.Linear(4, 4 * inner * 9)
+        self.stem = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        n, c, height, width = x.shape
+        kernel = self.make(x.mean((2, 3))).reshape(n * 4, self.inner, 3, 3)
+        y = nn.functional.conv2d(
+            x.reshape(1, n * c, height, width),
+            kernel,
+            padding=self.dilation,
+            stride=self.stride,
+            dilation=self.dilation,
+            groups=n * c // self.inner,
+        )
+        return y.reshape(n, 4, *y.shape[-2:]).mean((2, 3))
+
+
+class SeveralPerImage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1), (4, 2, 1), (2, 1, 2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], 1)
+
+
+def test_onnx_computes_kernels_per_image_at_any_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = model_of(SeveralPerImage())
+    graph.write_onnx(model, tmp_path / "model.onnx")
+    assert graph.check_onnx(tmp_path / "model.onnx", model) < 1e-5
+
+
+def test_a_convolution_with_constant_groups_is_left_alone() -> None:
+    assert graph.grouped_by_image(torch.rand(1, 4, 3, 3), torch.rand(4, 1, 3, 3), groups=4) is NotImplemented
