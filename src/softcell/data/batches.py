@@ -27,6 +27,10 @@ class Batch:
     index: Tensor
 
 
+Draft = tuple[Tensor, ...]
+"""What a batch is made of, on the device: (index [n], epoch []), of images read from files (pixels, labels) before."""
+
+
 class _BatchReader(Dataset[Tensor | str]):
     """What worker processes run: item k is the stored pixels of batch k, or the message of a UserError.
 
@@ -103,6 +107,10 @@ class Batches:
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from number `start` on, exactly as a full pass would give them."""
+        return (self.finish(*draft) for draft in self.drafts(epoch, start))
+
+    def drafts(self, epoch: int, start: int = 0) -> Iterator[Draft]:
+        """The same batches before `finish`, which a recorded step does itself: nothing is launched for them here."""
         if not 0 <= start <= self.num_batches:
             raise UserError(
                 f"0 <= start <= num_batches must hold, but got start={start}, "
@@ -110,17 +118,28 @@ class Batches:
             )
         order = self.order(epoch)
         slices = [self._slice(order, number) for number in range(start, self.num_batches)]
+        number = torch.tensor(epoch, device=self.device)
         if isinstance(self.images, Files):
-            return self._from_files(self.images, slices, epoch)
-        return self._from_memory(slices, epoch)
+            return self._from_files(self.images, slices, number)
+        return self._from_memory(slices, number)
+
+    @property
+    def draft_size(self) -> int:
+        """How many tensors a draft has."""
+        return 4 if isinstance(self.images, Files) else 2
 
     def _slice(self, order: Tensor, number: int) -> Tensor:
         """This rank's part of batch `number`, int64 [n]."""
         batch = order[number * self.batch_size : (number + 1) * self.batch_size]
         return batch[self.rank * len(batch) // self.world : (self.rank + 1) * len(batch) // self.world]
 
-    def _finish(self, stored: Tensor, labels: Tensor, index: Tensor, epoch: int) -> Batch:
-        """The batch from stored pixels uint8 [n, C, H', W'], all on the device."""
+    def finish(self, *draft: Tensor) -> Batch:
+        """The batch of a draft: pixels and labels gathered where they are resident, augmented, normalised."""
+        *given, index, epoch = draft
+        if isinstance(self.images, Files):
+            stored, labels = given
+        else:
+            stored, labels = self.images.fetch_stored(index), self.images.labels.index_select(0, index)
         settings, shape = self.augment, self.images.shape
         if settings is not None and settings.resized_crop:
             pixels = augment(
@@ -133,16 +152,15 @@ class Batches:
             pixels = normalise(centre_view(stored, shape), self._mean, self._std, self.dtype)
         return Batch(pixels, labels, index)
 
-    def _from_memory(self, slices: list[Tensor], epoch: int) -> Iterator[Batch]:
+    def _from_memory(self, slices: list[Tensor], epoch: Tensor) -> Iterator[Draft]:
         if not slices:
             return
         # One copy of the whole order per epoch, so that a step copies nothing from the host.
         joined = torch.cat(slices).to(self.device)
         for index in torch.split(joined, [len(part) for part in slices]):
-            labels = self.images.labels.index_select(0, index)
-            yield self._finish(self.images.fetch_stored(index), labels, index, epoch)
+            yield index, epoch
 
-    def _from_files(self, images: Files, slices: list[Tensor], epoch: int) -> Iterator[Batch]:
+    def _from_files(self, images: Files, slices: list[Tensor], epoch: Tensor) -> Iterator[Draft]:
         check_readable(images.is_test)
         on_cuda = self.device.type == "cuda"
         loader = DataLoader(
@@ -164,7 +182,7 @@ class Batches:
             if on_cuda:
                 index, labels = index.pin_memory(), labels.pin_memory()
             pixels, labels, index = (part.to(self.device, non_blocking=on_cuda) for part in (item, labels, index))
-            yield self._finish(pixels, labels, index, epoch)
+            yield pixels, labels, index, epoch
 
 
 def _num_cores() -> int:

@@ -12,6 +12,8 @@ from softcell.data.batches import Batches
 from softcell.data.dataset import Dataset
 from softcell.data.images import Images
 
+_PIXELS_AT_ONCE = 256 * 32 * 32
+
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
@@ -34,13 +36,20 @@ class Feeds:
         chosen = torch.arange(len(images)) if indices is None else indices
         return self._batches(images, chosen, self.seed, None, training=False)
 
+    def _plain_size(self, images: Images) -> int:
+        """How many images are looked at together: on a GPU enough to fill it, as no gradient keeps anything."""
+        if self.device.type != "cuda":
+            return self.batch_size
+        fitting = _PIXELS_AT_ONCE // (images.shape[1] * images.shape[2])
+        return max(self.batch_size, fitting // self.world * self.world)
+
     def _batches(
         self, images: Images, indices: Tensor, seed: int, augment: Augment | None, *, training: bool
     ) -> Batches:
         return Batches(
             images,
             indices,
-            self.batch_size,
+            self.batch_size if training else self._plain_size(images),
             seed=seed,
             mean=self.dataset.mean,
             std=self.dataset.std,

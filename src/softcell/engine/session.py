@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,17 +19,22 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 """What weights, optimisers and statistics are kept in: with `bfloat16` only the computing between them is short."""
 
 
-def in_precision(step: Callable[..., None], precision: str, device: torch.device) -> Callable[..., None]:
-    """`step` computing in `precision`; accuracies are measured outside of steps, in full precision."""
+def computing_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """A context whose products and convolutions are short with `bfloat16`."""
     if precision != "bfloat16":
-        return step
+        return nullcontext()
+    # Nothing is cached: a recorded step must cast its weights anew each time.
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+
+def in_precision(step: Callable[..., None], precision: str, device: torch.device) -> Callable[..., None]:
+    """`step` computing in `precision`; accuracies of derived networks are measured outside, in full precision."""
 
     def run(*inputs: Tensor) -> None:
-        # Nothing is cached: a recorded step must cast its weights anew each time.
-        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+        with computing_in(precision, device):
             step(*inputs)
 
-    return run
+    return run if precision == "bfloat16" else step
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from softcell.data import Batch, Batches
+from softcell.data import Batches
+from softcell.data.batches import Draft
 from softcell.engine.capture import prepare_step
 from softcell.engine.classify import classification_step
 from softcell.engine.distributed import World, broadcast_module
-from softcell.engine.meter import Meter, measure
+from softcell.engine.meter import measure
 from softcell.engine.optim import load_optimiser, sgd
 from softcell.engine.schedule import cosine, exponential, linear, set_lr
 from softcell.engine.session import in_precision
-from softcell.engine.watch import Failure, LossWatch
+from softcell.engine.tally import Tally
+from softcell.engine.watch import Failure
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.spaces import Network
 
@@ -46,9 +47,7 @@ class TrainTask:
             weight_decay=recipe.weight_decay,
             nesterov=recipe.nesterov,
         )
-        self._meter = Meter().to(world.device)
-        self._watch = LossWatch().to(world.device)
-        self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
+        self._tally = Tally(world.device)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._run = prepare_step(learn, recipe.engine, world, tell)
 
@@ -63,34 +62,31 @@ class TrainTask:
         self.network.train()
         self.network.drop_path.set_fraction(epoch / self.num_epochs)
         set_lr(self.optimiser, learning_rate(self.recipe, epoch))
-        self._meter.reset()
-        self._number.zero_()
+        self._tally.begin_epoch()
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        return self._train.epoch(epoch, start)
+    def batches(self, epoch: int, start: int) -> Iterator[Draft]:
+        return self._train.drafts(epoch, start)
 
-    def step(self, batch: Batch) -> None:
-        self._run(batch.images, batch.labels)
+    def step(self, batch: Draft) -> None:
+        self._run(*batch)
 
-    def _learn(self, images: Tensor, labels: Tensor) -> None:
-        """One training step; everything in it happens on the device, so that it can be recorded."""
-        recipe = self.recipe
+    def _learn(self, *draft: Tensor) -> None:
+        """One training step, augmentation included; everything happens on the device, so that it can be recorded."""
+        recipe, batch = self.recipe, self._train.finish(*draft)
         loss, logits = classification_step(
             self.network,
             self.optimiser,
-            images,
-            labels,
+            batch.images,
+            batch.labels,
             self.world,
             clip=recipe.clip,
             label_smoothing=recipe.label_smoothing,
             auxiliary=recipe.auxiliary,
         )
-        self._watch.update(loss, self._number)
-        self._meter.update(loss, logits, labels)
-        self._number += 1
+        self._tally.update(loss, logits, batch.labels)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
-        trained = self._meter.read(self.world)
+        trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "train_loss": trained.loss,
             "train_accuracy": trained.accuracy,
@@ -111,19 +107,17 @@ class TrainTask:
         return {
             "network": self.network.state_dict(),
             "optimiser": self.optimiser.state_dict(),
-            "step": int(self._number),
-            "_local": {"meter": self._meter.sums},
+            "step": self._tally.step,
+            "_local": {"meter": self._tally.sums},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["network"])
         load_optimiser(self.optimiser, state["optimiser"])
-        self._number.fill_(state["step"])
-        if "_local" in state:
-            self._meter.sums.copy_(state["_local"]["meter"])
+        self._tally.load(state["step"], state.get("_local"))
 
     def failed(self) -> Failure | None:
-        return self._watch.failed()
+        return self._tally.failed()
 
 
 def learning_rate(recipe: TrainRecipe, epoch: int) -> float:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from softcell.arch import Genotype
-from softcell.data import Batch, Batches
+from softcell.data import Batches
+from softcell.data.batches import Draft
+from softcell.engine.capture import Step, prepare_step
 from softcell.engine.classify import classification_step
 from softcell.engine.distributed import broadcast_module
-from softcell.engine.meter import Meter, measure
+from softcell.engine.meter import measure
 from softcell.engine.optim import load_optimiser, sgd
 from softcell.engine.schedule import cosine, set_lr
 from softcell.engine.session import Session, in_precision
-from softcell.engine.watch import Failure, LossWatch
+from softcell.engine.tally import Tally
+from softcell.engine.watch import Failure
 from softcell.methods import Sampler
 from softcell.search.recipe import SearchRecipe
 from softcell.spaces import Network, Shape, Space
@@ -36,18 +39,18 @@ class IndependentTask:
         *,
         weights: Batches,
         held: Batches,
+        tell: Callable[[str], None],
     ) -> None:
         world = session.world
         self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
         self._shape, self._num_classes, self._session = shape, num_classes, session
-        self._weights, self._held = weights, held
-        self._meter = Meter().to(world.device)
-        self._watch = LossWatch().to(world.device)
+        self._weights, self._held, self._tell = weights, held, tell
+        self._tally = Tally(world.device)
         self._scores: list[float] = []
         self._genotypes: list[Genotype] = []
         self._network: Network | None = None
         self._optimiser: torch.optim.SGD | None = None
-        self._step = 0
+        self._run: Step | None = None  # recorded anew for each architecture
 
     @property
     def num_epochs(self) -> int:
@@ -64,27 +67,28 @@ class IndependentTask:
         self._network.train()
         w = self.recipe.weights
         set_lr(self._optimiser, cosine(own, self.recipe.epochs, w.lr, w.lr_min))
-        self._meter.reset()
-        self._step = 0
+        self._tally.begin_epoch()
 
-    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        return self._weights.epoch(epoch, start)
+    def batches(self, epoch: int, start: int) -> Iterator[Draft]:
+        return self._weights.drafts(epoch, start)
 
-    def step(self, batch: Batch) -> None:
-        in_precision(self._learn, self.recipe.precision, self.world.device)(batch.images, batch.labels)
-        self._step += 1
+    def step(self, batch: Draft) -> None:
+        assert self._run is not None
+        self._run(*batch)
 
-    def _learn(self, images: Tensor, labels: Tensor) -> None:
+    def _learn(self, *draft: Tensor) -> None:
+        """One training step of the present network; it can be recorded."""
         assert self._network is not None and self._optimiser is not None
-        clip = self.recipe.weights.clip
-        loss, logits = classification_step(self._network, self._optimiser, images, labels, self.world, clip=clip)
-        self._watch.update(loss, self._step)
-        self._meter.update(loss, logits, labels)
+        batch, clip = self._weights.finish(*draft), self.recipe.weights.clip
+        loss, logits = classification_step(
+            self._network, self._optimiser, batch.images, batch.labels, self.world, clip=clip
+        )
+        self._tally.update(loss, logits, batch.labels)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         assert self._network is not None and self._optimiser is not None
         number, own = divmod(epoch, self.recipe.epochs)
-        trained = self._meter.read(self.world)
+        trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "architecture": number,
             "train_loss": trained.loss,
@@ -127,8 +131,8 @@ class IndependentTask:
             "optimiser": self._optimiser.state_dict(),
             "genotypes": [genotype.to_dict() for genotype in self._genotypes],
             "scores": list(self._scores),
-            "step": self._step,
-            "_local": {"meter": self._meter.sums},
+            "step": self._tally.step,
+            "_local": {"meter": self._tally.sums},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,12 +143,11 @@ class IndependentTask:
         assert self._network is not None and self._optimiser is not None
         self._network.load_state_dict(state["network"])
         load_optimiser(self._optimiser, state["optimiser"])
-        self._scores, self._step = list(state["scores"]), state["step"]
-        if "_local" in state:
-            self._meter.sums.copy_(state["_local"]["meter"])
+        self._scores = list(state["scores"])
+        self._tally.load(state["step"], state.get("_local"))
 
     def failed(self) -> Failure | None:
-        return self._watch.failed()
+        return self._tally.failed()
 
     def _build(self, genotype: Genotype) -> None:
         self._network = self._session.place(self.space.network(genotype, self._shape, self._num_classes))
@@ -157,4 +160,6 @@ class IndependentTask:
             momentum=w.momentum,
             weight_decay=w.weight_decay,
         )
+        learn = in_precision(self._learn, self.recipe.precision, self.world.device)
+        self._run = prepare_step(learn, self.recipe.engine, self.world, self._tell)
         self._genotypes.append(genotype)

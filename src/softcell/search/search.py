@@ -146,7 +146,7 @@ def _task(
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
         sampler = kind(layout, settings, recipe.seed)
         return IndependentTask(
-            recipe, space, sampler, dataset.shape, dataset.num_classes, session, weights=weights, held=held
+            recipe, space, sampler, dataset.shape, dataset.num_classes, session, weights=weights, held=held, tell=tell
         )
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(kind(layout, settings))

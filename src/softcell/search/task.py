@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype
 from softcell.arch.simplex import entropy
-from softcell.data import Batch, Batches
+from softcell.data import Batches
+from softcell.data.batches import Draft
 from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.distributed import World, average_, broadcast_module
-from softcell.engine.meter import Meter, measure
+from softcell.engine.meter import measure
 from softcell.engine.optim import adam, load_optimiser, sgd
 from softcell.engine.schedule import cosine, set_lr
-from softcell.engine.session import in_precision
-from softcell.engine.watch import Failure, LossWatch
+from softcell.engine.session import computing_in, in_precision
+from softcell.engine.tally import Tally
+from softcell.engine.watch import Failure
 from softcell.methods import Method
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
@@ -31,8 +33,6 @@ from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.spaces import Supernet
 from softcell.spaces.fused import modules_only
-
-Pair = tuple[Batch, Batch | None]
 
 
 class SearchTask:
@@ -83,10 +83,8 @@ class SearchTask:
             a.clip,
             resource,
         )
-        self._meter = Meter().to(world.device)
-        self._watch = LossWatch().to(world.device)
+        self._tally = Tally(world.device)
         self._collapse = CollapseWatch(recipe.collapse, tell)
-        self._number = torch.zeros((), dtype=torch.int64, device=world.device)  # of the step within its epoch
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         self._run = prepare_step(learn, recipe.engine, world, tell)
@@ -109,48 +107,49 @@ class SearchTask:
                 sums.zero_()
         w = self.recipe.weights
         set_lr(self.players.weight_optimiser, cosine(epoch, self.num_epochs, w.lr, w.lr_min))
-        self._meter.reset()
-        self._number.zero_()
+        self._tally.begin_epoch()
 
-    def batches(self, epoch: int, start: int) -> Iterator[Pair]:
-        """Training batches, each with the next batch of the validation split where the regime wants one."""
-        train = self._weights.epoch(epoch, start)
+    def batches(self, epoch: int, start: int) -> Iterator[Draft]:
+        """Drafts of training batches, each with that of the next validation batch where the regime wants one."""
+        train = self._weights.drafts(epoch, start)
         if self.recipe.regime == "single-level":
-            return ((batch, None) for batch in train)
+            return train
         first = epoch * self._weights.num_batches + start
-        return zip(train, _cycle(self._validation, first), strict=False)
+        pairs = zip(train, _cycle(self._validation, first), strict=False)
+        return ((*own, *held) for own, held in pairs)
 
-    def step(self, batch: Pair) -> None:
-        tensors = [tensor for part in batch if part is not None for tensor in (part.images, part.labels)]
+    def step(self, batch: Draft) -> None:
         if not isinstance(self._run, CapturedStep):
-            self._run(*tensors)
+            self._run(*batch)
             return
         plan = self._plans.next()
         with self.method.following(plan):
-            self._run(*tensors, key=plan)
+            self._run(*batch, key=plan)
 
-    def _learn(self, images: Tensor, labels: Tensor, *held_out: Tensor) -> None:
+    def _learn(self, *drafts: Tensor) -> None:
         """One step of the regime on a training batch and, unless single-level, a validation batch.
 
-        Everything here happens on the device, so that it can be recorded.
+        Everything here happens on the device, from the gathering of images on, so that it can be recorded.
         """
+        size = self._weights.draft_size
+        batch = self._weights.finish(*drafts[:size])
+        others: list[Tensor] = []
         with self._cells():
             if self.recipe.regime == "single-level":
-                result = single_level(self.players, images, labels)
+                result = single_level(self.players, batch.images, batch.labels)
             else:
-                train, validation = (images, labels), (held_out[0], held_out[1])
+                other = self._validation.finish(*drafts[size:])
+                train, validation = (batch.images, batch.labels), (other.images, other.labels)
                 if self.recipe.regime == "unrolled":
                     settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)
                     result, held = unrolled(self.players, train, validation, settings)
                 else:
                     result, held = bilevel(self.players, train, validation)
-                self._watch.update(held.loss, self._number)
-        self._watch.update(result.loss, self._number)
-        self._meter.update(result.loss, result.logits, labels)
-        self._number += 1
+                others.append(held.loss)
+        self._tally.update(result.loss, result.logits, batch.labels, *others)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
-        trained = self._meter.read(self.world)
+        trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "train_loss": trained.loss,
             "train_accuracy": trained.accuracy,
@@ -217,8 +216,8 @@ class SearchTask:
             "collapse": self._collapse.state_dict(),
             "budget": None if self._budget is None else self._budget.state_dict(),
             "plans": self._plans.state_dict(),
-            "step": int(self._number),
-            "_local": {"meter": self._meter.sums, "diagnostics": self.method.diagnostics()},
+            "step": self._tally.step,
+            "_local": {"meter": self._tally.sums, "diagnostics": self.method.diagnostics()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,15 +229,14 @@ class SearchTask:
         if self._budget is not None:
             self._budget.load_state_dict(state["budget"])
         self._plans.load_state_dict(state.get("plans"))
-        self._number.fill_(state["step"])
+        self._tally.load(state["step"], state.get("_local"))
         if "_local" in state:
-            self._meter.sums.copy_(state["_local"]["meter"])
             for name, tables in self.method.diagnostics().items():
                 for table, sums in tables.items():
                     sums.copy_(state["_local"]["diagnostics"][name][table])
 
     def failed(self) -> Failure | None:
-        return self._watch.failed()
+        return self._tally.failed()
 
     def _modules(self) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {"supernet": self.supernet, "method": self.method, "objective": self.objective}
@@ -268,11 +266,11 @@ class SearchTask:
         return records
 
     def _validate(self) -> dict[str, Any]:
-        """Accuracy of the supernet itself, under the mix of the moment, on the validation split."""
+        """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
         self.supernet.eval()
         with torch.no_grad():
             mix = self.method.relax()
-        with self._cells():
+        with self._cells(), computing_in(self.recipe.precision, self.world.device):
             held = measure(lambda x: self.supernet(x, mix), self._held.epoch(0), self.world)
         self.supernet.train()
         return {
@@ -283,11 +281,11 @@ class SearchTask:
         }
 
 
-def _cycle(batches: Batches, first: int) -> Iterator[Batch]:
-    """Batches number `first`, `first` + 1, … of an endless run of epochs: a function of the position alone."""
+def _cycle(batches: Batches, first: int) -> Iterator[Draft]:
+    """Drafts of batches `first`, `first` + 1, … of an endless run of epochs: a function of the position alone."""
     epoch, start = divmod(first, batches.num_batches)
     while True:
-        yield from batches.epoch(epoch, start)
+        yield from batches.drafts(epoch, start)
         epoch, start = epoch + 1, 0
 
 
