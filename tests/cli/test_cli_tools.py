@@ -15,7 +15,7 @@ import softcell
 from softcell.cli.progress import Display, clock, epoch_line
 from softcell.engine.events import EpochEnded, Finished, Note, Started, Stepped
 
-COMMANDS = ("demo", "search", "train", "export", "show", "info", "convert", "random", "list")
+COMMANDS = ("demo", "search", "train", "export", "latency", "show", "info", "convert", "random", "list")
 
 
 def test_every_notation_survives_a_round_trip(call: Softcell) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from softcell import __version__
-from softcell.cli import convert, demo, export, info, list_, random_, search, show, train
+from softcell.cli import convert, demo, export, info, latency, list_, random_, search, show, train
 from softcell.errors import UserError
 
 USAGE = 2
@@ -49,6 +49,7 @@ app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
 app.command(name="search", epilog=search.EPILOG)(search.search)
 app.command(name="train", epilog=train.EPILOG)(train.train)
 app.command(name="export", epilog=export.EPILOG)(export.export)
+app.command(name="latency", epilog=latency.EPILOG)(latency.latency)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
 app.command(name="convert", epilog=convert.EPILOG)(convert.convert)

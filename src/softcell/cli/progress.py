@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from softcell.cli.console import percent
@@ -26,6 +27,32 @@ def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
     else:
         console.print(Text(f"{what} ..."))
         yield
+
+
+@contextmanager
+def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """Gives a function of (done, total, what comes next): a bar in a terminal, a line every ten seconds elsewhere."""
+    if quiet or console.quiet:
+        yield lambda done, total, next_: None
+        return
+    if not console.is_terminal:
+        last = [time.monotonic()]
+
+        def tell(done: int, total: int, next_: str) -> None:
+            if done == 0 or time.monotonic() - last[0] > 10:
+                last[0] = time.monotonic()
+                console.print(Text(f"{what}: {done} of {total}"))
+
+        yield tell
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed}/{task.total} {task.description}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda done, total, next_: bar.update(task, completed=done, total=total, description=next_)
 
 
 class Display:

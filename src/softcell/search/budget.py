@@ -156,8 +156,12 @@ def shown(kind: str, value: float) -> str:
 
 
 def read_latencies(path: str) -> dict[str, object]:
-    """A file of candidate: time, or of table: {candidate: time}."""
+    """A file of candidate: time, or of table: {candidate: time}.
+
+    `fixed` is the time of everything around the candidates; `about` is for people to read (see `softcell latency`).
+    """
     data = read_mapping(path)
+    data.pop("about", None)
     for name, value in data.items():
         rows = value if isinstance(value, Mapping) else {name: value}
         for op, time in rows.items():
@@ -179,8 +183,12 @@ def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
 
 
 def latency(genotype: Genotype, layout: Layout, latencies: Mapping[str, object]) -> float:
-    """The sum over all sites and picks of the network."""
-    return sum(latency_of(latencies, table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks)
+    """The sum over all sites and picks of the network, and what is fixed."""
+    fixed = latencies.get("fixed", 0.0)
+    assert isinstance(fixed, int | float)  # `read_latencies` has seen to it
+    return fixed + sum(
+        latency_of(latencies, table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks
+    )
 
 
 def with_latencies(costs: CostTables, path: str) -> CostTables:

@@ -25,6 +25,15 @@ def count_candidates(space: Space, shape: Shape, num_classes: int, *, printed_po
     A candidate whose weights several edges share is counted in full on each of them.
     """
     layout = space.layout()
+    cells = cells_with_sizes(space, shape, num_classes)
+    counter = _Counter(printed_pooling)
+    rows = [counter.cell(*cell) for cell in cells]
+    return CostTables(layout, {kind: tuple(row[kind] for row in rows) for kind in KINDS})
+
+
+def cells_with_sizes(space: Space, shape: Shape, num_classes: int) -> list[tuple[MixedCell, list[torch.Size]]]:
+    """For every site its cell, without memory, and the sizes [1, c, h, w] of its nodes for one image."""
+    layout = space.layout()
     # Nothing is live: the nodes are zeros of the right size, and no candidate has to run for them.
     idle: dict[int, Live] = {site: ((),) * len(layout.table(name)) for site, name in enumerate(layout.sites)}
     with torch.device("meta"):
@@ -48,9 +57,7 @@ def count_candidates(space: Space, shape: Shape, num_classes: int, *, printed_po
             f"costs are counted on cells of type MixedCell, but sites {missing} of space {layout.space!r} have none; "
             "switch the resource penalty off (--set resource.preset=none)"
         )
-    counter = _Counter(printed_pooling)
-    rows = [counter.cell(*cells[site]) for site in range(len(layout.sites))]
-    return CostTables(layout, {kind: tuple(row[kind] for row in rows) for kind in KINDS})
+    return [cells[site] for site in range(len(layout.sites))]
 
 
 class _Counter:

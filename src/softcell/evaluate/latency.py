@@ -1,0 +1,159 @@
+"""How long candidates and networks take on this machine, measured: medians of many calls, with their spread.
+
+A table holds one time per table and candidate: the mean over the sites and edges that could hold it, each at its real
+size, so that the times of a network's picks add up. What stands around the candidates (stem, sums, classifier) is
+`fixed`: the median of what whole networks take beyond the sum of their picks. How well the table then predicts those
+networks is part of it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Genotype, Layout, sample
+from softcell.engine.timing import Stopwatch
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.spaces import Shape, Space
+from softcell.spaces.costs import cells_with_sizes
+
+WARM_UP = 0.05
+"""Seconds of calls before anything is measured: allocation, tuning and clocks settle."""
+SAMPLE = 0.002
+"""Least seconds of one sample; shorter calls are repeated within it, since a clock has a grain."""
+SAMPLES = 15
+OnStep = Callable[[int, int, str], None]
+"""Called with the number of measurements done, of all, and what comes next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Milliseconds of one call: the median and the quartiles of `samples` samples of `calls` calls each."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+    calls: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ms ({self.low:.3g} to {self.high:.3g}, quartiles of {self.samples} samples)"
+
+
+@torch.no_grad()
+def measure_module(module: nn.Module, x: Tensor, *, samples: int = SAMPLES) -> Latency:
+    """The time of `module(x)` in eval mode on the device of `x`; on CUDA the device's own time, nothing left queued."""
+    was_training = module.training
+    module.eval()
+    watch = Stopwatch(x.device)
+
+    def seconds(calls: int) -> float:
+        with watch:
+            for _ in range(calls):
+                module(x)
+        return watch.timing.seconds
+
+    spent, calls = seconds(1), 1
+    while spent < WARM_UP:
+        spent += seconds(calls)
+        calls = min(2 * calls, 64)
+    single = max(min(seconds(calls) / calls for _ in range(2)), 1e-9)
+    calls = max(1, round(SAMPLE / single))
+    found = sorted(seconds(calls) / calls * 1e3 for _ in range(samples))
+    module.train(was_training)
+    low, median, high = statistics.quantiles(found, n=4) if samples > 1 else found * 3
+    return Latency(median, low, high, samples, calls)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTable:
+    """Times in milliseconds: per table and candidate, and what is fixed.
+
+    `networks` are (predicted, measured) pairs of whole random networks.
+    """
+
+    candidates: dict[str, dict[str, float]]
+    fixed: float
+    networks: tuple[tuple[float, Latency], ...]
+
+    @property
+    def error(self) -> float | None:
+        """The mean deviation of predictions from measurements, as a share; None without networks."""
+        if not self.networks:
+            return None
+        return statistics.fmean(abs(guess / found.median - 1.0) for guess, found in self.networks)
+
+    def to_dict(self, about: dict[str, Any]) -> dict[str, Any]:
+        """What `--latency-table` reads."""
+        rows = {name: {op: _rounded(time) for op, time in row.items()} for name, row in self.candidates.items()}
+        checks = [{"predicted": _rounded(guess), "measured": _rounded(found.median)} for guess, found in self.networks]
+        error = None if self.error is None else _rounded(self.error)
+        about = {**about, "networks": checks, "mean_deviation": error}
+        return {"about": about, "fixed": _rounded(self.fixed), **rows}
+
+
+def measure_space(
+    space: Space,
+    shape: Shape,
+    num_classes: int,
+    device: torch.device,
+    *,
+    batch: int = 1,
+    networks: int = 5,
+    samples: int = SAMPLES,
+    on_step: OnStep | None = None,
+) -> LatencyTable:
+    """Measures every candidate of a space at the sizes of its networks, and some whole networks."""
+    layout = space.layout()
+    places = list(_places(space, shape, num_classes))
+    needed = list(dict.fromkeys((op, spec, size) for _, op, spec, size in places))
+    done: dict[tuple[str, Spec, tuple[int, ...]], float] = {}
+    total = len(needed) + networks
+    for number, (op, spec, size) in enumerate(needed):
+        _tell(on_step, number, total, f"{op} at {'x'.join(map(str, size))}, stride {spec.stride}")
+        module = get_candidate(op).build(spec).to(device)
+        done[op, spec, size] = measure_module(module, torch.rand(batch, *size, device=device), samples=samples).median
+    times: dict[str, dict[str, list[float]]] = {}
+    for table, op, spec, size in places:
+        times.setdefault(table, {}).setdefault(op, []).append(done[op, spec, size])
+    candidates = {table: {op: statistics.fmean(found) for op, found in row.items()} for table, row in times.items()}
+    checks: list[tuple[float, Latency]] = []
+    for number in range(networks):
+        _tell(on_step, len(needed) + number, total, f"whole network {number + 1} of {networks}")
+        genotype = sample(layout, number)
+        network = space.network(genotype, shape, num_classes).to(device)
+        found = measure_module(network, torch.rand(batch, *shape, device=device), samples=samples)
+        checks.append((_sum(genotype, layout, candidates), found))
+    _tell(on_step, total, total, "")
+    fixed = max(0.0, statistics.median(found.median - guess for guess, found in checks)) if checks else 0.0
+    return LatencyTable(candidates, fixed, tuple((guess + fixed, found) for guess, found in checks))
+
+
+def _places(space: Space, shape: Shape, num_classes: int) -> Iterator[tuple[str, str, Spec, tuple[int, ...]]]:
+    """(table, candidate, what it is built for, size of its input) of every edge that could hold it."""
+    layout = space.layout()
+    for name, (cell, nodes) in zip(layout.sites, cells_with_sizes(space, shape, num_classes), strict=True):
+        for choice in cell.table.choices:
+            # As in a network that is trained for good, which is what a budget is about.
+            spec = replace(cell.spec_of(choice.source), affine=True, pool_norm=False)
+            for op in choice.candidates:
+                if not get_candidate(op).zero:
+                    yield name, op, spec, tuple(nodes[choice.source][1:])
+
+
+def _sum(genotype: Genotype, layout: Layout, candidates: dict[str, dict[str, float]]) -> float:
+    return sum(candidates[table].get(pick.op, 0.0) for table in layout.sites for pick in genotype.cells[table].picks)
+
+
+def _tell(on_step: OnStep | None, number: int, total: int, what: str) -> None:
+    if on_step is not None:
+        on_step(number, total, what)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
