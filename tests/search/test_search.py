@@ -130,7 +130,7 @@ def test_weights_and_architecture_learn_from_their_own_halves(regime: str, data:
         task = SEARCH._task(recipe, dataset, parts, session, None)
     seen: list[torch.Tensor] = []
     for epoch in range(3):
-        pairs = list(task.batches(epoch, 0))
+        pairs = [task.pair(draft) for draft in task.batches(epoch, 0)]
         assert len(pairs) == task.steps_in(epoch) == 2
         for train, validation in pairs:
             assert set(train.index.tolist()) <= set(parts["weights"].tolist())
@@ -139,7 +139,7 @@ def test_weights_and_architecture_learn_from_their_own_halves(regime: str, data:
             else:
                 assert set(validation.index.tolist()) <= set(parts["validation"].tolist())
                 seen.append(validation.index)
-        late = list(task.batches(epoch, 1))
+        late = [task.pair(draft) for draft in task.batches(epoch, 1)]
         assert torch.equal(late[0][0].images, pairs[1][0].images)
         if regime != "single-level":
             assert torch.equal(late[0][1].images, pairs[1][1].images), "a resumed epoch goes on with the next batch"
@@ -156,8 +156,9 @@ def test_a_step_of_the_search_is_that_of_its_regime(regime: str, data: Path) -> 
         task = SEARCH._task(recipe, dataset, parts, session, None)
     task.begin_epoch(0)
     twin = copy.deepcopy(task.players)
-    (train, validation), *_ = task.batches(0, 0)
-    task.step((train, validation))
+    draft, *_ = task.batches(0, 0)
+    task.step(draft)
+    train, validation = task.pair(draft)
     taught = (train.images, train.labels)
     if regime == "single-level":
         result = single_level(twin, *taught)

@@ -9,7 +9,8 @@ from typing import Any
 from softcell.engine.distributed import World, on_main
 from softcell.engine.events import Note, OnEvent
 from softcell.engine.files import atomic_write_text
-from softcell.engine.loop import Outcome, run
+from softcell.engine.lanes import Running
+from softcell.engine.loop import Outcome, running
 from softcell.engine.runfolder import RunFolder
 from softcell.engine.task import Task
 
@@ -24,7 +25,7 @@ def run_in_folder(
     resume: bool,
     overwrite: bool,
     on_event: OnEvent | None,
-) -> tuple[RunFolder, Outcome]:
+) -> Running[tuple[RunFolder, Outcome]]:
     """Makes (or reopens) the folder, runs `task` in it and records a failure or an interruption.
 
     manifest: makes that of a new run. files: texts by name that the folder must hold before the first step.
@@ -41,7 +42,7 @@ def run_in_folder(
     for name, text in files.items():
         on_main(lambda name=name, text=text: atomic_write_text(out / name, text), world)  # type: ignore[misc]
     try:
-        outcome = run(task, out, world, resume=resume, on_event=on_event)
+        outcome = yield from running(task, out, world, resume=resume, on_event=on_event)
     except Exception:
         if world.is_main:  # without the others: it may be this rank alone that failed
             folder.finish("failed")

@@ -4,7 +4,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,38 @@ class Interrupt:
     """Context in which the first SIGINT or SIGTERM is only remembered, in `signal`; 0 means none came.
 
     A SIGINT after that raises KeyboardInterrupt at once, for whoever cannot wait. Outside the main thread,
-    where Python allows no handlers, nothing is caught.
+    where Python allows no handlers, nothing is caught. Inside another such context, that one catches for both: a signal
+    stops all runs that share a process.
     """
 
+    _active: ClassVar["Interrupt | None"] = None
+
     def __init__(self) -> None:
-        self.signal = 0
+        self._caught = 0
         self._before: dict[int, Any] = {}
+        self._outer: Interrupt | None = None
+
+    @property
+    def signal(self) -> int:
+        return self._caught if self._outer is None else self._outer.signal
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
+        if Interrupt._active is not None:
+            self._outer = Interrupt._active
+        elif threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._note)
+            Interrupt._active = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._outer is not None:
+            self._caught, self._outer = self._outer.signal, None
+            return
+        if Interrupt._active is self:
+            Interrupt._active = None
         for number, handler in self._before.items():
             # None stands for a handler that was not installed from Python and cannot be put back from it.
             if handler is not None:
@@ -39,9 +55,9 @@ class Interrupt:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal:
+        if number == signal.SIGINT and self._caught:
             raise KeyboardInterrupt
-        self.signal = self.signal or number
+        self._caught = self._caught or number
 
 
 def agree(flags: Sequence[int], world: World) -> list[int]:

@@ -17,6 +17,7 @@ from softcell.engine.distributed import World, gather_objects, on_main, same_eve
 from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
 from softcell.engine.history import METRICS, History
 from softcell.engine.interrupt import Interrupt, agree, exit_code
+from softcell.engine.lanes import Running, drain
 from softcell.engine.pace import Pace
 from softcell.engine.rng import rng_state, set_rng_state
 from softcell.engine.task import Task
@@ -69,6 +70,19 @@ def run(
         on_event: called on rank 0 for each event.
         save_every_epochs: epochs between checkpoints; the last epoch is always saved.
     """
+    return drain(running(task, folder, world, resume=resume, on_event=on_event, save_every_epochs=save_every_epochs))
+
+
+def running(
+    task: Task,
+    folder: str | os.PathLike[str],
+    world: World,
+    *,
+    resume: bool,
+    on_event: OnEvent | None = None,
+    save_every_epochs: int = 1,
+) -> Running[Outcome]:
+    """`run`, giving way after every step, so that runs can share a process."""
     if save_every_epochs < 1:
         raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
     return _Loop(task, Path(folder), world, on_event, save_every_epochs).run(resume)
@@ -87,20 +101,20 @@ class _Loop:
         self.restored: dict[str, Any] | None = None
         self.counts: list[int] = []
 
-    def run(self, resume: bool) -> Outcome:
+    def run(self, resume: bool) -> Running[Outcome]:
         self._restore(resume)
         task, at = self.task, self.at
         self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
         self._emit(Started(at.epoch, at.step, task.num_epochs))
         with self.interrupt:
             while at.epoch < task.num_epochs and at.stopped is None:
-                number = self._steps() or self._end_epoch()
+                number = (yield from self._steps()) or self._end_epoch()
                 if number:
                     return self._interrupted(number)
         self._emit(Finished(at.epoch, at.stopped))
         return Outcome("finished", 0, at.stopped, at.history.rows())
 
-    def _steps(self) -> int:
+    def _steps(self) -> Running[int]:
         """Make the current epoch's remaining steps; return the signal that stopped it, or 0."""
         task, at = self.task, self.at
         epoch, steps = at.epoch, self.counts[at.epoch]
@@ -126,6 +140,7 @@ class _Loop:
             at.step += 1
             at.seconds = time.perf_counter() - began
             self._emit_step(steps)
+            yield
             number = self._check(steps)
             if number:
                 # After the last step too: an evaluation may outlast a scheduler's patience.

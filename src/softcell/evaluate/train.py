@@ -19,6 +19,7 @@ from softcell.engine.distributed import barrier, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import fsync_folder
 from softcell.engine.hosted import run_in_folder, teller
+from softcell.engine.lanes import drain
 from softcell.engine.meter import Measured, measure
 from softcell.engine.session import Session, open_session
 from softcell.errors import UserError
@@ -120,9 +121,10 @@ def _train(
             return {**new_manifest("train", recipe.to_dict(), recipe.seed), "results": known}
 
         files = {"genotype.json": genotype.dumps()}
-        folder, outcome = run_in_folder(
+        hosted = run_in_folder(
             task, out, world, manifest, files=files, resume=resume, overwrite=overwrite, on_event=on_event
         )
+        folder, outcome = drain(hosted)
     if outcome.status == "interrupted":
         return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     network.eval()

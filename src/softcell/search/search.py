@@ -16,6 +16,7 @@ from softcell.engine.distributed import barrier, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
 from softcell.engine.hosted import run_in_folder, teller
+from softcell.engine.lanes import Running, drain
 from softcell.engine.session import Session, open_session
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
@@ -55,6 +56,18 @@ def search(
 
     The test set is sealed while this runs: whatever the method does, it cannot look at it.
     """
+    return drain(searching(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
+
+
+def searching(
+    recipe: SearchRecipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> Running[SearchResult]:
+    """`search`, giving way after every step, so that searches can share a device."""
     for plugin in recipe.plugins:
         load_plugin(plugin)
     opened = open_session(
@@ -67,7 +80,7 @@ def search(
     with opened as session, test_set_sealed():
         # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
         recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return _search(recipe, Path(out), session, resume, overwrite, on_event)
+        return (yield from _search(recipe, Path(out), session, resume, overwrite, on_event))
 
 
 def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
@@ -85,7 +98,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
 
 def _search(
     recipe: SearchRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
-) -> SearchResult:
+) -> Running[SearchResult]:
     world = session.world
     # Data first: a wrong path must not leave a run folder behind.
     dataset = load(recipe.data, recipe.data_root, recipe.image_size)
@@ -99,7 +112,7 @@ def _search(
     if recipe.scale == "paper" and world.device.type == "cpu":
         tell = teller(on_event, world)
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
-    folder, outcome = run_in_folder(
+    folder, outcome = yield from run_in_folder(
         task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
     )
     if outcome.status == "interrupted":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype
 from softcell.arch.simplex import entropy
-from softcell.data import Batches
+from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.distributed import World, average_, broadcast_module
@@ -118,6 +118,12 @@ class SearchTask:
         pairs = zip(train, _cycle(self._validation, first), strict=False)
         return ((*own, *held) for own, held in pairs)
 
+    def pair(self, drafts: Draft) -> tuple[Batch, Batch | None]:
+        """The training batch and, unless single-level, the validation batch of what `batches` yields."""
+        size = self._weights.draft_size
+        own, held = drafts[:size], drafts[size:]
+        return self._weights.finish(*own), self._validation.finish(*held) if held else None
+
     def step(self, batch: Draft) -> None:
         if not isinstance(self._run, CapturedStep):
             self._run(*batch)
@@ -131,14 +137,12 @@ class SearchTask:
 
         Everything here happens on the device, from the gathering of images on, so that it can be recorded.
         """
-        size = self._weights.draft_size
-        batch = self._weights.finish(*drafts[:size])
+        batch, other = self.pair(drafts)
         others: list[Tensor] = []
         with self._cells():
-            if self.recipe.regime == "single-level":
+            if other is None:
                 result = single_level(self.players, batch.images, batch.labels)
             else:
-                other = self._validation.finish(*drafts[size:])
                 train, validation = (batch.images, batch.labels), (other.images, other.labels)
                 if self.recipe.regime == "unrolled":
                     settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)

@@ -1,0 +1,96 @@
+"""Several runs in one process: each goes on for a step in turn, on a stream and with random numbers of its own.
+
+On a GPU the steps of different lanes run at the same time, where one search alone leaves the device half empty. A run
+cannot tell that it is not alone: whatever it draws and computes is what it would have had by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Running = Generator[None, None, T]
+"""A run that gives way after each step and returns its result."""
+
+
+def drain(running: Running[T]) -> T:
+    """Runs to the end without giving way to anybody."""
+    while True:
+        try:
+            next(running)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+
+class Lane:
+    """The state that runs of one process would share: torch's generators and, on CUDA, the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cpu = torch.get_rng_state()
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            self._index = torch.cuda.current_device() if device.index is None else device.index
+            self._stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+            # A state object of its own: a recorded graph reads the object that was in place when it was recorded.
+            self._cuda: Any = torch.cuda.default_generators[self._index].clone_state()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within this context the process is this lane's."""
+        cpu = torch.get_rng_state()
+        torch.set_rng_state(self._cpu)
+        try:
+            if self._stream is None:
+                yield
+            else:
+                generator: Any = torch.cuda.default_generators[self._index]
+                before = generator.graphsafe_get_state()
+                generator.graphsafe_set_state(self._cuda)
+                try:
+                    with torch.cuda.stream(self._stream):
+                        yield
+                finally:
+                    self._cuda = generator.graphsafe_get_state()
+                    generator.graphsafe_set_state(before)
+        finally:
+            self._cpu = torch.get_rng_state()
+            torch.set_rng_state(cpu)
+
+
+@dataclass(slots=True)
+class _Job:
+    number: int
+    lane: Lane
+    running: Running[Any]
+
+
+def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
+    """The results of all runs in their order, or the errors they ended with; at most `at_once` are under way.
+
+    One that fails does not stop the others.
+    """
+    results: list[T | Exception] = [RuntimeError("not started")] * len(starts)
+    waiting = list(enumerate(starts))
+    active: list[_Job] = []
+    while waiting or active:
+        while waiting and len(active) < max(1, at_once):
+            number, start = waiting.pop(0)
+            active.append(_Job(number, Lane(device), start()))
+        for job in list(active):
+            try:
+                with job.lane.entered():
+                    next(job.running)
+            except StopIteration as stop:
+                results[job.number] = stop.value
+                active.remove(job)
+            except Exception as error:
+                results[job.number] = error
+                active.remove(job)
+    return results
