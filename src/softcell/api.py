@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from softcell.registry import load_plugin
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search.recipe import read_mapping
 from softcell.search.search import search as run_search
+from softcell.search.several import Keep, SeveralResult, read_seeds
+from softcell.search.several import search_seeds as run_seeds
 from softcell.settings import merge
 from softcell.spaces import SPACES, Network, build_space
 
@@ -48,6 +50,7 @@ __all__ = [
     "load_network",
     "read_genotype",
     "search",
+    "search_seeds",
     "train",
 ]
 
@@ -160,6 +163,76 @@ def search_with(
         if world.is_main:
             _draw_search(result)
         return result
+
+
+def seeds_recipe(
+    given: Mapping[str, Any],
+    *,
+    config: str | Path | None = None,
+    seeds: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> tuple[list[int], SearchRecipe, Path]:
+    """Seeds, recipe and folder of a search with several seeds; a resumed one has all three in its folder."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "several seeds share one device in one process, but torchrun started several; leave out --seeds"
+        )
+    if resume:
+        folder = _resumed(out)
+        known = read_seeds(folder)
+        if seeds is not None and seeds != len(known):
+            raise UserError(f"a resumed search keeps its seeds, but {folder} has {len(known)} and --seeds is {seeds}")
+        begun = next((place for s in known if (place := folder / f"seed-{s}" / "run.json").is_file()), None)
+        if begun is None:
+            raise UserError(f"none of the seeds of {folder} has begun; start anew with --overwrite")
+        return known, stored_recipe(begun.parent, layered(given, {"seed": known[0]})), folder
+    recipe = search_recipe(given, config=config)
+    if seeds is None or seeds < 1:
+        raise UserError(f"--seeds must be at least 1, but is {seeds}")
+    folder = Path(out) if out is not None else free_folder(recipe.method, recipe.space, recipe.data)
+    return list(range(recipe.seed, recipe.seed + seeds)), recipe, folder
+
+
+def search_seeds_with(
+    recipe: SearchRecipe,
+    folder: Path,
+    seeds: Sequence[int],
+    *,
+    keep: Keep = "all",
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> SeveralResult:
+    """Runs a complete recipe with several seeds and draws each run."""
+    set_deterministic(recipe.deterministic)
+    result = run_seeds(
+        recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=on_event
+    )
+    for one in result.results.values():
+        if one.genotype is not None and not (one.folder / drawings.CELLS).exists():
+            _draw_search(one)
+    return result
+
+
+def search_seeds(
+    method: str | None = None,
+    *,
+    seeds: int,
+    space: str | None = None,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    keep: Keep = "all",
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    **settings: Any,
+) -> SeveralResult:
+    """`search` with `seeds` seeds from `seed` on, on a GPU at the same time; `keep` says whose checkpoints stay."""
+    given = _given(settings, method=method, space=space, data=data)
+    chosen, recipe, folder = seeds_recipe(given, seeds=seeds, out=out, resume=resume)
+    return search_seeds_with(recipe, folder, chosen, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite)
 
 
 def train_with(

@@ -132,3 +132,16 @@ def test_ctrl_c_then_resume_gives_what_an_unbroken_search_gives(call: Softcell, 
     assert call(*arguments, "--out", "unbroken", "-q").code == 0
     assert rows(tmp_path / "broken") == rows(tmp_path / "unbroken")
     assert cells(tmp_path / "broken") == cells(tmp_path / "unbroken")
+
+
+def test_several_seeds_are_searched_compared_and_resumed(call: Softcell, tmp_path: Path) -> None:
+    asked = ("search", "--seeds", "2", "--epochs", "1", *TINY, "--out", tmp_path / "several")
+    answer = call(*asked)
+    assert answer.code == 0, answer.error
+    assert "(best)" in answer.out and "mean ± std (n=2)" in answer.out
+    assert (tmp_path / "several" / "seed-1" / "genotype.svg").exists()
+    again = call("search", "--resume", tmp_path / "several")
+    assert again.code == 0 and "mean ± std (n=2)" in again.out
+    refused = call("search", "--seeds", "0", *TINY)
+    assert refused.code == 2 and "--seeds must be at least 1" in refused.error
+    assert call(*asked).code == 2, "the folder is taken"

@@ -56,15 +56,24 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
 
 
 class Display:
-    """A context that takes the events of one run."""
+    """A context that takes the events of one run; `beside` gives listeners for others at the same time."""
 
     def __init__(self, console: Console, heading: str, quiet: bool = False) -> None:
         self._console, self._quiet = console, quiet
         self.heading = heading  # shown when the run really starts, so that an error stands alone
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._label = ""
+        self._others: list[Display] = []
         self._num_epochs = 0
         self._left: float | None = None
+
+    def beside(self, label: str, heading: str) -> Display:
+        """A listener for one of several runs: its lines begin with `label`, its bar stands below the others."""
+        other = Display(self._console, heading, self._quiet)
+        other._label, other._bar = f"{label}  ", self._bar
+        self._others.append(other)
+        return other
 
     def __enter__(self) -> Self:
         if self._console.is_terminal and not self._quiet and not self._console.quiet:
@@ -84,7 +93,8 @@ class Display:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-            self._bar, self._task = None, None
+            for display in (self, *self._others):
+                display._bar, display._task = None, None
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -98,22 +108,23 @@ class Display:
             case EpochEnded():
                 self._say(epoch_line(event.metrics, self._num_epochs, self._left))
             case Note():
-                self._console.print(Text(f"note: {event.text}", "yellow"))
+                self._console.print(Text(f"{self._label}note: {event.text}", "yellow"))
             case Finished():
                 if event.reason is not None:
-                    self._console.print(Text(f"stopped after {event.num_epochs} epochs: {event.reason}", "yellow"))
+                    text = f"{self._label}stopped after {event.num_epochs} epochs: {event.reason}"
+                    self._console.print(Text(text, "yellow"))
             case Interrupted():
                 pass  # the command itself tells how to go on
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(Text(text))
+            self._console.print(Text(self._label + text))
 
     def _step(self, event: Stepped) -> None:
         self._left = event.seconds_left
         if self._bar is None:
             return
-        description = f"epoch {event.epoch + 1}/{self._num_epochs}"
+        description = f"{self._label}epoch {event.epoch + 1}/{self._num_epochs}"
         if self._task is None:
             self._task = self._bar.add_task(description, total=event.steps, left="")
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from softcell.baseline import Baseline
     from softcell.evaluate import TrainResult
     from softcell.search import SearchResult
+    from softcell.search.several import SeveralResult
 
 
 def show_search(out: Console, result: SearchResult) -> None:
@@ -32,6 +33,28 @@ def show_search(out: Console, result: SearchResult) -> None:
         if "child_accuracy" in last:
             facts(out, child=f"{percent(last['child_accuracy'])} on the {last['val_split']} split, without training")
     facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
+
+
+def show_seeds(out: Console, result: SeveralResult) -> None:
+    """What each seed reached, with mean and spread; the best one is named."""
+    import statistics
+
+    from softcell.search.several import score
+
+    out.print()
+    reached: list[float] = []
+    for seed, one in result.results.items():
+        value = score(one)
+        if value is not None and one.genotype is not None:
+            reached.append(value)
+        state = "" if one.genotype is not None else ", unfinished"
+        text = "not measured" if value is None else f"{percent(value)} on the validation split"
+        facts(out, **{f"seed {seed}": f"{text}{state}{'  (best)' if seed == result.best else ''}"})
+    for seed, error in result.errors.items():
+        facts(out, **{f"seed {seed}": f"failed: {error}"})
+    if len(reached) > 1:
+        spread = statistics.stdev(reached) * 100
+        facts(out, all=f"{statistics.mean(reached) * 100:.1f} ± {spread:.1f}%  mean ± std (n={len(reached)})")
 
 
 def show_training(out: Console, result: TrainResult, count: int | None) -> None:

@@ -10,12 +10,15 @@ import typer
 
 from softcell.cli import options as o
 
+SEEDS = "seeds.json"  # as softcell.search.several has it, which would be slow to import here
+
 EPILOG = o.examples(
     "softcell search",
     "softcell search darts --space nb201 --data cifar10 --data-root ~/data",
     "softcell search --data photos/ --image-size 32 --epochs 20 --seed 1",
     "softcell search --set regime=unrolled --set space.cells=5 --set weights.lr=0.1",
     "softcell search snas --max-params 2.5M --data cifar10",
+    "softcell search --seeds 4 --keep best",
     "softcell search --resume runs/darts-darts-digits-1",
     "softcell search --config runs/darts-darts-digits-1 --out again",
 )
@@ -33,6 +36,17 @@ def search(
     epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
     seed: o.Seed = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Search K times, with seeds from --seed on; on a GPU all at the same time."),
+    ] = None,
+    keep: Annotated[
+        Literal["all", "best"],
+        typer.Option(help="With --seeds: whose checkpoints stay when all are done; records always do."),
+    ] = "all",
+    at_once: Annotated[
+        int | None, typer.Option(metavar="N", help="With --seeds: how many share the device; all on a GPU, else one.")
+    ] = None,
     device: o.Device = None,
     scale: Annotated[
         Literal["small", "paper"] | None,
@@ -94,7 +108,9 @@ def search(
         precision=precision,
         engine=engine,
     )
-    return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet)
+    if seeds is None and not (resume and out is not None and (out / SEEDS).is_file()):
+        return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet)
+    return run_seeds(given, config, out, seeds, keep, at_once=at_once, resume=resume, overwrite=overwrite, quiet=quiet)
 
 
 def run_search(
@@ -129,6 +145,54 @@ def run_search(
         root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
         results.facts(screen, next=command("train", folder, "--data", recipe.data, *root))
     return 0
+
+
+def run_seeds(
+    given: dict[str, Any],
+    config: Path | None,
+    out: Path | None,
+    seeds: int | None,
+    keep: Literal["all", "best"],
+    *,
+    at_once: int | None,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+) -> int:
+    """Searches with several seeds, shows what each reached and the best one's cells."""
+    from softcell import api
+    from softcell.cli import results
+    from softcell.cli.console import command, console
+    from softcell.cli.progress import Display
+
+    screen = console()
+    chosen, recipe, folder = api.seeds_recipe(given, config=config, seeds=seeds, out=out, resume=resume)
+    heading = (
+        f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
+    )
+    if not quiet:
+        screen.print(heading, highlight=False)
+    with Display(screen, heading, quiet) as display:
+        result = api.search_seeds_with(
+            recipe,
+            folder,
+            chosen,
+            keep=keep,
+            at_once=at_once,
+            resume=resume,
+            overwrite=overwrite,
+            on_event=lambda seed: display.beside(f"seed {seed}", str(folder / f"seed-{seed}")),
+        )
+    if result.best is not None:
+        results.show_search(screen, result.results[result.best])
+    results.show_seeds(screen, result)
+    if any(one.genotype is None for one in result.results.values()):
+        results.interrupted(screen, "search", "--resume", str(folder))
+    elif result.best is not None and not quiet:
+        root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
+        best = folder / f"seed-{result.best}"
+        results.facts(screen, next=command("train", best, "--data", recipe.data, *root))
+    return result.exit_code
 
 
 def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:

@@ -1,0 +1,166 @@
+"""One recipe with several seeds: on a GPU at the same time, elsewhere one after the other; the best one is pointed out.
+
+The folder holds a complete run per seed (`seed-0`, `seed-1`, …), `seeds.json` with what each reached, and the best
+one's `genotype.json`. Resuming goes on with what is unfinished and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from softcell.arch import Genotype
+from softcell.engine import RunFolder, resolve_device
+from softcell.engine.checkpoint import CURRENT, PREVIOUS
+from softcell.engine.events import OnEvent
+from softcell.engine.files import atomic_write_text
+from softcell.engine.interrupt import Interrupt, exit_code
+from softcell.engine.lanes import interleave
+from softcell.errors import UserError
+from softcell.search.recipe import SearchRecipe
+from softcell.search.search import SearchResult, searching
+
+SEEDS = "seeds.json"
+Keep = Literal["all", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralResult:
+    """What several seeds left: results and errors by seed; `best` is None where none has finished."""
+
+    folder: Path
+    results: dict[int, SearchResult]
+    errors: dict[int, Exception]
+    best: int | None
+    exit_code: int
+
+
+def search_seeds(
+    recipe: SearchRecipe,
+    out: str | Path,
+    seeds: Sequence[int],
+    *,
+    keep: Keep = "all",
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> SeveralResult:
+    """Searches with every seed; each result is that of the same search alone.
+
+    keep: `best` removes the checkpoints of all but the best when all are done; records and genotypes stay.
+    at_once: how many share the device; None for all of them on a GPU and one elsewhere.
+    on_event: gives the listener of a seed's run.
+    """
+    folder = Path(out)
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
+    if resume:
+        _check_same(folder, seeds)
+    elif folder.exists() and any(folder.iterdir()) and not overwrite:
+        raise UserError(f"a new search needs an empty folder, but {folder} is not; use --resume, or another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder, seeds, {}, {}, None)
+    device = resolve_device(recipe.device)
+    results = {seed: done for seed in seeds if resume and (done := _finished(folder, recipe, seed)) is not None}
+    left = [seed for seed in seeds if seed not in results]
+    starts = [
+        partial(
+            searching,
+            replace(recipe, seed=seed),
+            _place(folder, seed),
+            resume=resume and (_place(folder, seed) / "run.json").is_file(),
+            overwrite=overwrite,
+            on_event=None if on_event is None else on_event(seed),
+        )
+        for seed in left
+    ]
+    together = at_once or (len(seeds) if device.type == "cuda" else 1)
+    with Interrupt() as interrupt:
+        found = interleave(starts, device, together)
+        stopped = interrupt.signal
+    errors = {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, Exception)}
+    if not results and len(errors) == len(seeds) and all(isinstance(e, UserError) for e in errors.values()):
+        raise next(iter(errors.values()))  # what is wrong is the recipe, not a seed
+    results |= {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, SearchResult)}
+    results = {seed: results[seed] for seed in seeds if seed in results}
+    best = _best(results)
+    _write(folder, seeds, results, errors, best)
+    if best is not None:
+        atomic_write_text(folder / "genotype.json", (_place(folder, best) / "genotype.json").read_text("utf-8"))
+    whole = not errors and all(result.genotype is not None for result in results.values())
+    if keep == "best" and whole:
+        _drop_checkpoints(folder, [seed for seed in seeds if seed != best])
+    return SeveralResult(folder, results, errors, best, exit_code(stopped) if stopped else int(bool(errors)))
+
+
+def score(result: SearchResult) -> float | None:
+    """What seeds are compared by: the last validation accuracy of the search."""
+    keys = ("best_val_accuracy", "val_accuracy")
+    return next((row[key] for row in reversed(result.metrics) for key in keys if row.get(key) is not None), None)
+
+
+def _best(results: dict[int, SearchResult]) -> int | None:
+    done = [(value, -seed) for seed, r in results.items() if r.genotype is not None and (value := score(r)) is not None]
+    return -max(done)[1] if done else None
+
+
+def _place(folder: Path, seed: int) -> Path:
+    return folder / f"seed-{seed}"
+
+
+def _finished(folder: Path, recipe: SearchRecipe, seed: int) -> SearchResult | None:
+    place = _place(folder, seed)
+    if not (place / "run.json").is_file() or RunFolder.open(place).manifest["status"] != "finished":
+        return None
+    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return SearchResult(place, replace(recipe, seed=seed), Genotype.load(place), rows, 0)
+
+
+def _check_same(folder: Path, seeds: Sequence[int]) -> None:
+    """A resumed search has the seeds it began with."""
+    before = read_seeds(folder)
+    if before != list(seeds):
+        raise UserError(f"a resumed search keeps its seeds, but {folder} has {before} and {list(seeds)} were given")
+
+
+def read_seeds(folder: Path) -> list[int]:
+    """The seeds of a search of several."""
+    try:
+        return [int(one["seed"]) for one in json.loads((folder / SEEDS).read_text("utf-8"))["seeds"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} holds no search of several seeds: {SEEDS} is missing or broken ({error})") from error
+
+
+def _write(
+    folder: Path,
+    seeds: Sequence[int],
+    results: dict[int, SearchResult],
+    errors: dict[int, Exception],
+    best: int | None,
+) -> None:
+    listed: list[dict[str, Any]] = []
+    for seed in seeds:
+        result, error = results.get(seed), errors.get(seed)
+        status = "failed" if error else "finished" if result is not None and result.genotype is not None else "open"
+        listed.append(
+            {
+                "seed": seed,
+                "folder": _place(folder, seed).name,
+                "status": status,
+                "val_accuracy": None if result is None else score(result),
+                "error": None if error is None else str(error),
+            }
+        )
+    text = json.dumps({"format": "softcell-seeds", "version": 1, "best": best, "seeds": listed}, indent=2)
+    atomic_write_text(folder / SEEDS, text + "\n")
+
+
+def _drop_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        for name in (CURRENT, PREVIOUS):
+            (_place(folder, seed) / name).unlink(missing_ok=True)

@@ -1,0 +1,40 @@
+"""Searches that share a GPU, each on its stream with its own random numbers, equal those that have it alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from softcell.engine.checkpoint import load_latest
+from softcell.search import resolve, search
+from softcell.search.several import search_seeds
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_searches_side_by_side_equal_those_alone(engine: str, tmp_path: Path) -> None:
+    given = {
+        "method": "snas",
+        "space": "nb201",
+        "data": "digits",
+        "scale": "small",
+        "space_settings": {"cells_per_stage": 1, "channels": 4},
+        "epochs": 2,
+        "drop_path": 0.3,
+        "device": "cuda",
+        "deterministic": True,
+        "engine": engine,
+    }
+    recipe = resolve(given)
+    result = search_seeds(recipe, tmp_path / "all", [0, 1, 2])
+    assert not result.errors
+    for seed in (0, 1, 2):
+        search(resolve(given, {"seed": seed}), tmp_path / f"alone-{seed}")
+        together, alone = load_latest(tmp_path / "all" / f"seed-{seed}"), load_latest(tmp_path / f"alone-{seed}")
+        assert together is not None and alone is not None
+        for part in ("supernet", "method"):
+            for name, value in alone.state["task"][part].items():
+                assert torch.equal(together.state["task"][part][name], value), (seed, part, name)

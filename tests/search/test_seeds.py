@@ -1,0 +1,150 @@
+"""Several seeds in one process: each search is the one it would have been alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from search_toys import settings, write_data
+
+from softcell.engine.checkpoint import load_latest
+from softcell.engine.events import Event, Stepped
+from softcell.engine.lanes import Lane, drain, interleave
+from softcell.errors import UserError
+from softcell.search import SearchRecipe, resolve, search
+from softcell.search.several import search_seeds
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> SearchRecipe:
+    """Concrete samples and dropped paths draw in every step."""
+    data = write_data(tmp_path / "data.npz")
+    return resolve(settings("nb201", data, method="snas", drop_path=0.3, epochs=2))
+
+
+def state(folder: Path) -> dict[str, Any]:
+    loaded = load_latest(folder)
+    assert loaded is not None
+    state: dict[str, Any] = loaded.state
+    return state
+
+
+def require_same(mine: Any, theirs: Any, where: str = "state") -> None:
+    if isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys()
+        for key in theirs:
+            if key not in ("seconds", "history"):
+                require_same(mine[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(mine, theirs), where
+    elif isinstance(theirs, list | tuple):
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            require_same(a, b, f"{where}[{i}]")
+    else:
+        assert mine == theirs, where
+
+
+def test_searches_side_by_side_equal_those_alone(recipe: SearchRecipe, tmp_path: Path) -> None:
+    result = search_seeds(recipe, tmp_path / "all", [0, 1, 2], at_once=2)
+    assert result.exit_code == 0 and not result.errors
+    for seed in (0, 1, 2):
+        alone = search(resolve(recipe.to_dict(), {"seed": seed}), tmp_path / f"alone-{seed}")
+        together = tmp_path / "all" / f"seed-{seed}"
+        require_same(state(together), state(alone.folder))
+        assert result.results[seed].genotype == alone.genotype
+    listed = json.loads((tmp_path / "all" / "seeds.json").read_text())
+    accuracies = {one["seed"]: one["val_accuracy"] for one in listed["seeds"]}
+    assert accuracies[listed["best"]] == max(accuracies.values())
+    best = tmp_path / "all" / f"seed-{listed['best']}" / "genotype.json"
+    assert (tmp_path / "all" / "genotype.json").read_text() == best.read_text()
+
+
+def test_a_signal_stops_all_and_resuming_ends_as_if_nothing_had_been(recipe: SearchRecipe, tmp_path: Path) -> None:
+    whole = search_seeds(recipe, tmp_path / "whole", [0, 1], at_once=2)
+
+    def listener(seed: int) -> Any:
+        def hear(event: Event) -> None:
+            if seed == 1 and isinstance(event, Stepped) and (event.epoch, event.step) == (1, 1):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return hear
+
+    broken = search_seeds(recipe, tmp_path / "broken", [0, 1], at_once=2, on_event=listener)
+    assert broken.exit_code == 130 and broken.best is None
+    assert [one.genotype for one in broken.results.values()] == [None, None]
+    mended = search_seeds(recipe, tmp_path / "broken", [0, 1], at_once=2, resume=True)
+    assert mended.exit_code == 0 and mended.best == whole.best
+    for seed in (0, 1):
+        require_same(state(tmp_path / "broken" / f"seed-{seed}"), state(tmp_path / "whole" / f"seed-{seed}"))
+    again = search_seeds(recipe, tmp_path / "broken", [0, 1], resume=True, on_event=lambda seed: pytest.fail)
+    assert again.best == whole.best, "what is finished is not run again"
+    with pytest.raises(UserError, match="keeps its seeds"):
+        search_seeds(recipe, tmp_path / "broken", [0, 2], resume=True)
+
+
+def test_only_the_best_keeps_its_checkpoint_when_asked(recipe: SearchRecipe, tmp_path: Path) -> None:
+    result = search_seeds(recipe, tmp_path / "out", [3, 4], keep="best")
+    for seed in (3, 4):
+        kept = (tmp_path / "out" / f"seed-{seed}" / "checkpoint.bin").exists()
+        assert kept == (seed == result.best)
+        assert (tmp_path / "out" / f"seed-{seed}" / "genotype.json").exists()
+    with pytest.raises(UserError, match="empty folder"):
+        search_seeds(recipe, tmp_path / "out", [3, 4])
+
+
+def test_an_error_of_the_recipe_is_raised_and_one_of_a_seed_is_told(
+    recipe: SearchRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError):
+        search_seeds(resolve(recipe.to_dict(), {"data": str(tmp_path / "nowhere")}), tmp_path / "bad", [0, 1])
+
+    def listener(seed: int) -> Any:
+        def hear(event: Event) -> None:
+            if seed == 0:
+                raise RuntimeError("this seed is unlucky")
+
+        return hear
+
+    result = search_seeds(recipe, tmp_path / "out", [0, 1], at_once=2, on_event=listener)
+    assert result.exit_code == 1 and list(result.errors) == [0] and result.best == 1
+    listed = json.loads((tmp_path / "out" / "seeds.json").read_text())["seeds"]
+    assert [one["status"] for one in listed] == ["failed", "finished"]
+    assert listed[0]["error"] == "this seed is unlucky"
+
+
+def draws(seed: int, count: int) -> Iterator[None]:
+    torch.manual_seed(seed)
+    found = []
+    for _ in range(count):
+        found.append(float(torch.rand(())))
+        yield
+    return found  # type: ignore[return-value]
+
+
+def test_lanes_draw_what_they_would_alone_and_leave_the_process_as_it_was() -> None:
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    starts: Any = [lambda seed=seed: draws(seed, 5 + seed) for seed in range(3)]
+    found = interleave(starts, CPU, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found == [drain(draws(seed, 5 + seed)) for seed in range(3)]  # type: ignore[arg-type]
+
+
+def test_a_lane_takes_its_numbers_along() -> None:
+    torch.manual_seed(1)
+    lane = Lane(CPU)
+    with lane.entered():
+        first = torch.rand(3)
+    torch.rand(100)
+    with lane.entered():
+        second = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
