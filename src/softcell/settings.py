@@ -150,6 +150,11 @@ def not_negative(name: str, value: float) -> None:
         raise UserError(f"`{name} >= 0` must hold, but got {value}")
 
 
+def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without those that leave a choice to the program, which in a resumed run has been made."""
+    return {key: value for key, value in given.items() if not (key == "precision" and value == "auto")}
+
+
 def refuse_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises where a resumed run would get other settings than it began with."""
     different = [key for key in stored if stored[key] != wanted[key]]

@@ -23,12 +23,12 @@ BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per ste
 Seed = Annotated[int | None, typer.Option(metavar="K", help="Seed of everything random; 0 unless given.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes CUDA where there is one.")]
 Precision = Annotated[
-    Literal["float32", "bfloat16", "float64"] | None,
-    typer.Option(help="Numbers networks compute in; float32 unless given."),
+    Literal["auto", "float32", "bfloat16", "float64"] | None,
+    typer.Option(help="Numbers networks compute in; auto times float32 and bfloat16 on a GPU, once."),
 ]
 Engine = Annotated[
-    Literal["auto", "eager", "graph"] | None,
-    typer.Option(help="How steps run: graph records them as CUDA graphs; auto does so where it can."),
+    Literal["auto", "eager", "graph", "compile"] | None,
+    typer.Option(help="How steps run: graph records them on CUDA, auto does where it can; compile compiles cells too."),
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Repeatable bit by bit on a GPU too (on a CPU it always is).")

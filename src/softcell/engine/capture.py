@@ -19,7 +19,7 @@ from torch import Tensor
 from softcell.engine.distributed import World
 
 Step = Callable[..., None]
-Engine = Literal["auto", "eager", "graph"]
+Engine = Literal["auto", "eager", "graph", "compile"]
 
 # Real steps before the recording: cuDNN picks its algorithms and optimisers make their state in them.
 WARMUP = 3
@@ -42,6 +42,7 @@ class CapturedStep:
         self._tried: OrderedDict[Hashable, int] = OrderedDict()
         self._pool: Any = None
         self._inputs: list[Tensor] = []
+        self._side: torch.cuda.Stream | None = None
         self._gave_up = False
 
     def __call__(self, *inputs: Tensor, key: Hashable = None) -> None:
@@ -66,7 +67,10 @@ class CapturedStep:
 
     def _eager_on_side_stream(self, *inputs: Tensor) -> None:
         """Recording happens on a stream of its own, and what it uses must have been made off the default one."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream()
+        if self._side is None:  # one for all: every stream keeps the memory that was freed on it
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = self._side
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._step(*inputs)
@@ -104,7 +108,7 @@ class CapturedStep:
 
 
 def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str], None]) -> Step:
-    """`step` as the chosen engine runs it; `auto` records on a single CUDA device and is eager elsewhere."""
+    """`step` as the chosen engine runs it; `auto` and `compile` record on a single CUDA device and not elsewhere."""
     if engine == "eager":
         return step
     reason = None

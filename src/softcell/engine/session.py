@@ -15,7 +15,7 @@ from softcell.engine.device import resolve_device, set_deterministic, set_tf32, 
 from softcell.engine.distributed import World
 from softcell.engine.rng import seed_everything
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """What weights, optimisers and statistics are kept in: with `bfloat16` only the computing between them is short."""
 
 

@@ -53,8 +53,8 @@ class TrainRecipe:
     holdout: float = 0.0
     seed: int = 0
     device: str = "auto"
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    engine: Literal["auto", "eager", "graph"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    engine: Literal["auto", "eager", "graph", "compile"] = "auto"
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import prepare_step
 from softcell.engine.classify import classification_step
+from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import load_optimiser, sgd
@@ -49,6 +50,8 @@ class TrainTask:
         )
         self._tally = Tally(world.device)
         learn = in_precision(self._learn, recipe.precision, world.device)
+        if recipe.engine == "compile":
+            compile_regions(network.regions(), tell)
         self._run = prepare_step(learn, recipe.engine, world, tell)
 
     @property

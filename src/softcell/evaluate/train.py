@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,13 @@ from softcell.engine.hosted import run_in_folder, teller
 from softcell.engine.lanes import drain
 from softcell.engine.meter import Measured, measure
 from softcell.engine.session import Session, open_session
+from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_genotype
 from softcell.evaluate.recipe import TrainRecipe, resolve
 from softcell.evaluate.task import TrainTask
 from softcell.registry import load_plugin
-from softcell.settings import build, refuse_changes
+from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Network, build_space
 from softcell.spaces.pretrained import WEIGHTS
 
@@ -80,7 +82,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
         load_plugin(plugin)
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
-    wanted = resolve(genotype, manifest["recipe"], given)
+    wanted = resolve(genotype, manifest["recipe"], without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())
     return genotype, recipe
 
@@ -113,7 +115,18 @@ def _train(
         augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
         held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
         batches = feeds.training(parts["train"], augment)
-        task = TrainTask(recipe, network, world, train=batches, held=held, tell=teller(on_event, world))
+        tell = teller(on_event, world)
+        if recipe.precision == "auto":
+
+            def make(precision: str) -> TrainTask:
+                tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
+                return TrainTask(tried, copy.deepcopy(network), world, train=batches, held=None, tell=tell)
+
+            sizes = recipe.space_settings
+            job = f"train {genotype.space}, {sizes}, batch {recipe.batch_size}, {dataset.shape}"
+            chosen = choose_precision(job, world, make, tell)
+            recipe = replace(recipe, precision=chosen)  # type: ignore[arg-type]
+        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell)
 
         def manifest() -> dict[str, Any]:
             # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.

@@ -100,7 +100,8 @@ class SearchRecipe:
 
     `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
     over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
-    weights (0: never).
+    weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
+    whole cells run in the kernels of `softcell.kernels`, where these know all candidates.
     """
 
     method: str = "darts"
@@ -126,10 +127,9 @@ class SearchRecipe:
     validate_every: int = 1
     child_every: int = 0
     device: str = "auto"
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    engine: Literal["auto", "eager", "graph"] = "auto"
-    fused: bool = False
-    """On a GPU, run whole cells in the kernels of `softcell.kernels` (much faster; not yet tested to the end)."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    engine: Literal["auto", "eager", "graph", "compile"] = "auto"
+    fused: bool = True
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.engine.hosted import run_in_folder, teller
 from softcell.engine.lanes import Running, drain
 from softcell.engine.session import Session, open_session
+from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.nn.objective import CrossEntropy
@@ -27,7 +28,7 @@ from softcell.search.independent import IndependentTask
 from softcell.search.recipe import SearchRecipe, resolve
 from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
-from softcell.settings import build, refuse_changes
+from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Space, build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import evaluation_space
@@ -91,7 +92,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     stored = manifest["recipe"]
     for plugin in stored.get("plugins", ()):
         load_plugin(plugin)
-    recipe, wanted = resolve(stored), resolve(stored, given)
+    recipe, wanted = resolve(stored), resolve(stored, without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())
     return recipe
 
@@ -103,6 +104,7 @@ def _search(
     # Data first: a wrong path must not leave a run folder behind.
     dataset = load(recipe.data, recipe.data_root, recipe.image_size)
     parts = split(dataset.train, recipe.split, recipe.seed)
+    recipe = _with_precision(recipe, dataset, parts, session, on_event)
     task = _task(recipe, dataset, parts, session, on_event)
 
     def manifest() -> dict[str, Any]:
@@ -137,6 +139,20 @@ def _search(
     on_main(conclude, world)
     barrier(world)
     return SearchResult(out, recipe, genotype, outcome.metrics, 0)
+
+
+def _with_precision(
+    recipe: SearchRecipe, dataset: Dataset, parts: Mapping[str, Any], session: Session, on_event: OnEvent | None
+) -> SearchRecipe:
+    if recipe.precision != "auto":
+        return recipe
+
+    def make(precision: str) -> SearchTask | IndependentTask:
+        return _task(replace(recipe, precision=precision), dataset, parts, session, None)  # type: ignore[arg-type]
+
+    job = f"search {recipe.method}, {recipe.regime}, {recipe.space}, batch {recipe.batch_size}, {dataset.shape}"
+    chosen = choose_precision(job, session.world, make, teller(on_event, session.world))
+    return replace(recipe, precision=chosen)  # type: ignore[arg-type]
 
 
 def _task(

@@ -14,6 +14,7 @@ from softcell.arch.simplex import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import CapturedStep, prepare_step
+from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import adam, load_optimiser, sgd
@@ -87,6 +88,8 @@ class SearchTask:
         self._collapse = CollapseWatch(recipe.collapse, tell)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
+        if recipe.engine == "compile" and compile_regions(supernet.regions(), tell):
+            self._cells = modules_only  # the compiler makes its own kernels
         self._run = prepare_step(learn, recipe.engine, world, tell)
         self._plans = Plans(method)
 

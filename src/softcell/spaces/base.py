@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix
 from softcell.nn.drop import DropPath
-from softcell.spaces.cell import MixedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an input image."""
@@ -36,6 +36,10 @@ class Supernet(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, MixedCell):
                 module.use_drop_path(self.drop_path if probability > 0 else None)
+
+    def regions(self) -> list[nn.Module]:
+        """What is compiled on its own: the repeated parts."""
+        return [module for module in self.modules() if isinstance(module, MixedCell)]
 
     @abstractmethod
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
@@ -86,6 +90,10 @@ class Network(nn.Module, ABC):
     def use_drop_path(self, probability: float) -> None:
         """Drops paths in training with up to `probability`; the schedule moves inside that."""
         self.drop_path.probability = probability
+
+    def regions(self) -> list[nn.Module]:
+        """What is compiled on its own: the repeated parts."""
+        return [module for module in self.modules() if isinstance(module, PickedCell)]
 
     @staticmethod
     def from_pretrained(folder: str | Path) -> Network:

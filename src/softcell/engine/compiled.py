@@ -1,0 +1,50 @@
+"""Networks compiled region by region: a cell is compiled once and serves all cells of its shape.
+
+A whole supernet takes the compiler minutes; a cell takes seconds, and there are few kinds of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+BACKEND = "inductor"
+VARIANTS = 64  # cells differ in place, width and stride; the compiler's own limit is made for less
+
+
+def compile_regions(regions: Iterable[nn.Module], tell: Callable[[str], None]) -> bool:
+    """Compiles the `forward` of every region in place; where this machine cannot, says why and changes nothing."""
+    modules = list(regions)
+    if not modules:
+        tell("engine=compile: this network has no regions to compile; going on without")
+        return False
+    reason = unable()
+    if reason is not None:
+        tell(f"engine=compile: {reason}; going on without")
+        return False
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    # A region that the compiler cannot read runs as it is.
+    torch._dynamo.config.suppress_errors = True
+    for module in modules:
+        forward: Any = torch.compile(module.forward, backend=BACKEND, dynamic=False)
+        module.forward = forward
+    return True
+
+
+def unable() -> str | None:
+    """Why nothing can be compiled here: tried on a function of one line."""
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch._dynamo.config.suppress_errors = False
+    try:
+        torch.compile(probe, backend=BACKEND)(torch.ones(8, device=device))
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"the compiler does not work here ({lines[0] if lines else type(error).__name__})"
+    return None

@@ -1,0 +1,76 @@
+"""The precision of a device: timed once, remembered, and float32 unless short numbers are clearly faster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from softcell.engine import tuned
+from softcell.engine.distributed import World
+from softcell.search import resolve, search
+from softcell.search.search import stored_recipe
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A pretended GPU on which a step takes as long as this says."""
+    seconds = {"float32": 3.0, "bfloat16": 1.0}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: torch.no_grad())
+    monkeypatch.setattr(tuned, "time_steps", lambda task, device: seconds[task])
+    return seconds
+
+
+ALONE = World(0, 1, 0, CUDA)
+
+
+def choose(world: World = ALONE, told: list[str] | None = None, job: str = "job") -> str:
+    make: Any = lambda precision: precision  # noqa: E731
+    return tuned.choose_precision(job, world, make, (told if told is not None else []).append)
+
+
+def test_the_faster_one_is_chosen_told_and_remembered(device: dict[str, float]) -> None:
+    told: list[str] = []
+    assert choose(told=told) == "bfloat16"
+    assert "float32 3000.0 ms, bfloat16 1000.0 ms" in told[0]
+    device["bfloat16"] = 100.0
+    assert choose(told=told) == "bfloat16" and len(told) == 1, "not timed again"
+    assert choose(job="another") == "float32"
+    assert set(json.loads(tuned.cache_file().read_text()).values()) == {"bfloat16", "float32"}
+
+
+def test_a_small_gain_is_no_reason(device: dict[str, float]) -> None:
+    device["bfloat16"] = 2.9
+    assert choose() == "float32"
+
+
+def test_several_processes_do_not_try_but_use_what_is_known(device: dict[str, float]) -> None:
+    several, told = World(0, 2, 0, CUDA), []
+    assert choose(several, told) == "float32" and "several processes" in told[0]
+    choose()
+    assert choose(several) == "bfloat16"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": "float8"}', "\x00"])
+def test_a_broken_memory_counts_for_nothing(device: dict[str, float], content: str) -> None:
+    tuned.cache_file().parent.mkdir(parents=True)
+    tuned.cache_file().write_text(content)
+    assert choose() == "bfloat16" and choose() == "bfloat16"
+
+
+def test_a_cpu_computes_in_float32_and_a_run_says_so(tmp_path: Path) -> None:
+    assert choose(World(0, 1, 0, CPU)) == "float32"
+    recipe = resolve({"space": "nb201", "epochs": 1, "space_settings": {"cells_per_stage": 1, "channels": 2}})
+    assert recipe.precision == "auto"
+    found = search(recipe, tmp_path / "run")
+    assert found.recipe.precision == "float32"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["precision"] == "float32"
+    assert stored_recipe(tmp_path / "run", {"precision": "auto"}).precision == "float32"
