@@ -1,7 +1,7 @@
-"""`python -m benchmarks`: times search steps, prints a table, writes JSON.
+"""`python -m benchmarks`: times search steps, prints tables, writes JSON.
 
-python -m benchmarks                      # small sizes on this machine's device
-python -m benchmarks --paper              # the papers' sizes (on a CPU: minutes)
+python -m benchmarks                      # a GPU: everything, at the papers' sizes; a CPU: steps at small sizes
+python -m benchmarks --paper              # the papers' sizes on a CPU too (minutes)
 python -m benchmarks --out benchmarks/records/NAME.json
 """
 
@@ -12,11 +12,13 @@ import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks import gpu
 from benchmarks.steps import PAPER, SMALL, compare
 from softcell.engine.device import resolve_device, set_threads
 from softcell.engine.provenance import collect
@@ -27,13 +29,25 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--paper", action="store_true", help="the papers' sizes instead of the small ones")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds per formulation")
+    parser.add_argument("--space", action="append", help="one space instead of all; may be repeated")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     options = parser.parse_args()
     device = resolve_device(options.device)
     threads = set_threads(options.threads)
     console = Console()
-    cases = PAPER if options.paper else SMALL
+    if device.type == "cuda":
+        found = gpu.run(options.rounds, options.space or [case.space for case in PAPER], console.print)
+        for title, columns, lines in gpu.as_tables(found):
+            shown = Table(title=title, title_justify="left")
+            for i, column in enumerate(columns):
+                shown.add_column(column, justify="left" if i == 0 else "right")
+            for line in lines:
+                shown.add_row(*line)
+            console.print(shown)
+        write(options.out, threads, found, console)
+        return
+    cases = [case for case in (PAPER if options.paper else SMALL) if case.space in (options.space or case.space)]
     rows = [compare(case, device, options.rounds) for case in track(cases, "steps", console=console, transient=True)]
     table = Table(title=f"one search step (weights + architecture), {device.type}, {threads} threads")
     table.add_column("space")
@@ -52,16 +66,17 @@ def main() -> None:
             f"{row['ratio_peak']:.2f}",
         )
     console.print(table)
-    if options.out is not None:
-        record = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "threads": threads,
-            **collect(),
-            "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        console.print(f"written: {options.out}")
+    write(options.out, threads, {"rows": rows}, console)
+
+
+def write(out: Path | None, threads: int, found: dict[str, Any], console: Console) -> None:
+    """The record, with what it was measured on."""
+    if out is not None:
+        command = ["python", "-m", "benchmarks", *sys.argv[1:]]
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        record = {"date": when, "threads": threads, **collect(), "command": command, **found}
+        out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        console.print(f"written: {out}")
 
 
 if __name__ == "__main__":

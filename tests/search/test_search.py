@@ -147,6 +147,28 @@ def test_weights_and_architecture_learn_from_their_own_halves(regime: str, data:
         assert len({tuple(index.tolist()) for index in seen}) == len(seen)
 
 
+def test_images_can_be_held_back_from_all_learning(data: Path, tmp_path: Path) -> None:
+    """Two searches of different kinds hold back the same images, and measure on them alone."""
+    shares = {"single-level": {"weights": 40, "held": 12}, "bilevel": {"weights": 20, "validation": 20, "held": 12}}
+    kept = []
+    for regime, share in shares.items():
+        recipe = resolve(settings("nb201", data, regime=regime, split=share, epochs=1, child_every=1))
+        result = search(recipe, tmp_path / regime)
+        dataset = load(recipe.data)
+        parts = split(dataset.train, recipe.split, recipe.seed)
+        assert list(recipe.split)[0] == "held" and recipe.measured_split == "held"
+        learned = torch.cat([part for name, part in parts.items() if name != "held"])
+        assert not set(parts["held"].tolist()) & set(learned.tolist())
+        kept.append(parts["held"])
+        row = result.metrics[-1]
+        assert (row["val_split"], row["val_count"]) == ("held", 12)
+        results = json.loads((tmp_path / regime / "run.json").read_text())["results"]
+        assert (results["val_split"], results["child_split"]) == ("held", "held")
+    assert torch.equal(*kept)
+    with pytest.raises(UserError, match="may name `held`"):
+        resolve(settings("nb201", data, regime="bilevel", split={"weights": 20, "held": 12}))
+
+
 @pytest.mark.parametrize("regime", ["single-level", "bilevel", "unrolled"])
 def test_a_step_of_the_search_is_that_of_its_regime(regime: str, data: Path) -> None:
     recipe = resolve(settings("nb201", data, regime=regime, precision="float64", weights={"clip": 0.5}))

@@ -102,7 +102,7 @@ class IndependentTask:
             metrics |= {
                 "val_loss": held.loss,
                 "val_accuracy": held.accuracy,
-                "val_split": "validation",
+                "val_split": self.recipe.measured_split,
                 "val_count": held.count,
                 "best_val_accuracy": max(self._scores),
                 "_records": {

@@ -98,6 +98,8 @@ class Unrolled:
 class SearchRecipe:
     """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
 
+    `split`: `weights` and `validation` are what the two learn from; the search and its children are measured on
+    `validation`, or on `held` where that is named, which then nothing learns from.
     `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
     over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
@@ -146,6 +148,11 @@ class SearchRecipe:
         if self.image_size is not None and self.image_size < 4:
             raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
 
+    @property
+    def measured_split(self) -> str:
+        """The part of the training images that accuracies are measured on."""
+        return "held" if "held" in self.split else "validation"
+
     def to_dict(self) -> dict[str, Any]:
         result = to_dict(self)
         assert isinstance(result, dict)
@@ -179,7 +186,9 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
         full["split"] = (
             {"weights": 0.9, "validation": 0.1} if regime == "single-level" else {"weights": 0.5, "validation": 0.5}
         )
-    _check_split(full["split"])
+    _check_split(full["split"], regime)
+    if "held" in full["split"]:  # first, so that searches of different kinds with one seed hold back the same images
+        full["split"] = {"held": full["split"]["held"], **full["split"]}
     return build(SearchRecipe, full, where="recipe")
 
 
@@ -230,6 +239,9 @@ def _text(names: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _check_split(split: Mapping[str, Any]) -> None:
-    if set(split) != {"weights", "validation"}:
-        raise UserError(f"`split` must name `weights` and `validation`, got {sorted(split)}")
+def _check_split(split: Mapping[str, Any], regime: str) -> None:
+    wanted = {"weights"} if regime == "single-level" and "held" in split else {"weights", "validation"}
+    if not wanted <= set(split) <= {"weights", "validation", "held"}:
+        raise UserError(
+            f"`split` must name `weights` and `validation`, and may name `held` to be measured on, got {sorted(split)}"
+        )

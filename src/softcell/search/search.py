@@ -131,7 +131,7 @@ def _search(
             "finished",
             stopped=outcome.reason,
             val_accuracy=last.get("val_accuracy"),
-            val_split="validation",
+            val_split=recipe.measured_split,
             seconds=sum(row["seconds"] for row in outcome.metrics),
             **results,
         )
@@ -167,7 +167,7 @@ def _task(
     )
     augment = replace(dataset.augment, cutout=recipe.cutout)
     weights = feeds.training(parts["weights"], augment)
-    held = feeds.plain(dataset.train, parts["validation"])
+    held = feeds.plain(dataset.train, parts[recipe.measured_split])
 
     tell = teller(on_event, world)
     if not issubclass(kind, Method):
@@ -187,7 +187,7 @@ def _task(
         CrossEntropy(),
         world,
         weights=weights,
-        validation=feeds.training(parts["validation"], augment, stream=1),
+        validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,
         tell=tell,
         resource=resource,

@@ -206,7 +206,7 @@ class SearchTask:
                 "child_accuracy": plain.accuracy,
                 "child_loss": plain.loss,
                 "child_accuracy_bn": anew.accuracy,
-                "child_split": "validation",
+                "child_split": self.recipe.measured_split,
             }
         if self._budget is not None:
             found, message = self._budget.verdict(genotype)
@@ -283,7 +283,7 @@ class SearchTask:
         return {
             "val_loss": held.loss,
             "val_accuracy": held.accuracy,
-            "val_split": "validation",
+            "val_split": self.recipe.measured_split,
             "val_count": held.count,
         }
 

@@ -1,0 +1,289 @@
+"""What `python -m benchmarks` measures on a GPU: steps of searches and trainings, eager beside fast, in one run.
+
+Steps are those of the real tasks, from the gathering of images to the optimisers; `plain` is the formulation of other
+toolkits: one module per candidate, channels-first, float32, eager, without data.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.steps import PAPER, Case, batch, once, players
+from benchmarks.traffic import bandwidth, traffic
+from softcell.arch import notation
+from softcell.data import load, split
+from softcell.data.feeds import Feeds
+from softcell.engine.capture import WARMUP
+from softcell.engine.lanes import Lane
+from softcell.engine.session import Session, open_session
+from softcell.engine.task import Task
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate.task import TrainTask
+from softcell.search import resolve
+from softcell.search.search import _task as search_task
+from softcell.search.steps import bilevel
+from softcell.spaces import build_space
+from softcell.spaces.fused import modules_only
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "modules": {"fused": False, "engine": "graph", "precision": "float32"},
+    "modules bf16": {"fused": False, "engine": "graph", "precision": "bfloat16"},
+    "fused": {"fused": True, "engine": "graph", "precision": "float32"},
+    "fused bf16": {"fused": True, "engine": "graph", "precision": "bfloat16"},
+}
+DARTS_V2 = (
+    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
+    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=[2, 3, 4, 5], "
+    "reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0), "
+    "('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=[2, 3, 4, 5])"
+)
+
+
+@contextmanager
+def made_data() -> Iterator[str]:
+    """4,096 random images of CIFAR's size, as a file."""
+    rng = np.random.default_rng(0)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "random.npz"
+        images = rng.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
+        labels = np.arange(4096) % 10
+        np.savez(path, x_train=images, y_train=labels, x_test=images[:64], y_test=labels[:64])
+        yield str(path)
+
+
+def made_search(data: str, case: Case, session: Session, **settings: Any) -> Task:
+    given = {"method": case.method, "space": case.space, "data": data, "scale": "paper", "batch_size": case.batch}
+    recipe = resolve({**given, "device": "cuda", **settings})
+    dataset = load(recipe.data)
+    parts = split(dataset.train, recipe.split, recipe.seed)
+    return search_task(recipe, dataset, parts, session, lambda event: print(getattr(event, "text", event)))
+
+
+def made_training(data: str, session: Session, **settings: Any) -> TrainTask:
+    genotype = notation.parse(DARTS_V2)
+    recipe = resolve_training(genotype, {"data": data, "recipe": "cifar", "device": "cuda", **settings})
+    dataset, space = load(recipe.data), build_space(genotype.space, recipe.space_settings)
+    network = session.place(space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=True))
+    feeds = Feeds(dataset, recipe.batch_size, recipe.seed, session.device, session.dtype)
+    batches = feeds.training(torch.arange(len(dataset.train)), dataset.augment)
+    return TrainTask(recipe, network, session.world, train=batches, held=None, tell=print)
+
+
+def started(task: Task) -> Iterator[Any]:
+    """Batches of a task that has begun its second epoch, in which every schedule is under way."""
+    task.begin_epoch(1)
+    return cycle(list(task.batches(1, 0)))
+
+
+def measure(task: Task, rounds: int) -> dict[str, Any]:
+    """Milliseconds, kernels and busy time of a step, and the peak memory of one that is not recorded yet."""
+    batches = started(task)
+    task.step(next(batches))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    task.step(next(batches))
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    for one in islice(batches, WARMUP + 2):
+        task.step(one)
+    times = [_milliseconds(task, next(batches)) for _ in range(rounds)]
+    events = _kernels(lambda: task.step(next(batches)))
+    return {
+        "ms": statistics.median(times),
+        "busy_ms": sum(e.device_time for e in events) / 1e3,
+        "kernels": len(events),
+        "peak_gb": peak / 1e9,
+    }
+
+
+def _milliseconds(task: Task, one: Any) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    task.step(one)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _kernels(work: Callable[[], object]) -> list[Any]:
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        work()
+        torch.cuda.synchronize()
+    return [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def plain(case: Case, session: Session) -> dict[str, Any]:
+    actors, data = players(case, session.device, plain=True), batch(case, session.device)
+    once(actors, data, session.device)
+    timings = [once(actors, data, session.device) for _ in range(3)]
+    events = _kernels(lambda: bilevel(actors, data, data))
+    return {
+        "ms": 1e3 * statistics.median(t.wall_seconds for t in timings),
+        "busy_ms": sum(e.device_time for e in events) / 1e3,
+        "kernels": len(events),
+        "peak_gb": max(t.peak_bytes for t in timings) / 1e9,
+    }
+
+
+def floor(case: Case, session: Session) -> dict[str, float]:
+    """Bytes of a bfloat16 step without any fusing, and how long this device takes to move them."""
+    actors, data = players(case, session.device, plain=False), batch(case, session.device)
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            bilevel(actors, data, data)
+
+    with modules_only():
+        step()
+        moved = traffic(step)
+    return {"bytes": float(moved), "ms": 1e3 * moved / bandwidth(session.device)}
+
+
+def busy_share(task: Task, steps: int) -> float:
+    """The share of the time in which the device computes while a search loads, augments and steps."""
+    batches = started(task)
+    for one in islice(batches, WARMUP + 3):
+        task.step(one)
+    torch.cuda.synchronize()
+
+    def work() -> None:
+        for one in islice(batches, steps):
+            task.step(one)
+
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    wall = time.perf_counter() - began
+    # By the profiler's own clock, which also slows the host down: the share of kernels in an unwatched run.
+    busy = sum(e.device_time for e in _kernels(work)) / 1e6
+    return min(1.0, busy / wall)
+
+
+def together(data: str, case: Case, session: Session, count: int, seconds: float) -> float:
+    """Milliseconds per step of one search when `count` of them share the device, each in its lane."""
+    lanes = [Lane(session.device) for _ in range(count)]
+    tasks: list[tuple[Lane, Task, Iterator[Any]]] = []
+    for lane in lanes:
+        with lane.entered():
+            task = made_search(data, case, session, **VARIANTS["fused bf16"])
+            batches = started(task)
+            for one in islice(batches, WARMUP + 2):
+                task.step(one)
+            tasks.append((lane, task, batches))
+    torch.cuda.synchronize()
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for _ in range(5):
+            for lane, task, batches in tasks:
+                with lane.entered():
+                    task.step(next(batches))
+            done += count
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / done
+
+
+def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """All measurements, as plain data."""
+    found: dict[str, Any] = {"steps": [], "training": [], "together": [], "floor": {}, "busy_share": {}}
+    opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
+    with opened as session, made_data() as data:
+        for case in (case for case in PAPER if case.space in spaces):
+            found["floor"][case.space] = floor(case, session)
+            torch.cuda.empty_cache()
+            rows = {"plain": plain(case, session)}
+            for name, settings in VARIANTS.items():
+                torch.cuda.empty_cache()
+                rows[name] = measure(made_search(data, case, session, **settings), rounds)
+            for name, row in rows.items():
+                found["steps"].append({"space": case.space, "variant": name, **row})
+                say(f"{case.space} {name}: {row['ms']:.1f} ms, {row['peak_gb']:.2f} GB, {row['kernels']} kernels")
+            task = made_search(data, case, session, **VARIANTS["fused bf16"])
+            found["busy_share"][case.space] = busy_share(task, 40)
+            del task
+            for count in (1, 2, 4, 8):
+                torch.cuda.empty_cache()
+                each = together(data, case, session, count, 3.0)
+                found["together"].append({"space": case.space, "searches": count, "ms_per_step": each})
+                say(f"{case.space}, {count} at once: {each:.2f} ms per step")
+        for name, settings in (
+            ("plain", {"engine": "eager", "precision": "float32"}),
+            ("graph", {"engine": "graph", "precision": "float32"}),
+            ("graph bf16", {"engine": "graph", "precision": "bfloat16"}),
+        ):
+            torch.cuda.empty_cache()
+            task = made_training(data, session, **settings)
+            row = measure(task, rounds)
+            row["images_per_second"] = 1e3 * task.recipe.batch_size / row["ms"]
+            found["training"].append({"variant": name, **row})
+            say(f"training {name}: {row['images_per_second']:.0f} images/s")
+    return found
+
+
+def as_tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and rows of what `run` found."""
+    steps = []
+    for row in found["steps"]:
+        first = next(r for r in found["steps"] if r["space"] == row["space"] and r["variant"] == "plain")
+        floor_ms = found["floor"][row["space"]]["ms"]
+        steps.append(
+            [
+                row["space"],
+                row["variant"],
+                f"{row['ms']:.1f}",
+                f"{first['ms'] / row['ms']:.1f}",
+                f"{row['busy_ms']:.1f}",
+                str(row["kernels"]),
+                f"{row['peak_gb']:.2f}",
+                f"{row['ms'] / floor_ms:.2f}",
+            ]
+        )
+    alone = {r["space"]: r["ms_per_step"] for r in found["together"] if r["searches"] == 1}
+    shared = [
+        [r["space"], str(r["searches"]), f"{r['ms_per_step']:.2f}", f"{alone[r['space']] / r['ms_per_step']:.2f}"]
+        for r in found["together"]
+    ]
+    first = found["training"][0]["images_per_second"]
+    training = [
+        [
+            r["variant"],
+            f"{r['images_per_second']:.0f}",
+            f"{r['images_per_second'] / first:.2f}",
+            f"{r['ms']:.1f}",
+            str(r["kernels"]),
+            f"{r['peak_gb']:.2f}",
+        ]
+        for r in found["training"]
+    ]
+    data = [
+        [
+            space,
+            f"{100 * share:.1f}%",
+            f"{found['floor'][space]['bytes'] / 1e9:.1f}",
+            f"{found['floor'][space]['ms']:.1f}",
+        ]
+        for space, share in found["busy_share"].items()
+    ]
+    return [
+        (
+            "one search step (architecture + weights), batch 64, CIFAR size",
+            ["space", "variant", "ms", "× plain", "busy ms", "kernels", "peak GB", "× floor"],
+            steps,
+        ),
+        ("device busy in a search, and the floor: bf16 without fusing", ["space", "busy", "GB", "floor ms"], data),
+        ("searches that share the device", ["space", "at once", "ms per step", "× one after another"], shared),
+        (
+            "training DARTS_V2, 20 cells × 36 channels, auxiliary tower, drop-path, batch 96",
+            ["variant", "images/s", "× plain", "ms", "kernels", "peak GB"],
+            training,
+        ),
+    ]

@@ -1,0 +1,98 @@
+"""`python -m benchmarks.parity`: short real searches, eager in float32 beside the fast engine, over several seeds.
+
+python -m benchmarks.parity --data-root DIR --out benchmarks/records/NAME.json
+
+The two ways differ in rounding only; after three epochs their losses and accuracies must not differ by more than seeds
+do. Every run is a process of its own, as a user would start it; eager ones wait for the host most of the time, so
+several run at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from softcell.engine.provenance import collect
+
+WAYS = {
+    "eager": ("--engine", "eager", "--precision", "float32", "--set", "fused=false"),
+    "fast": ("--engine", "graph", "--precision", "bfloat16"),
+    "fast float32": ("--engine", "graph", "--precision", "float32"),
+}
+METRICS = ("train_loss", "train_accuracy", "val_loss", "val_accuracy")
+
+
+def search(space: str, way: str, seed: int, images: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One search; its last line of metrics and its seconds."""
+    out = folder / f"{space}-{way.replace(' ', '-')}-{seed}"
+    command = [sys.executable, "-m", "softcell", "search", "darts", "--space", space, "--data", options.data]
+    if options.data_root is not None:
+        command += ["--data-root", options.data_root]
+    command += ["--epochs", str(options.epochs), "--seed", str(seed), "--out", str(out), "--quiet", *WAYS[way]]
+    command += ["--set", f"split.weights={images}", "--set", f"split.validation={images}", *options.more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {**{key: rows[-1][key] for key in METRICS}, "seconds": sum(row["seconds"] for row in rows)}
+
+
+def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Per metric and way: mean, spread, and the distance from eager in units of the two spreads together."""
+    rows = []
+    for metric in METRICS:
+        eager = [run[metric] for run in runs["eager"]]
+        for way, found in runs.items():
+            values = [run[metric] for run in found]
+            spread = (statistics.variance(eager) + statistics.variance(values)) ** 0.5
+            gap = statistics.mean(values) - statistics.mean(eager)
+            row = {"metric": metric, "way": way, "mean": statistics.mean(values), "std": statistics.stdev(values)}
+            rows.append(
+                {**row, "n": len(values), "gap_in_spreads": None if way == "eager" else gap / (spread or 1e-12)}
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--data-root")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--space", action="append", metavar="NAME=IMAGES", help="spaces with the images of each half")
+    parser.add_argument("--jobs", type=int, default=6, help="runs at the same time")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("more", nargs="*", help="after --: more options of `softcell search`")
+    options = parser.parse_args()
+    spaces = dict(text.split("=") for text in options.space or ["darts=3200", "nb201=12800"])
+    jobs = [(space, way, seed) for way in WAYS for space in spaces for seed in range(options.seeds)]
+    results: dict[str, dict[str, list[dict[str, Any]]]] = {space: {way: [] for way in WAYS} for space in spaces}
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        work = [pool.submit(search, s, w, seed, int(spaces[s]), options, Path(folder)) for s, w, seed in jobs]
+        for (space, way, seed), future in zip(jobs, work, strict=True):
+            run = future.result()
+            results[space][way].append({"seed": seed, **run})
+            print(f"{space} {way} seed {seed}: " + ", ".join(f"{k} {run[k]:.4f}" for k in METRICS), flush=True)
+    record: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **collect()}
+    record |= {"command": ["python", "-m", "benchmarks.parity", *sys.argv[1:]], "epochs": options.epochs}
+    record["spaces"] = {
+        s: {"images_per_half": int(spaces[s]), "runs": r, "rows": compare(r)} for s, r in results.items()
+    }
+    for space, found in record["spaces"].items():
+        for row in found["rows"]:
+            gap = "" if row["gap_in_spreads"] is None else f"  {row['gap_in_spreads']:+.2f} spreads from eager"
+            print(f"{space:6} {row['metric']:15} {row['way']:13} {row['mean']:.4f} ± {row['std']:.4f}{gap}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
