@@ -1,4 +1,4 @@
-"""The memory traffic of a step if every operation reads its inputs and writes its outputs once: the floor of no fusing."""
+"""The memory traffic of a step if every operation reads its inputs and writes its outputs once: the unfused floor."""
 
 from __future__ import annotations
 

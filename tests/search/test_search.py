@@ -156,7 +156,7 @@ def test_images_can_be_held_back_from_all_learning(data: Path, tmp_path: Path) -
         result = search(recipe, tmp_path / regime)
         dataset = load(recipe.data)
         parts = split(dataset.train, recipe.split, recipe.seed)
-        assert list(recipe.split)[0] == "held" and recipe.measured_split == "held"
+        assert next(iter(recipe.split)) == "held" and recipe.measured_split == "held"
         learned = torch.cat([part for name, part in parts.items() if name != "held"])
         assert not set(parts["held"].tolist()) & set(learned.tolist())
         kept.append(parts["held"])
