@@ -21,11 +21,12 @@ from softcell.engine.events import OnEvent
 from softcell.engine.files import fsync_folder
 from softcell.engine.hosted import run_in_folder, teller
 from softcell.engine.lanes import drain
-from softcell.engine.meter import Measured, measure
+from softcell.engine.meter import Measured
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_genotype
+from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, resolve
 from softcell.evaluate.task import TrainTask
 from softcell.registry import load_plugin
@@ -142,11 +143,15 @@ def _train(
         return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     network.eval()
     measured: Measured | None = None
+    answers: Predictions | None = None
     if dataset.test is not None:
-        measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
+        measured, answers = predict(network, feeds.plain(dataset.test).epoch(0), len(dataset.test), world)
 
     def conclude() -> None:
         _save_weights(network, out)
+        if dataset.test is not None and answers is not None:
+            alone = replace(feeds, rank=0, world=1)
+            write_predictions(out, answers, network, dataset.test, alone, teller(on_event, world))
         folder.finish(
             "finished",
             accuracy=None if measured is None else measured.accuracy,
