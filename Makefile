@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit exhaustive bench clean
+.PHONY: help setup demo test lint types unit browser exhaustive bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,8 +29,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP)
+unit: $(STAMP) browser
 	$(BIN)/python -m pytest -m 'not exhaustive' -n auto --dist loadfile
+
+# Reports are tested in a real browser. Where it cannot be installed, those tests are skipped with a reason.
+browser:  ## install Chromium for the tests, where that is possible
+	@command -v chromium chromium-browser google-chrome >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && echo 'installing chromium for the tests of reports' \
+	  && { apt-get -qq update; timeout 300 apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1; } \
+	  || echo 'no chromium: the tests in a browser will be skipped'
 
 exhaustive: $(STAMP)  ## complete enumerations, minutes long
 	$(BIN)/python -m pytest -m exhaustive

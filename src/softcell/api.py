@@ -30,6 +30,7 @@ from softcell.evaluate import train as run_training
 from softcell.evaluate.count import Cost
 from softcell.export import export
 from softcell.registry import load_plugin
+from softcell.report.html import REPORT, write_report
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search.recipe import read_mapping
 from softcell.search.search import search as run_search
@@ -256,6 +257,7 @@ def train_with(
             title = f"{genotype.space} network on {recipe.data}"
             drawings.draw_genotype(folder, genotype, title)
             drawings.draw_curves(folder, result.metrics, title)
+            write_report([folder], folder / REPORT)
         return result
 
 
@@ -422,3 +424,4 @@ def _draw_search(result: SearchResult) -> None:
     drawings.draw_curves(result.folder, result.metrics, title)
     layout = build_space(recipe.space, recipe.space_settings).layout()
     drawings.draw_architecture(result.folder, layout, title)
+    write_report([result.folder], result.folder / REPORT)

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from softcell.api import joined, train_with
+from softcell.api import is_main, joined, train_with
 from softcell.arch import Genotype, Layout, check_against, sample
 from softcell.engine.events import OnEvent
+from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
+from softcell.report.html import REPORT, write_report
 from softcell.spaces import build_space
 
 STRIDE = 1_000_003  # large and odd: the architectures of neighbouring seeds stay apart
@@ -76,6 +78,8 @@ def random_baseline(
             results.append(result)
             if result.exit_code:
                 return Baseline(results, result.split, result.exit_code)
+        if is_main() and (Path(out) / MANIFEST).is_file():
+            write_report([out], Path(out) / REPORT)  # now with the random ones beside it
     return Baseline(results, results[0].split, 0)
 
 

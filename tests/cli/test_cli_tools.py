@@ -12,10 +12,11 @@ from cli_calls import CELL, DARTS_V2, Softcell, process
 from rich.console import Console
 
 import softcell
+from softcell.cli.main import app
 from softcell.cli.progress import Display, clock, epoch_line
 from softcell.engine.events import EpochEnded, Finished, Note, Started, Stepped
 
-COMMANDS = ("demo", "search", "train", "export", "latency", "show", "info", "convert", "random", "list")
+COMMANDS = tuple(str(command.name) for command in app.registered_commands)
 
 
 def test_every_notation_survives_a_round_trip(call: Softcell) -> None:

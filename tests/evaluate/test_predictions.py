@@ -82,7 +82,7 @@ def test_grad_cam_is_the_weighted_sum_of_the_last_maps() -> None:
     assert heat is not None
     with torch.no_grad():
         maps = network.features(images)[-1]
-    assert 0 < int((heat.amax((1, 2)) == 1).sum())  # some have evidence for their class
+    assert int((heat.amax((1, 2)) == 1).sum()) > 0  # some have evidence for their class
     for i in range(4):  # one image at a time, with the gradient by finite differences
         alpha = _slopes(network.head, maps[i : i + 1], int(classes[i])).mean((2, 3))[0]
         expected = torch.relu(sum(alpha[c] * maps[i, c] for c in range(maps.shape[1])))

@@ -9,7 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from softcell import __version__
-from softcell.cli import convert, demo, export, info, latency, list_, random_, search, show, train
+from softcell.cli import (
+    compare,
+    convert,
+    demo,
+    export,
+    info,
+    latency,
+    list_,
+    random_,
+    report,
+    search,
+    show,
+    train,
+    watch,
+)
 from softcell.errors import UserError
 
 USAGE = 2
@@ -42,7 +56,7 @@ def softcell(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Differentiable neural architecture search: search, train, draw, count, convert."""
+    """Differentiable neural architecture search: search, train, report, compare, draw, count, convert."""
 
 
 app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
@@ -50,6 +64,9 @@ app.command(name="search", epilog=search.EPILOG)(search.search)
 app.command(name="train", epilog=train.EPILOG)(train.train)
 app.command(name="export", epilog=export.EPILOG)(export.export)
 app.command(name="latency", epilog=latency.EPILOG)(latency.latency)
+app.command(name="report", epilog=report.EPILOG)(report.report)
+app.command(name="watch", epilog=watch.EPILOG)(watch.watch)
+app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
 app.command(name="convert", epilog=convert.EPILOG)(convert.convert)

@@ -33,6 +33,7 @@ def show_search(out: Console, result: SearchResult) -> None:
         if "child_accuracy" in last:
             facts(out, child=f"{percent(last['child_accuracy'])} on the {last['val_split']} split, without training")
     facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
+    facts(out, report=str(result.folder / "report.html"))
 
 
 def show_seeds(out: Console, result: SeveralResult) -> None:
@@ -71,6 +72,7 @@ def show_training(out: Console, result: TrainResult, count: int | None) -> None:
         parameters=f"{cost.parameters:,}",
         multiply_adds=f"{cost.multiply_adds:,}",
         weights=str(result.folder / "model.safetensors"),
+        report=str(result.folder / "report.html"),
     )
 
 

@@ -16,6 +16,7 @@ KINDS = ("search", "train")
 STATUSES = ("running", "interrupted", "finished", "failed")
 # What an overwritten run is cleared of: the kinds of files Softcell writes. Others may be the user's own.
 _OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", TEMPORARY)
+_OWN_NAMES = ("report.html",)
 
 
 def new_manifest(kind: Literal["search", "train"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -46,7 +47,7 @@ class RunFolder:
         """Make the folder with `manifest` as its `run.json`; a folder that holds anything is refused.
 
         With `overwrite`, an earlier run in it loses its files at the top level (those with a suffix of
-        `_OWN_SUFFIXES`); a folder that holds something else than a run is refused still.
+        `_OWN_SUFFIXES`, and the report); a folder that holds something else than a run is refused still.
         """
         path = Path(path)
         _check(manifest)
@@ -85,7 +86,7 @@ class RunFolder:
             manifest = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UserError(f"a run's folder has a {MANIFEST}, but {path} has none; check the path") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file} must be readable JSON, but is not: {error}") from error
         manifest = migrate(manifest, str(file))
         _check(manifest)
@@ -123,5 +124,6 @@ def _check(manifest: dict[str, Any]) -> None:
 
 def _clear(path: Path) -> None:
     for file in path.iterdir():
-        if file.is_file() and file.suffix in _OWN_SUFFIXES and file.name != MANIFEST:
+        own = file.suffix in _OWN_SUFFIXES or file.name in _OWN_NAMES
+        if file.is_file() and own and file.name != MANIFEST:
             file.unlink()

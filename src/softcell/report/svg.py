@@ -31,8 +31,8 @@ class _Panel:
     height: float
 
 
-def to_svg(genotype: Genotype, title: str | None = None) -> str:
-    """A picture of all cells of a genotype, for light and dark pages."""
+def to_svg(genotype: Genotype, title: str | None = None, *, titled: bool = True) -> str:
+    """A picture of all cells of a genotype, for light and dark pages; unless `titled`, the title is only told."""
     heading = shorten(title if title is not None else f"{genotype.space} architecture", 110)
     panels = [_panel(name, cell) for name, cell in genotype.cells.items()]
     rows: list[list[_Panel]] = []
@@ -45,8 +45,8 @@ def to_svg(genotype: Genotype, title: str | None = None) -> str:
         [sum(p.width for p in row) + CELL_GAP * (len(row) - 1) for row in rows] + [columns(heading) * 10.5, 320.0]
     )
     used = {family(pick.op) for cell in genotype.cells.values() for pick in cell.picks} - {"none"}
-    body = [text(MARGIN, MARGIN + 16, heading, "sc-title")]
-    y = MARGIN + 44
+    body = [text(MARGIN, MARGIN + 16, heading, "sc-title")] if titled else []
+    y = MARGIN + 44 if titled else MARGIN
     for row in rows:
         x = MARGIN
         for panel in row:

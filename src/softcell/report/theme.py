@@ -39,6 +39,9 @@ LIGHT = ("#ffffff", "#f3f5f8", "#1c2128", "#59626d", "#77818c", "#dfe4ea")
 DARK = ("#11151b", "#1d242d", "#e8ecf1", "#a3adb8", "#7f8a96", "#2a333f")
 
 
+DARK_ROOT, LIGHT_UNLESS_TOLD = ":root[data-theme=dark]", ":root:not([data-theme=light])"
+
+
 def num(value: float) -> str:
     """A coordinate with one decimal at most, the same on every machine."""
     text = f"{value:.1f}"
@@ -90,6 +93,20 @@ def sheet(extra_light: str = "", extra_dark: str = "") -> str:
     common += ".sc .sc-pill{stroke-width:1}.sc .sc-grid{stroke-width:1}"
     dark = _colours(DARK, 1) + extra_dark
     return f"{common}{_colours(LIGHT, 0)}{extra_light}@media (prefers-color-scheme:dark){{{dark}}}"
+
+
+def page_sheet(extra_light: str = "", extra_dark: str = "") -> str:
+    """The style sheet for pictures inside a web page that can be told its theme by `data-theme` on its root."""
+    bare = sheet().partition(_colours(LIGHT, 0))[0]
+    dark = _colours(DARK, 1) + extra_dark
+    told, asked = (dark.replace(".sc ", f"{root} .sc ") for root in (DARK_ROOT, LIGHT_UNLESS_TOLD))
+    return f"{bare}{_colours(LIGHT, 0)}{extra_light}@media (prefers-color-scheme:dark){{{asked}}}{told}"
+
+
+def inside_page(svg: str) -> str:
+    """A picture of ours without its own style sheet, which inside a web page would hold for the whole of it."""
+    head, _, rest = svg.partition("<style>")
+    return head + rest.partition("</style>")[2]
 
 
 def _colours(tones: tuple[str, ...], index: int) -> str:

@@ -1,0 +1,52 @@
+"""`softcell report`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softcell.cli import options as o
+
+EPILOG = o.examples(
+    "softcell report runs/darts-darts-digits-1",
+    "softcell report runs/my-sweep --out sweep.html",
+    "softcell report runs/train-* --out comparison.html",
+)
+Runs = Annotated[
+    list[Path],
+    typer.Argument(metavar="RUN...", help="Run folders, or folders with runs in them.", show_default=False),
+]
+
+
+def report(
+    runs: Runs,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write; else report.html in the folder of a single run, or here."),
+    ] = None,
+    overwrite: o.OverwriteFile = False,
+    plugin: o.Plugin = None,
+) -> None:
+    """Write one self-contained HTML page on one run or many.
+
+    Every run writes its own report.html already; this makes one page of several, or renews one.
+    """
+    from softcell.cli.console import console
+    from softcell.errors import UserError
+    from softcell.report.html import REPORT, write_report
+    from softcell.report.runs import find_runs
+
+    o.load_plugins(plugin)
+    folders = find_runs(runs)
+    own = folders[0] / REPORT if len(folders) == 1 else None
+    path = out or own or Path(REPORT)
+    if path.is_dir():
+        raise UserError(f"--out must be a file, but {path} is a folder; give {path / REPORT}")
+    if path.exists() and path != own and not overwrite:
+        raise UserError(f"{path} exists already; give another name, or --overwrite to replace it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_report(folders, path)
+    screen = console()
+    screen.print(f"report of {len(folders)} {'run' if len(folders) == 1 else 'runs'}: {path}", markup=False)

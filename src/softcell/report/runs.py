@@ -1,0 +1,245 @@
+"""Run folders as the report, the comparison and the live page read them: forgiving, and without running their code.
+
+A run may be going on, killed half-way or copied while it was written. Only an unreadable `run.json` is an error;
+whatever else is missing or damaged is left out and named in `Run.problems`. Plugins that a run names are not loaded: to
+look at a folder must not mean to run what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from softcell.arch import Genotype
+from softcell.engine.runfolder import MANIFEST, RunFolder
+from softcell.errors import UserError
+from softcell.evaluate.predictions import read_predictions
+from softcell.spaces import build_space
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How good a run's architecture is: a share in 0..1 and of what. Scores of different `measure` never mix."""
+
+    value: float
+    measure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run folder in memory; `label` tells it apart from those it is shown with."""
+
+    folder: Path
+    label: str
+    manifest: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    architecture: Sequence[Mapping[str, Any]]
+    genotype: Genotype | None
+    predictions: Mapping[str, Tensor] | None
+    problems: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        return str(self.manifest["kind"])
+
+    @property
+    def status(self) -> str:
+        return str(self.manifest["status"])
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        return mapping(self.manifest.get("recipe"))
+
+    @property
+    def results(self) -> Mapping[str, Any]:
+        return mapping(self.manifest.get("results"))
+
+    @property
+    def seed(self) -> str:
+        return str(self.manifest.get("seed"))
+
+    @property
+    def data(self) -> str:
+        return str(self.recipe.get("data"))
+
+    @property
+    def method(self) -> str:
+        """What found the architecture; `given` where nobody wrote it down."""
+        if self.kind == "search":
+            return str(self.recipe.get("method"))
+        return "given" if self.genotype is None else str(self.genotype.about.get("method", "given"))
+
+    @property
+    def space(self) -> str:
+        if self.kind == "search":
+            return str(self.recipe.get("space"))
+        return "unknown" if self.genotype is None else self.genotype.space
+
+    @property
+    def score(self) -> Score | None:
+        """None until there is one. Of a search the derived network's where it was measured, else the supernet's."""
+        if self.status != "finished":
+            return None
+        results = self.results
+        if self.kind == "train":
+            return _score(results.get("accuracy"), f"trained network, {results.get('split', 'test')} split")
+        best = next((row["best_val_accuracy"] for row in reversed(self.metrics) if "best_val_accuracy" in row), None)
+        split = results.get("val_split", "validation")
+        return (
+            _score(results.get("child_accuracy"), f"derived network with the supernet's weights, {split} split")
+            or _score(best, f"best architecture of the search, {split} split")
+            or _score(results.get("val_accuracy"), f"supernet, {split} split")
+        )
+
+
+def _score(value: object, measure: str) -> Score | None:
+    found = number(value)
+    return None if found is None else Score(found, measure)
+
+
+def number(value: object) -> float | None:
+    """`value` where it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """`value` where it is a mapping, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The run folders that `paths` name: each itself, or all below a folder that is no run; sorted below each path."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if (path / MANIFEST).is_file():
+            found[path] = None
+        elif path.is_dir():
+            below = sorted(file.parent for file in path.rglob(MANIFEST))
+            if not below:
+                raise UserError(f"{path} holds no run (no {MANIFEST} in it or below); give a run folder")
+            found.update(dict.fromkeys(below))
+        else:
+            raise UserError(f"{path} must be a run folder, but there is no such folder; see what is in runs/")
+    return list(found)
+
+
+def companions(folder: Path) -> list[Path]:
+    """The random architectures that were trained beside the network in `folder` (`softcell train --random N`)."""
+    found = [file.parent for file in folder.glob(f"random-*/{MANIFEST}")]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """All runs, each labelled by what its path does not share with the others."""
+    return [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
+
+
+def read_run(folder: Path, label: str | None = None) -> Run:
+    """Everything in a folder that can be read; `UserError` where it is no run."""
+    manifest = RunFolder.open(folder).manifest
+    problems: list[str] = []
+    metrics = [row for row in _lines(folder, "metrics.jsonl", problems) if number(row.get("epoch")) is not None]
+    architecture = [row for row in _lines(folder, "architecture.jsonl", problems) if "epoch" in row]
+    genotype, predictions = None, None
+    if (folder / "genotype.json").is_file():
+        try:
+            genotype = Genotype.load(folder)
+        except (UserError, RecursionError) as error:
+            problems.append(str(error))
+    try:
+        predictions = read_predictions(folder)
+    except UserError as error:
+        problems.append(str(error))
+    name = label if label is not None else folder.resolve().name
+    return Run(folder, name, manifest, metrics, architecture, genotype, predictions, tuple(problems))
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Short names of folders: the path below their common parent, or the last part of a single one."""
+    paths = [folder.resolve() for folder in folders]
+    if len(paths) < 2:
+        return [path.name for path in paths]
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+    return [str(path.relative_to(common)) for path in paths]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What the rows and columns of a table of probabilities mean: edges, and their candidates."""
+
+    choices: tuple[str, ...]
+    ends: tuple[tuple[int, int] | None, ...]
+    candidates: tuple[tuple[str, ...], ...]
+
+
+def table_names(run: Run) -> dict[str, Names]:
+    """Names for the tables in `architecture.jsonl`; numbers where the run's space is not known here."""
+    shapes: dict[str, tuple[int, int]] = {}
+    for row in run.architecture:
+        for name, table in mapping(row.get("tables")).items():
+            if is_table(table):
+                shapes[name] = (len(table), max(map(len, table)))
+    known: dict[str, Names] = {}
+    try:
+        layout = build_space(run.space, dict(mapping(run.recipe.get("space_settings")))).layout()
+        for found in layout.tables:
+            known[found.name] = Names(
+                tuple(f"{choice.source} → {choice.target}" for choice in found.choices),
+                tuple((choice.source, choice.target) for choice in found.choices),
+                tuple(tuple(choice.candidates) for choice in found.choices),
+            )
+    except (UserError, TypeError):
+        pass  # a plugin's space that is not loaded, or settings that are damaged
+    result = {}
+    for name, (rows, width) in shapes.items():
+        names = known.get(name)
+        if names is None or len(names.choices) != rows:
+            plain = tuple(f"candidate {k + 1}" for k in range(width))
+            names = Names(tuple(f"choice {i + 1}" for i in range(rows)), (None,) * rows, (plain,) * rows)
+        result[name] = names
+    return result
+
+
+def is_table(value: object) -> bool:
+    """Whether `value` is a non-empty list of rows of numbers."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(row, list) and row and all(number(v) is not None for v in row) for row in value)
+    )
+
+
+def _lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, Any]]:
+    """The JSON objects of a `.jsonl` file; what is no such object is passed over."""
+    try:
+        text = (folder / name).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{name} cannot be read: {error.strerror or error}")
+        return []
+    rows, bad = [], 0
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            rows.append(value)
+        elif line.strip():
+            bad += 1
+    if bad:
+        problems.append(f"{name}: {bad} unreadable {'line' if bad == 1 else 'lines'} left out")
+    return rows

@@ -1,0 +1,140 @@
+"""Groups, tests and sentences: numbers against published tables and scipy, claims against what n allows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from report_runs import make_search, make_training
+from scipy import stats
+
+from softcell.report.compare import Comparison, compare
+from softcell.report.runs import find_runs, read_runs
+from softcell.report.stats import holm, summarise, welch
+from softcell.report.tables import groups_csv, markdown, pairs_csv, runs_csv
+
+A, B = [0.91, 0.93, 0.92, 0.95], [0.85, 0.90, 0.84]
+
+
+def test_welch_is_scipys() -> None:
+    found, expected = welch(A, B), stats.ttest_ind(A, B, equal_var=False)
+    assert found is not None
+    assert found.p == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert found.interval == pytest.approx((low, high))
+    assert found.difference == pytest.approx(sum(A) / 4 - sum(B) / 3)
+
+
+def test_no_test_without_spread_or_with_one_value() -> None:
+    assert welch(A, [0.9]) is None
+    assert welch([0.9, 0.9], [0.8, 0.8]) is None
+    assert welch([0.1 + 0.2] * 3, [0.8, 0.8]) is None
+    one_sided = welch([0.9, 0.9], [0.8, 0.7])
+    assert one_sided is not None and 0 < one_sided.p < 1
+
+
+def test_holm_steps_down() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])  # 3 x 0.01; 2 x 0.03; not below it
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_the_summary_has_the_sample_deviation_and_students_interval() -> None:
+    found = summarise([1.0, 2.0, 3.0])
+    assert (found.n, found.mean, found.std) == (3, 2.0, 1.0)
+    assert found.interval == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5))
+    assert summarise([1.0]).std is None
+
+
+def comparison(folder: Path) -> Comparison:
+    return compare(read_runs(find_runs([folder])))
+
+
+def test_runs_that_differ_by_seed_are_one_group_and_the_rest_is_said(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.95, 0.96, 0.97)):
+        make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
+        make_training(tmp_path / f"b{seed}", method="darts", seed=seed, accuracy=accuracy - 0.2)
+        make_training(tmp_path / f"c{seed}", method="darts", seed=seed, accuracy=accuracy - 0.2, epochs=9)
+    found = comparison(tmp_path)
+    assert [(g.name, len(g.runs)) for g in found.groups] == [
+        ("darts in nb201 (epochs=3)", 3),
+        ("darts in nb201 (epochs=9)", 3),
+        ("snas in nb201", 3),
+    ]
+    said = {(p.first.name, p.second.name): p.sentence for p in found.pairs}
+    clear = said["darts in nb201 (epochs=3)", "snas in nb201"]
+    assert clear.startswith("snas in nb201 is 20.00 points higher than darts in nb201 (epochs=3)")
+    assert "a difference at the 5 % level" in clear and "corrected for 3 comparisons" in clear
+    assert "Beware" not in clear
+    same = said["darts in nb201 (epochs=3)", "darts in nb201 (epochs=9)"]
+    assert "no difference can be claimed, nor that there is none" in same
+    assert "Beware: they also differ in epochs 3 and 9" in same
+
+
+def test_one_seed_is_never_a_result(tmp_path: Path) -> None:
+    make_training(tmp_path / "a", method="snas", accuracy=0.99)
+    make_training(tmp_path / "b", method="darts", accuracy=0.5)
+    (pair,) = comparison(tmp_path).pairs
+    assert pair.test is None
+    assert "no statement can be made, since darts in nb201 has n = 1 and snas in nb201 has n = 1" in pair.sentence
+
+
+def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
+    make_training(tmp_path / "a", accuracy=0.9)
+    make_training(tmp_path / "copy", accuracy=0.9)
+    found = comparison(tmp_path)
+    assert [len(group.runs) for group in found.groups] == [1]
+    assert "copy repeats a (same recipe, seed and architecture): counted once" in found.notes
+
+
+def test_different_kinds_of_accuracy_are_never_compared(tmp_path: Path) -> None:
+    for seed in range(2):
+        make_training(tmp_path / f"t{seed}", seed=seed, accuracy=0.9 + seed / 50)
+        make_search(tmp_path / f"s{seed}", seed=seed, accuracy=0.8 + seed / 50)
+        make_search(tmp_path / f"o{seed}", seed=seed, accuracy=0.8 + seed / 50, data="other")
+    child = json.loads((tmp_path / "s1" / "run.json").read_text())
+    child["results"]["child_accuracy"] = 0.5
+    (tmp_path / "s1" / "run.json").write_text(json.dumps(child))
+    found = comparison(tmp_path)
+    assert len({(g.measure, g.data) for g in found.groups}) == 4
+    assert found.pairs == ()
+    assert any("never compared" in note for note in found.notes)
+
+
+def test_unfinished_runs_are_named_and_not_counted(tmp_path: Path) -> None:
+    make_training(tmp_path / "a")
+    make_search(tmp_path / "half", status="interrupted")
+    found = comparison(tmp_path)
+    assert "half: status interrupted; not counted" in found.notes
+
+
+def test_architectures_of_one_seed_are_called_that(tmp_path: Path) -> None:
+    for k, accuracy in enumerate((0.9, 0.8)):
+        make_training(tmp_path / f"f{k}", seed=k, accuracy=accuracy)
+        make_training(tmp_path / f"r{k}", method="random", seed=k + 5, accuracy=accuracy - 0.1)
+        manifest = json.loads((tmp_path / f"r{k}" / "run.json").read_text())
+        manifest["seed"] = manifest["recipe"]["seed"] = 0
+        (tmp_path / f"r{k}" / "run.json").write_text(json.dumps(manifest))
+    (pair,) = comparison(tmp_path).pairs
+    assert "All runs of random in nb201 share one seed: their spread is that of architectures." in pair.sentence
+
+
+def test_tables_say_the_same_numbers(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.9, 0.92)):
+        make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
+        make_training(tmp_path / f"b{seed}", method="=1+1|`x`", seed=seed, accuracy=accuracy - 0.1)
+    found = comparison(tmp_path)
+    first, second = list(csv.DictReader(io.StringIO(groups_csv(found))))
+    assert (float(second["mean"]), float(second["std"])) == pytest.approx((0.91, 0.0002**0.5))
+    assert (second["n"], second["seeds"], second["runs"]) == ("2", "0 1", "a0 a1")
+    assert first["method"].startswith("'=")  # no formula for a spreadsheet
+    (pair,) = list(csv.DictReader(io.StringIO(pairs_csv(found))))
+    assert float(pair["difference"]) == pytest.approx(-0.1)
+    assert len(list(csv.DictReader(io.StringIO(runs_csv(found))))) == 4
+    text = markdown(found)
+    assert "| snas in nb201 | 2 | 91.00 | 1.41 |" in text
+    assert "=1+1\\|\\`x\\`" in text
+    assert {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")} == {9}
