@@ -22,6 +22,7 @@ ORDER = (
     {"drawings"},
     {"api"},
     {"baseline"},
+    {"sweep"},
     {"cli"},
 )
 GROUND = {"errors", "settings", "registry"}

@@ -119,7 +119,7 @@ def test_architectures_of_one_seed_are_called_that(tmp_path: Path) -> None:
         manifest["seed"] = manifest["recipe"]["seed"] = 0
         (tmp_path / f"r{k}" / "run.json").write_text(json.dumps(manifest))
     (pair,) = comparison(tmp_path).pairs
-    assert "All runs of random in nb201 share one seed: their spread is that of architectures." in pair.sentence
+    assert "All runs of random draw in nb201 share one seed: their spread is that of architectures." in pair.sentence
 
 
 def test_tables_say_the_same_numbers(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from softcell.cli import (
     report,
     search,
     show,
+    sweep,
     train,
     watch,
 )
@@ -67,6 +68,7 @@ app.command(name="latency", epilog=latency.EPILOG)(latency.latency)
 app.command(name="report", epilog=report.EPILOG)(report.report)
 app.command(name="watch", epilog=watch.EPILOG)(watch.watch)
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
+app.command(name="sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
 app.command(name="convert", epilog=convert.EPILOG)(convert.convert)

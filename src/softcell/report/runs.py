@@ -23,6 +23,8 @@ from softcell.errors import UserError
 from softcell.evaluate.predictions import read_predictions
 from softcell.spaces import build_space
 
+DRAWN = "random draw"
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -74,7 +76,10 @@ class Run:
         """What found the architecture; `given` where nobody wrote it down."""
         if self.kind == "search":
             return str(self.recipe.get("method"))
-        return "given" if self.genotype is None else str(self.genotype.about.get("method", "given"))
+        about = {} if self.genotype is None else self.genotype.about
+        found = str(about.get("method", "given"))
+        # Random search picks the best of several; a single draw was not searched for and is another matter.
+        return DRAWN if found == "random" and "epochs" not in about else found
 
     @property
     def space(self) -> str:

@@ -1,0 +1,182 @@
+"""What a sweep is made of: the file that describes it, and one job per method, space and seed.
+
+    methods: [darts, snas, random]
+    spaces: [nb201]
+    seeds: 3                      # or a list: [0, 1, 2]
+    search: {data: digits, epochs: 10}
+    only: {snas: {epochs: 20}}    # settings of one method or space alone
+    train: {epochs: 10}           # train what was found; true for the recipe's defaults
+    random: 2                     # and so many random architectures per space and seed, trained alike
+
+How far a job is, its run folders say; nothing else is kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from softcell import api
+from softcell.arch import sample
+from softcell.engine import RunFolder
+from softcell.engine.files import atomic_write_text
+from softcell.engine.runfolder import MANIFEST
+from softcell.errors import UserError, nearest
+from softcell.methods import METHODS
+from softcell.registry import load_plugin
+from softcell.search.recipe import read_mapping
+from softcell.settings import build, merge
+from softcell.spaces import SPACES, build_space
+
+PLAN = "sweep.yaml"
+# Where a run computes is no part of what it computes: a sweep may go on on another machine.
+_ELSEWHERE = {"device", "engine", "threads", "data_root", "plugins"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The file, read strictly. `seeds` as a number stands for 0 to that many; `cluster` goes to the launcher."""
+
+    methods: tuple[str, ...]
+    spaces: tuple[str, ...] = ("darts",)
+    seeds: int | tuple[int, ...] = 3
+    search: dict[str, Any] = field(default_factory=dict)
+    only: dict[str, Any] = field(default_factory=dict)
+    train: bool | dict[str, Any] = False
+    random: int = 0
+    plugins: tuple[str, ...] = ()
+    cluster: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in (("methods", self.methods), ("spaces", self.spaces), ("seeds", self.all_seeds)):
+            if not values:
+                raise UserError(f"sweep: `{name}` must name at least one")
+            double = next((value for value in values if list(values).count(value) > 1), None)
+            if double is not None:
+                raise UserError(f"sweep: each of `{name}` is run once, but {double!r} is there twice")
+        if min(self.all_seeds) < 0 or self.random < 0:
+            raise UserError("sweep: `seeds` and `random` must not be negative")
+        if self.random and self.train is False:
+            raise UserError("sweep: `random` trains architectures beside the found ones, so `train` must be given too")
+        for name, settings in self.only.items():
+            if name not in (*self.methods, *self.spaces):
+                raise UserError(f"sweep.only: {name!r} is none of the methods and spaces of this sweep")
+            if not isinstance(settings, Mapping):
+                raise UserError(f"sweep.only.{name} must be a mapping of settings, got {settings!r}")
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        return tuple(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method in one space with one seed: a search and, where wanted, the training of what it finds."""
+
+    folder: Path
+    search: dict[str, Any]
+    train: dict[str, Any] | None
+    random: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def write(self) -> None:
+        """Puts the settings where the job's commands read them."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, settings in (("search", self.search), ("train", self.train)):
+            if settings is not None:
+                atomic_write_text(self.folder / f"{name}.json", json.dumps(settings, indent=2, default=str) + "\n")
+
+    def is_finished(self) -> bool:
+        """Whether all its runs are finished, as their folders say."""
+        return all(finished(folder) for folder in self.runs())
+
+    def runs(self) -> list[Path]:
+        """The run folders that a complete job has."""
+        if self.train is None:
+            return [self.folder / "search"]
+        beside = [self.folder / "train" / f"random-{k}" for k in range(1, self.random + 1)]
+        return [self.folder / "search", self.folder / "train", *beside]
+
+    def check(self) -> None:
+        """Raises where a run in the folder was made with other settings than the file now says."""
+        place = self.folder / "search"
+        if (place / MANIFEST).is_file():
+            _same(place, api.search_recipe(self.search).to_dict())
+        place = self.folder / "train"
+        if self.train is not None and (place / MANIFEST).is_file():
+            _same(place, api.train_recipe(self.folder / "search", self.train)[1].to_dict())
+
+
+def finished(folder: Path) -> bool:
+    """Whether `folder` holds a finished run; one that cannot be read is none."""
+    try:
+        return str(RunFolder.open(folder).manifest["status"]) == "finished"
+    except UserError:
+        return False
+
+
+def _same(folder: Path, wanted: Mapping[str, Any]) -> None:
+    stored = RunFolder.open(folder).manifest["recipe"]
+    different = [key for key in wanted if key not in _ELSEWHERE and stored.get(key) != wanted[key]]
+    if different:
+        changes = ", ".join(f"{key}: {stored.get(key)} -> {wanted[key]}" for key in different)
+        raise UserError(
+            f"finished runs are never repeated, but {folder} was made with other settings ({changes}); give another "
+            "--out, or move it away"
+        )
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan in a YAML file, or the one that a sweep's folder keeps; its plugins are loaded."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / PLAN
+    if not file.is_file():
+        raise UserError(f"{file} must be a YAML file that describes a sweep, or its folder; there is no such file")
+    plan = build(Plan, read_mapping(file), where="sweep")
+    for plugin in plan.plugins:
+        load_plugin(plugin)
+    return plan
+
+
+def jobs_of(plan: Plan, out: Path) -> list[Job]:
+    """All jobs below `out`, seeds outermost so that a sweep that is stopped early has something of everything.
+
+    Every recipe is checked before anything runs.
+    """
+    out = out.resolve()
+    for name in plan.methods:
+        if name not in METHODS:
+            raise UserError(f"sweep.methods: no method {name!r}; {nearest(name, METHODS)}")
+    for name in plan.spaces:
+        if name not in SPACES:
+            raise UserError(f"sweep.spaces: no space {name!r}; {nearest(name, SPACES)}")
+    plugins = {"plugins": [str(Path(path).resolve()) for path in plan.plugins]} if plan.plugins else {}
+    jobs = []
+    for seed in plan.all_seeds:
+        for space in plan.spaces:
+            for method in plan.methods:
+                own = [plan.only.get(name, {}) for name in (space, method)]
+                named = {"method": method, "space": space, "seed": seed}
+                search = merge(*(api.layered(part) for part in (plan.search, *own, plugins)), named)
+                recipe = api.search_recipe(search)
+                train = None
+                if plan.train is not False:
+                    given = {} if plan.train is True else plan.train
+                    where = {key: getattr(recipe, key) for key in ("data", "data_root", "image_size", "device")}
+                    where = {key: value for key, value in where.items() if value is not None}
+                    train = merge(where, api.layered(given), plugins, {"seed": seed})
+                    some = sample(build_space(space, recipe.space_settings).layout(), 0)
+                    api.train_recipe(some, train)
+                # The random ones are the same for all methods, so one of them trains them.
+                random = plan.random if method == plan.methods[0] else 0
+                jobs.append(Job(out / f"{method}-{space}-seed{seed}", search, train, random))
+    for job in jobs:
+        job.check()
+    return jobs
