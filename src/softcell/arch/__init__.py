@@ -1,7 +1,7 @@
 """Architectures as plain data: choices, tables, mixes, genotypes, notations and derivation rules."""
 
 from softcell.arch.choice import Choice, Layout, Pick, Table
-from softcell.arch.derive import Rule, StrongestEach, TopInputs, count, derive, sample
+from softcell.arch.derive import Positive, Rule, StrongestEach, TopInputs, count, derive, sample
 from softcell.arch.genotype import Cell, Genotype, check_against
 from softcell.arch.mix import Live, Mix, Plan, WeightMix
 
@@ -14,6 +14,7 @@ __all__ = [
     "Mix",
     "Pick",
     "Plan",
+    "Positive",
     "Rule",
     "StrongestEach",
     "Table",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -135,6 +135,56 @@ class TopInputs(Rule):
     def _node_count(self, table: Table, target: int) -> int:
         subsets = itertools.combinations(self._edges(table, target), self._kept(table, target))
         return sum(prod(len(options) for options in subset) for subset in subsets)
+
+
+@dataclass(frozen=True)
+class Positive(Rule):
+    """Every candidate of positive strength, any number of them per edge and node (EnTranNAS-DST, Eq 10).
+
+    A node without any keeps its strongest one, so that no architecture has a node without inputs.
+    """
+
+    exclude: tuple[str, ...] = ("none",)
+
+    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
+        values = _rows(table, strengths)
+        picks: list[Pick] = []
+        for target in table.targets:
+            found = [(values[index][k], pick) for index, k, pick in self._connections(table, target)]
+            kept = [pick for value, pick in found if value > 0]
+            picks += kept or [max(found, key=lambda item: item[0])[1]]  # max gives the first of equals
+        return tuple(picks)
+
+    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
+        for chosen in itertools.product(*(range(1, 1 << n) for n in self._sizes(table))):
+            yield self._subsets(table, chosen)
+
+    def count(self, table: Table) -> int:
+        return prod((1 << n) - 1 for n in self._sizes(table))
+
+    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
+        return self._subsets(table, [rng.randrange(1, 1 << n) for n in self._sizes(table)])
+
+    def _sizes(self, table: Table) -> list[int]:
+        return [len(self._connections(table, target)) for target in table.targets]
+
+    def _subsets(self, table: Table, chosen: Sequence[int]) -> tuple[Pick, ...]:
+        """The picks whose bits are set, node by node."""
+        return tuple(
+            pick
+            for target, bits in zip(table.targets, chosen, strict=True)
+            for i, (_, _, pick) in enumerate(self._connections(table, target))
+            if bits >> i & 1
+        )
+
+    def _connections(self, table: Table, target: int) -> list[tuple[int, int, Pick]]:
+        """(choice, candidate, pick) of all that may arrive at a node, by source, then candidate."""
+        found = []
+        for index in sorted(table.incoming(target), key=lambda i: table.choices[i].source):
+            choice = table.choices[index]
+            for k in _allowed(choice.candidates, self.exclude):
+                found.append((index, k, Pick(choice.source, target, choice.candidates[k])))
+        return found
 
 
 def derive(

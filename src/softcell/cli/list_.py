@@ -44,6 +44,7 @@ def entries(kind: Kind) -> dict[str, str]:
     from softcell.evaluate import RECIPES
     from softcell.methods import METHODS
     from softcell.nn.candidates import get_candidate, known_candidates
+    from softcell.search.recipe import SCALES
     from softcell.spaces import SPACES
 
     match kind:
@@ -57,11 +58,24 @@ def entries(kind: Kind) -> dict[str, str]:
             return {
                 "small": "search --scale small: sizes of a laptop, the default for digits",
                 "paper": "search --scale paper: sizes of the papers, the default for everything else",
+                **{
+                    f"{name} {scale}": f"search {name} --scale {scale}: {_searching(name, scale)}"
+                    for name in METHODS
+                    for scale in METHODS.get(name).recipes
+                    if scale not in SCALES
+                },
                 **{f"train {name}": _training(name) for name in RECIPES},
             }
         case "candidates":
             list(SPACES)  # spaces bring their candidates
             return {name: _first_line(get_candidate(name).build.__doc__) for name in known_candidates()}
+
+
+def _searching(method: str, scale: str) -> str:
+    from softcell.search import resolve
+
+    recipe = resolve({"method": method, "scale": scale})
+    return f"{recipe.epochs} epochs, batch {recipe.batch_size}"
 
 
 def _training(name: str) -> str:

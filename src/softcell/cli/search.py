@@ -49,8 +49,11 @@ def search(
     ] = None,
     device: o.Device = None,
     scale: Annotated[
-        Literal["small", "paper"] | None,
-        typer.Option(help="Sizes of a laptop or of the paper; small for digits, else paper."),
+        str | None,
+        typer.Option(
+            metavar="small|paper|…",
+            help="Sizes of a laptop or of the paper, or another recipe of the method (see `softcell list recipes`).",
+        ),
     ] = None,
     resource: Annotated[
         Literal["none", "mild", "moderate", "aggressive"] | None,

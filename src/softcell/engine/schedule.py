@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
+
+Fall = Literal["cosine", "linear", "exponential"]
 
 
 def cosine(epoch: float, num_epochs: int, first: float, last: float) -> float:
@@ -19,6 +22,25 @@ def linear(epoch: float, num_epochs: int, first: float, last: float) -> float:
 def exponential(epoch: float, first: float, factor: float) -> float:
     """`first` times `factor` for every epoch."""
     return float(first * factor**epoch)
+
+
+def rate_at(
+    epoch: int, num_epochs: int, first: float, last: float, schedule: Fall, *, warmup: int = 0, factor: float = 1.0
+) -> float:
+    """The rate of an epoch: a linear rise to `first` over `warmup` epochs, then the schedule over those that are left.
+
+    `exponential` multiplies by `factor` every epoch and has no `last`.
+    """
+    if epoch < warmup:
+        return first * (epoch + 1) / warmup
+    past, length = epoch - warmup, num_epochs - warmup
+    match schedule:
+        case "cosine":
+            return cosine(past, length, first, last)
+        case "linear":
+            return linear(past, length, first, last)
+        case "exponential":
+            return exponential(past, first, factor)
 
 
 def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:

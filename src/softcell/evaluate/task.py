@@ -15,7 +15,7 @@ from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import load_optimiser, sgd
-from softcell.engine.schedule import cosine, exponential, linear, set_lr
+from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
@@ -125,13 +125,5 @@ class TrainTask:
 
 def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     """The rate of an epoch: a linear rise over the warm-up, then the recipe's schedule over the epochs left."""
-    if epoch < recipe.warmup:
-        return recipe.lr * (epoch + 1) / recipe.warmup
-    past, length = epoch - recipe.warmup, recipe.epochs - recipe.warmup
-    match recipe.schedule:
-        case "cosine":
-            return cosine(past, length, recipe.lr, recipe.lr_min)
-        case "linear":
-            return linear(past, length, recipe.lr, recipe.lr_min)
-        case "exponential":
-            return exponential(past, recipe.lr, recipe.lr_decay)
+    r = recipe
+    return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=r.warmup, factor=r.lr_decay)

@@ -29,9 +29,10 @@ class NoSettings:
 class Method(nn.Module, ABC):
     """Architecture parameters and what they mean.
 
-    `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`) to what
-    its recipe changes in the defaults of `SearchRecipe`. `excludes` names candidates that the method leaves out of its
-    tables wherever an edge has others. `prefers` holds settings that it wants of a space that has them.
+    `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`,
+    others of its own, such as a dataset's name) to what its recipe changes in the defaults of `SearchRecipe`; settings
+    of a space in it hold for spaces that have them. `excludes` names candidates that the method leaves out of its
+    tables wherever an edge has others.
 
     A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
     what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
@@ -41,7 +42,6 @@ class Method(nn.Module, ABC):
     name: ClassVar[str]
     about: ClassVar[str] = ""
     excludes: ClassVar[tuple[str, ...]] = ()
-    prefers: ClassVar[Mapping[str, Any]] = {}
     regime: ClassVar[Regime] = "bilevel"
     rule: ClassVar[Rule | None] = None
     Settings: ClassVar[type] = NoSettings
@@ -151,12 +151,19 @@ def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:
 
 
 class Masks(nn.Module):
-    """The masks of all tables as buffers, so that they move with the method."""
+    """The masks of all tables as buffers, so that they move with the method.
 
-    def __init__(self, layout: Layout) -> None:
+    `excludes` names candidates that take no part; an edge that has nothing else keeps them.
+    """
+
+    def __init__(self, layout: Layout, excludes: Sequence[str] = ()) -> None:
         super().__init__()
         for table in layout.tables:
-            self.register_buffer(table.name, table.mask(), persistent=False)
+            mask = table.mask()
+            for name in excludes:
+                left = mask & ~table.columns(name)
+                mask = torch.where(left.any(1, keepdim=True), left, mask)
+            self.register_buffer(table.name, mask, persistent=False)
 
     def __getitem__(self, table: str) -> Tensor:
         return self.get_buffer(table)

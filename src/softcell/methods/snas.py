@@ -20,18 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
 from softcell.arch.simplex import masked_softmax
+from softcell.methods.anneal import Schedule, temperature_at
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 from softcell.settings import not_negative, positive
-
-Schedule = Literal["linear", "exponential", "constant"]
 
 
 def gumbel(uniform: Tensor) -> Tensor:
@@ -54,17 +53,6 @@ def credit(sample: Tensor, gradient: Tensor) -> Tensor:
     x_j is linear in Z, so ∂L/∂Z_ij^k = ∂L/∂x_j · O_ij^k(x_i), and the candidates of an edge sum to R_ij (Eq 8, 34).
     """
     return -sample * gradient
-
-
-def temperature_at(progress: float, first: float, last: float, schedule: Schedule) -> float:
-    """The temperature λ at `progress` 0..1; `constant` stays at `first`."""
-    match schedule:
-        case "linear":
-            return first + (last - first) * progress
-        case "exponential":
-            return float(first * (last / first) ** progress)
-        case "constant":
-            return first
 
 
 @dataclass(frozen=True)

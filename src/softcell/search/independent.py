@@ -16,7 +16,7 @@ from softcell.engine.classify import classification_step
 from softcell.engine.distributed import broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import load_optimiser, sgd
-from softcell.engine.schedule import cosine, set_lr
+from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import Session, in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
@@ -66,7 +66,7 @@ class IndependentTask:
         assert self._network is not None and self._optimiser is not None
         self._network.train()
         w = self.recipe.weights
-        set_lr(self._optimiser, cosine(own, self.recipe.epochs, w.lr, w.lr_min))
+        set_lr(self._optimiser, rate_at(own, self.recipe.epochs, w.lr, w.lr_min, w.schedule, warmup=w.warmup))
         self._tally.begin_epoch()
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:

@@ -1,15 +1,15 @@
 """The description of a search: plain frozen data, from which a run can be repeated.
 
-A recipe is laid together from the defaults below, the space's sizes and the method's recipe for the scale (`small` or
-`paper`), a configuration file and single settings, the later winning. What results is complete: `run.json` holds it,
-and no default of a later version can change it.
+A recipe is laid together from the defaults below, the space's sizes and the method's recipe for the scale (`small`,
+`paper` or another that the method names), a configuration file and single settings, the later winning. What results
+is complete: `run.json` holds it, and no default of a later version can change it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,20 +17,26 @@ import yaml
 
 from softcell.engine.migrate import FORMAT, migrate
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method
+from softcell.methods import METHODS, Method, Sampler
 from softcell.search.resource import Resource
 from softcell.settings import build, merge, not_negative, positive, to_dict
-from softcell.spaces import SPACES, build_space
+from softcell.spaces import SPACES, Space, build_space
 
-Scale = Literal["small", "paper"]
+SCALES = ("small", "paper")
+"""Scales that every method has; a method's recipes may name others."""
 
 
 @dataclass(frozen=True)
 class WeightOptimiser:
-    """SGD for the supernet's weights: the learning rate falls from `lr` to `lr_min` along a cosine over the epochs."""
+    """SGD for the supernet's weights: the learning rate falls from `lr` to `lr_min` over the epochs.
+
+    `schedule`: along which line. `warmup` epochs rise linearly to `lr` before.
+    """
 
     lr: float = 0.025
     lr_min: float = 0.001
+    schedule: Literal["cosine", "linear"] = "cosine"
+    warmup: int = 0
     momentum: float = 0.9
     weight_decay: float = 3e-4
     clip: float = 5.0
@@ -38,6 +44,7 @@ class WeightOptimiser:
     def __post_init__(self) -> None:
         positive("weights.lr", self.lr)
         not_negative("weights.lr_min", self.lr_min)
+        not_negative("weights.warmup", self.warmup)
         not_negative("weights.momentum", self.momentum)
         not_negative("weights.weight_decay", self.weight_decay)
         not_negative("weights.clip", self.clip)
@@ -108,7 +115,7 @@ class SearchRecipe:
 
     method: str = "darts"
     space: str = "darts"
-    scale: Scale = "small"
+    scale: str = "small"
     data: str = "digits"
     data_root: str | None = None
     image_size: int | None = None
@@ -145,6 +152,10 @@ class SearchRecipe:
                 raise UserError(f"`{name} >= 0` must hold, but got {name}={getattr(self, name)}")
         if not 0.0 <= self.drop_path < 1.0:
             raise UserError(f"`0 <= drop_path < 1` must hold, but got drop_path={self.drop_path}")
+        if self.weights.warmup >= max(1, self.epochs):
+            raise UserError(
+                f"`weights.warmup < epochs` must hold, but got warmup={self.weights.warmup}, epochs={self.epochs}"
+            )
         if self.image_size is not None and self.image_size < 4:
             raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
 
@@ -168,12 +179,18 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     given = merge(*(_long(layer) for layer in layers))
     names = {key: given.get(key, getattr(SearchRecipe, key)) for key in ("method", "space", "data")}
     method, space = METHODS.get(_text(names, "method")), SPACES.get(_text(names, "space"))
-    scale = given.get("scale", "small" if names["data"] == "digits" else "paper")
+    scale = given.get("scale", default_scale(method, names["data"]))
+    known = [*SCALES, *(name for name in method.recipes if name not in SCALES)]
+    if scale not in known:
+        raise UserError(f"recipe.scale must be one of {', '.join(known)} for method {names['method']!r}, got {scale!r}")
     base: dict[str, Any] = {"scale": scale}
     if scale == "small":
         base["space_settings"] = dict(space.small)
         base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine lose a lot
-    recipe = build(SearchRecipe, merge(base, method.recipes.get(str(scale), {}), given), where="recipe")
+    own = dict(method.recipes.get(scale, {}))
+    wanted = own.get("space_settings", {})
+    own["space_settings"] = {key: value for key, value in wanted.items() if key not in unmet(method, space, scale)}
+    recipe = build(SearchRecipe, merge(base, own, given), where="recipe")
     full = to_dict(recipe)
     full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
     full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))
@@ -190,6 +207,19 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     if "held" in full["split"]:  # first, so that searches of different kinds with one seed hold back the same images
         full["split"] = {"held": full["split"]["held"], **full["split"]}
     return build(SearchRecipe, full, where="recipe")
+
+
+def default_scale(method: type[Method | Sampler], data: object) -> str:
+    """`small` for digits, a recipe of the dataset's name where the method has one, else `paper`."""
+    if data == "digits":
+        return "small"
+    return data if isinstance(data, str) and data in method.recipes else "paper"
+
+
+def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> list[str]:
+    """Settings that the method's recipe wants of a space and that this one does not have."""
+    has = {field.name for field in fields(space)}  # type: ignore[arg-type]
+    return [key for key in method.recipes.get(scale, {}).get("space_settings", {}) if key not in has]
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

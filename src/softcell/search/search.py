@@ -25,7 +25,7 @@ from softcell.nn.objective import CrossEntropy
 from softcell.registry import load_plugin
 from softcell.search.budget import Budget, with_latencies
 from softcell.search.independent import IndependentTask
-from softcell.search.recipe import SearchRecipe, resolve
+from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
 from softcell.settings import build, refuse_changes, without_auto
@@ -111,7 +111,7 @@ def _search(
         known = {"splits": {name: fingerprint(part) for name, part in parts.items()}}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
-    if recipe.scale == "paper" and world.device.type == "cpu":
+    if recipe.scale != "small" and world.device.type == "cpu":
         tell = teller(on_event, world)
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
     folder, outcome = yield from run_in_folder(
@@ -177,6 +177,8 @@ def _task(
         return IndependentTask(
             recipe, space, sampler, dataset.shape, dataset.num_classes, session, weights=weights, held=held, tell=tell
         )
+    for name in unmet(kind, type(space), recipe.scale):
+        tell(f"{recipe.method} wants `space.{name}`, but space {recipe.space!r} has no such setting: it goes without")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(kind(layout, settings))
     resource, budget = _resource(recipe, space, method, dataset, session, tell)

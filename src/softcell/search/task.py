@@ -18,7 +18,7 @@ from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import adam, load_optimiser, sgd
-from softcell.engine.schedule import cosine, set_lr
+from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import computing_in, in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
@@ -109,7 +109,8 @@ class SearchTask:
             for sums in tables.values():
                 sums.zero_()
         w = self.recipe.weights
-        set_lr(self.players.weight_optimiser, cosine(epoch, self.num_epochs, w.lr, w.lr_min))
+        rate = rate_at(epoch, self.num_epochs, w.lr, w.lr_min, w.schedule, warmup=w.warmup)
+        set_lr(self.players.weight_optimiser, rate)
         self._tally.begin_epoch()
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:

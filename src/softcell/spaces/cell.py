@@ -18,6 +18,7 @@ from softcell.kernels.mix import weighted_sum
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.drop import DropPath
+from softcell.spaces.bottleneck import Bottleneck, narrowed
 from softcell.spaces.fused import Entry, Fused, serves
 
 SpecOf = Callable[[int], Spec]
@@ -73,14 +74,20 @@ def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
 
 
 class _Runner:
-    """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all."""
+    """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all.
 
-    def __init__(self, x: Tensor) -> None:
+    A bottleneck narrows the value before the first module that runs.
+    """
+
+    def __init__(self, x: Tensor, node: int, bottleneck: Bottleneck | None) -> None:
         self._x, self._done = x, dict[int, Tensor]()
+        self._node, self._bottleneck = node, bottleneck
         self._activated: Tensor | None = None
 
     def __call__(self, module: nn.Module) -> Tensor:
         key = id(module)
+        if not self._done and self._bottleneck is not None:
+            self._x = self._bottleneck.leave(self._node, self._x)
         if key not in self._done:
             self._done[key] = self._run(module)
         return self._done[key]
@@ -94,10 +101,16 @@ class _Runner:
 
 
 class MixedCell(nn.Module):
-    """Every candidate of every choice of a table, combined by a mix."""
+    """Every candidate of every choice of a table, combined by a mix.
 
-    def __init__(self, table: Table, inputs: int, spec_of: SpecOf, *, share_features: bool = False) -> None:
+    `spec_of` says for which width the cell stands; with a `bottleneck` its candidates are that many times narrower.
+    """
+
+    def __init__(
+        self, table: Table, inputs: int, spec_of: SpecOf, *, share_features: bool = False, bottleneck: int = 1
+    ) -> None:
         super().__init__()
+        wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck)
         self.table, self.inputs, self.spec_of = table, inputs, spec_of
         entries = [
             (index, k, Pick(choice.source, choice.target, op))
@@ -109,6 +122,9 @@ class MixedCell(nn.Module):
         for number, (index, k, pick) in enumerate(entries):
             self._leaving.setdefault(pick.source, []).append((number, index, k, pick.target))
         self._spec = spec_of(0)
+        self.bottleneck = (
+            None if bottleneck == 1 else Bottleneck(table.sources, table.targets, wide=wide, narrow=self._spec)
+        )
         self._drop_path: list[DropPath] = []  # a list: the supernet owns it
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
@@ -132,7 +148,7 @@ class MixedCell(nn.Module):
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         live = mix.live(site)
         factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
-        if isinstance(mix, WeightMix) and serves(states[0]):
+        if isinstance(mix, WeightMix) and self.bottleneck is None and serves(states[0]):
             fused = self._fused.of(live, self._spec.channels, self._spec.stride)
             if fused is not None:
                 return fused(states, mix.weights(site).flatten(), factors)
@@ -141,7 +157,7 @@ class MixedCell(nn.Module):
         for node in range(max(self.table.targets) + 1):
             if node >= self.inputs:
                 value = self._combine(arrived[node], mix, site, factors)
-                values.append(_zeros(states[0], self._spec) if value is None else value)
+                values.append(_node(node, value, states[0], self._spec, self.bottleneck))
             if node in self._leaving:
                 self._depart(node, values[node], live, arrived)
         return values
@@ -153,7 +169,7 @@ class MixedCell(nn.Module):
         live: Live | None,
         arrived: dict[int, list[tuple[int, int, Tensor | None]]],
     ) -> None:
-        run = _Runner(x)
+        run = _Runner(x, node, self.bottleneck)
         for entry, choice, candidate, target in self._leaving[node]:
             if live is None or candidate in live[choice]:
                 module = self.edges.module(entry)
@@ -204,20 +220,31 @@ class PickedCell(nn.Module):
     """The picks of one genotype cell; a node is the plain sum of what arrives."""
 
     def __init__(
-        self, cell: Cell, inputs: int, spec_of: SpecOf, drop_path: DropPath, *, share_features: bool = False
+        self,
+        cell: Cell,
+        inputs: int,
+        spec_of: SpecOf,
+        drop_path: DropPath,
+        *,
+        share_features: bool = False,
+        bottleneck: int = 1,
     ) -> None:
         super().__init__()
         check_forward(cell, inputs)
+        wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck)
         self.cell, self.inputs = cell, inputs
         self.edges = Edges(cell.picks, spec_of, share_features=share_features)
         self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self._spec = spec_of(0)
+        sources = sorted({pick.source for pick in cell.picks})
+        inner = range(inputs, self._nodes)
+        self.bottleneck = None if bottleneck == 1 else Bottleneck(sources, inner, wide=wide, narrow=self._spec)
 
     def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         values = list(states)
-        runners = [_Runner(x) for x in values]
+        runners = [_Runner(x, node, self.bottleneck) for node, x in enumerate(values)]
         for node in range(self.inputs, self._nodes):
             total: Tensor | None = None
             for index, source in self._incoming(node):
@@ -228,8 +255,8 @@ class PickedCell(nn.Module):
                 if not isinstance(module, nn.Identity):  # DARTS: identity is never dropped
                     output = self._drop_path[0](output)
                 total = output if total is None else total + output
-            values.append(_zeros(states[0], self._spec) if total is None else total)
-            runners.append(_Runner(values[-1]))
+            values.append(_node(node, total, states[0], self._spec, self.bottleneck))
+            runners.append(_Runner(values[-1], node, self.bottleneck))
         return values
 
     def _incoming(self, node: int) -> Iterator[tuple[int, int]]:
@@ -242,6 +269,12 @@ def _total(terms: Sequence[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total
+
+
+def _node(node: int, total: Tensor | None, like: Tensor, spec: Spec, bottleneck: Bottleneck | None) -> Tensor:
+    """The value of a node from the sum of what arrives at it, None if nothing does."""
+    value = _zeros(like, spec) if total is None else total
+    return value if bottleneck is None else bottleneck.arrive(node, value)
 
 
 def _zeros(like: Tensor, spec: Spec) -> Tensor:

@@ -76,9 +76,11 @@ class _Counter:
                 entry += 1
                 if module is None:
                     continue  # zeros cost nothing
-                key = (name, cell.spec_of(choice.source), nodes[choice.source])
+                spec, node = cell.spec_of(choice.source), nodes[choice.source]
+                size = torch.Size([1, spec.channels, *node[2:]])  # behind a bottleneck narrower than the node
+                key = (name, spec, size)
                 if key not in self._known:
-                    self._known[key] = count_candidate(module, nodes[choice.source], printed_pooling=self._printed)
+                    self._known[key] = count_candidate(module, size, printed_pooling=self._printed)
                 for kind, value in self._known[key]._asdict().items():
                     found[kind][row, column] = value
         return found

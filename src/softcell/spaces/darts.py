@@ -60,14 +60,16 @@ class DartsSpace(Space):
     stem: Literal["cifar", "imagenet"] = "cifar"
     stem_multiplier: int = 3
     share_features: bool = False
-    """One weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
+    """In the supernet one weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
+    bottleneck: int = 1
+    """In the supernet candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
 
     def __post_init__(self) -> None:
         if self.cells < 3:
             raise UserError(
                 f"`cells >= 3` must hold (reduction cells stand at 1/3 and 2/3), but got cells={self.cells}"
             )
-        for name, least in (("channels", 1), ("nodes", 1), ("stem_multiplier", 1)):
+        for name, least in (("channels", 1), ("nodes", 1), ("stem_multiplier", 1), ("bottleneck", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"`{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
         for op in self.candidates:
@@ -218,6 +220,7 @@ class DartsSupernet(Supernet):
                 INPUTS,
                 spec_of(plan, search_form=True),
                 share_features=space.share_features,
+                bottleneck=space.bottleneck,
             )
             for plan in self.plans
         )
@@ -270,6 +273,7 @@ class DartsNetwork(Network):
                 spec_of(plan, search_form=search_form),
                 self.drop_path,
                 share_features=space.share_features and search_form,
+                bottleneck=space.bottleneck if search_form else 1,
             )
             for plan in self.plans
         )

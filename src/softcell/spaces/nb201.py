@@ -42,9 +42,13 @@ class NB201Space(Space):
     channels: int = 16
     nodes: int = 4
     candidates: tuple[str, ...] = CANDIDATES
+    share_features: bool = False
+    """In the supernet one weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
+    bottleneck: int = 1
+    """In the supernet candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
 
     def __post_init__(self) -> None:
-        for name, least in (("cells_per_stage", 1), ("channels", 1), ("nodes", 2)):
+        for name, least in (("cells_per_stage", 1), ("channels", 1), ("nodes", 2), ("bottleneck", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"`{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
         for op in self.candidates:
@@ -125,7 +129,10 @@ class NB201Supernet(Supernet):
         super().__init__(space, shape, num_classes)
         self.skeleton = Skeleton(space, shape, num_classes)
         table = self.layout.tables[0]
-        self.cells = nn.ModuleList(MixedCell(table, 1, spec) for spec in stage_specs(space, affine=False))
+        self.cells = nn.ModuleList(
+            MixedCell(table, 1, spec, share_features=space.share_features, bottleneck=space.bottleneck)
+            for spec in stage_specs(space, affine=False)
+        )
         self._per_stage = space.cells_per_stage
 
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
@@ -149,7 +156,14 @@ class NB201Network(Network):
         super().__init__(genotype, shape, num_classes)
         self.skeleton = Skeleton(space, shape, num_classes)
         self.cells = nn.ModuleList(
-            PickedCell(genotype.cells["cell"], 1, spec, self.drop_path)
+            PickedCell(
+                genotype.cells["cell"],
+                1,
+                spec,
+                self.drop_path,
+                share_features=space.share_features and search_form,
+                bottleneck=space.bottleneck if search_form else 1,
+            )
             for spec in stage_specs(space, affine=not search_form)
         )
         self._per_stage = space.cells_per_stage

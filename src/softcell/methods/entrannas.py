@@ -1,0 +1,345 @@
+"""EnTranNAS and EnTranNAS-DST: Towards Improving the Consistency, Efficiency, and Flexibility of Differentiable Neural
+Architecture Search (Yang, You, Li, Wang, Qian, Lin; CVPR 2021, arXiv:2101.11342).
+
+    Eq 4     A = Proj(P): the two strongest of each node           -> the space's rule, at every step (`EnTranNas.plan`)
+    Eq 5     p = softmax(α / τ), τ annealed                        -> `_EngineTransit.softened`
+    Eq 6     engine cells Σ p_k o_k(x_i), transit cells Σ_S o_k(x_i) -> `_EngineTransit.relax`
+             one weight set per source node and candidate          -> the space's `share_features`
+    Eq 7     p̂ = p / max over all connections of a node            -> `connection_normalised`
+    Eq 8     q = ReLU(p̂ - t), t = sigmoid(β)                       -> `pruned`, `thresholds`
+    Eq 9     q̂ = q / Σ_k q on every edge with a q > 0              -> `operation_normalised`
+    Eq 10    S_j = {(i, k) | q̂ > 0}                                -> `Positive`
+    Eq 11    L_val + λ · mean over nodes of -log t                 -> `sparsity`, `EnTranNasDst.penalty`
+    §2.5     bottleneck                                            -> the space's `bottleneck`
+
+Engine cells (by default the first of each kind) run every candidate and learn; transit cells run the architecture that
+is derived at that moment, each connection with a coefficient of exactly 1.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, WeightMix
+from softcell.arch.simplex import masked_softmax
+from softcell.errors import UserError
+from softcell.methods.anneal import Schedule, temperature_at
+from softcell.methods.base import Masks, Method, Regime, logits_like
+from softcell.methods.registry import register_method
+from softcell.settings import not_negative, positive
+
+Engines = Literal["first", "last", "all"] | tuple[int, ...]
+
+# §3 of the paper, which has its experiments, is not at hand: these are the settings of the same authors' other work.
+CIFAR = {
+    "epochs": 50,
+    "batch_size": 256,
+    "weights": {"lr": 0.1},
+    "architecture": {"lr": 6e-4},
+    "space_settings": {"share_features": True},
+}
+IMAGENET = {
+    "epochs": 50,
+    "batch_size": 1024,
+    "split": {"weights": 0.1, "validation": 0.025},  # PC-DARTS's shares
+    "weights": {"lr": 0.5, "lr_min": 0.0, "schedule": "linear", "warmup": 5},
+    "architecture": {"lr": 6e-4},
+    "space_settings": {"share_features": True, "stem": "imagenet"},
+}
+ENLARGED = (
+    "none",
+    "max_pool_3x3",
+    "avg_pool_3x3",
+    "skip_connect",
+    "nor_conv_1x1",
+    "nor_conv_3x3",
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+    "sep_conv_7x7",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+    "conv_7x1_1x7",
+)
+SMALL = {
+    "epochs": 12,
+    "batch_size": 64,
+    "child_every": 1,
+    "weights": {"lr": 0.1},
+    "architecture": {"lr": 0.04},
+    "space_settings": {"share_features": True},
+}
+
+
+def per_choice(values: Tensor, members: Tensor) -> Tensor:
+    """The value of each choice's target node: values [nodes], members bool [nodes, choices], to [choices].
+
+    Every column has one True, so the sum is that one value, to the last bit.
+    """
+    return torch.where(members, values[:, None], 0.0).sum(0)
+
+
+def connection_normalised(p: Tensor, members: Tensor) -> Tensor:
+    """p̂ (Eq 7): p [choices, width] over the largest of its node; members bool [nodes, choices]."""
+    strongest = torch.where(members, p.amax(1), 0.0).amax(1)
+    return p / per_choice(strongest, members)[:, None]
+
+
+def thresholds(beta: Tensor) -> Tensor:
+    """t = sigmoid(β), any shape; kept below 1, which it is but for rounding: a node must not lose its last input."""
+    return torch.sigmoid(beta).clamp(max=1.0 - torch.finfo(beta.dtype).eps)
+
+
+def pruned(p_hat: Tensor, t: Tensor, members: Tensor) -> Tensor:
+    """q (Eq 8): p̂ [choices, width] above the threshold of its node, t [nodes], and 0 below."""
+    return F.relu(p_hat - per_choice(t, members)[:, None])
+
+
+def operation_normalised(q: Tensor) -> Tensor:
+    """q̂ (Eq 9): the coefficients [choices, width] of every kept edge sum to 1, those of other edges are 0."""
+    total = q.sum(1, keepdim=True)
+    return q / torch.where(total > 0, total, 1.0)
+
+
+def sparsity(beta: Tensor) -> Tensor:
+    """The mean over nodes of -log t (Eq 11): β [nodes] to []."""
+    return F.softplus(-beta).mean()
+
+
+def engine_sites(layout: Layout, engines: Engines) -> frozenset[int]:
+    """The sites that are engines; every table that is read needs one, or nothing would teach it."""
+    read = [table.name for table in layout.tables if table.name in layout.sites]
+    if engines == "all":
+        return frozenset(range(len(layout.sites)))
+    if engines in ("first", "last"):
+        end = 0 if engines == "first" else -1
+        return frozenset(layout.sites_of(name)[end] for name in read)
+    sites = frozenset(int(site) for site in engines)
+    if not all(0 <= site < len(layout.sites) for site in sites):
+        raise UserError(f"method.engines must name cells 0 to {len(layout.sites) - 1}, got {sorted(sites)}")
+    for name in read:
+        if not sites & set(layout.sites_of(name)):
+            raise UserError(
+                f"method.engines must name at least one {name!r} cell, since only engine cells learn; those are "
+                f"{list(layout.sites_of(name))}, got {sorted(sites)}"
+            )
+    return sites
+
+
+def live_of(table: Table, picks: tuple[Pick, ...]) -> Live:
+    """For every choice the candidates that are picked."""
+    taken = {(pick.source, pick.target, pick.op) for pick in picks}
+    return tuple(
+        tuple(k for k, op in enumerate(choice.candidates) if (choice.source, choice.target, op) in taken)
+        for choice in table.choices
+    )
+
+
+def reaches_output(table: Table, picks: tuple[Pick, ...]) -> bool:
+    """Whether anything flows from the cell's inputs to its output."""
+    reached = set(table.sources) - set(table.targets)
+    for pick in sorted(picks, key=lambda pick: (pick.target, pick.source)):
+        if pick.op != "none" and pick.source in reached:
+            reached.add(pick.target)
+    return bool(reached & set(table.output))
+
+
+@dataclass(frozen=True)
+class EnTranNasSettings:
+    """Which cells are engines, and the temperature.
+
+    `engines`: the `first` or the `last` cell of each kind, `all`, or cell numbers such as [0, 2]. `schedule`: how the
+    temperature moves from `first_temperature` in the first epoch to `last_temperature` in the last. `init_scale`:
+    deviation of the normal distribution that logits start from.
+    """
+
+    engines: Engines = "first"
+    schedule: Schedule = "exponential"
+    first_temperature: float = 1.0
+    last_temperature: float = 0.1
+    init_scale: float = 1e-3
+
+    def __post_init__(self) -> None:
+        positive("method.first_temperature", self.first_temperature)
+        positive("method.last_temperature", self.last_temperature)
+        not_negative("method.init_scale", self.init_scale)
+
+
+@dataclass(frozen=True)
+class EnTranNasDstSettings(EnTranNasSettings):
+    """Those of EnTranNAS, and the thresholds.
+
+    `sparsity`: λ of Eq 11. `init_threshold`: β at the start; -3 is a threshold of 0.05. `threshold_speed`: the learning
+    rate of β as a multiple of `architecture.lr`; β has no weight decay.
+    """
+
+    schedule: Schedule = "constant"
+    sparsity: float = 0.1
+    init_threshold: float = -3.0
+    threshold_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        EnTranNasSettings.__post_init__(self)
+        not_negative("method.sparsity", self.sparsity)
+        positive("method.threshold_speed", self.threshold_speed)
+
+
+class _EngineTransit(Method):
+    """Engine cells that weigh with `probabilities`, transit cells that run what is derived from them."""
+
+    regime: ClassVar[Regime] = "bilevel"
+
+    temperature: Tensor
+
+    def __init__(self, layout: Layout, settings: EnTranNasSettings) -> None:
+        super().__init__(layout, settings)
+        self.engines = engine_sites(layout, settings.engines)
+        self.alpha = logits_like(layout, settings.init_scale)
+        self.register_buffer("temperature", torch.tensor(settings.first_temperature))
+        self.masks = Masks(layout, self.excludes)
+        # Never dropped: a recorded step goes on reading them.
+        self._ones: dict[tuple[Any, ...], Tensor] = {}
+
+    @abstractmethod
+    def probabilities(self) -> dict[str, Tensor]:
+        """The coefficients of engine cells, per table [choices, width]."""
+
+    def begin_epoch(self, progress: float) -> None:
+        s = self.settings
+        self.temperature.fill_(temperature_at(progress, s.first_temperature, s.last_temperature, s.schedule))
+
+    def softened(self, table: str) -> Tensor:
+        """p [choices, width] (Eq 5)."""
+        return masked_softmax(self.alpha[table], self.masks[table], self.temperature)
+
+    def reading(self) -> Tensor | None:
+        if len(self.engines) == len(self.layout.sites):
+            return None
+        found = self.probabilities()
+        return torch.cat([found[table.name].flatten() for table in self.layout.tables])
+
+    def plan(self, reading: Tensor) -> Plan:
+        pieces = torch.split(reading, [table.shape[0] * table.shape[1] for table in self.layout.tables])
+        lives = {
+            table.name: self._derived(table, piece.view(table.shape))
+            for table, piece in zip(self.layout.tables, pieces, strict=True)
+        }
+        return tuple(None if site in self.engines else lives[name] for site, name in enumerate(self.layout.sites))
+
+    def relax(self) -> Mix:
+        weights = self.probabilities()
+        if len(self.engines) == len(self.layout.sites):
+            return WeightMix(self.layout, weights)
+        picked = {}
+        for site, live in enumerate(self.planned()):
+            if live is not None:
+                table = self.layout.sites[site]
+                picked[site] = live, self._ones_at(table, live, weights[table])
+        return WeightMix(self.layout, weights, picked=picked)  # Eq 6
+
+    def gauges(self) -> dict[str, Tensor]:
+        return {"temperature": self.temperature}
+
+    def _derived(self, table: Table, strengths: Tensor) -> Live:
+        rule = self.rule or self.layout.rule
+        picks = rule(table, strengths)
+        if not reaches_output(table, picks):
+            # Deviation: where `none` may be picked a cell can break in two; its transit twins would end all learning,
+            # so they run the strongest other candidates until it is whole again.
+            picks = rule(table, strengths.masked_fill(table.columns("none"), -torch.inf))
+        return live_of(table, picks)
+
+    def _ones_at(self, table: str, live: Live, like: Tensor) -> Tensor:
+        """1 at what is live, 0 elsewhere [choices, width]; made once, since no step with a copy can be recorded."""
+        key = (table, live, like.device, like.dtype)
+        if key not in self._ones:
+            width = like.shape[1]
+            ones = torch.tensor([[float(k in row) for k in range(width)] for row in live], dtype=like.dtype)
+            if like.is_cuda:
+                ones = ones.pin_memory()
+            self._ones[key] = ones.to(like.device, non_blocking=True)
+        return self._ones[key]
+
+
+@register_method
+class EnTranNas(_EngineTransit):
+    """Engine and transit cells; the space's rule derives, at every step."""
+
+    name: ClassVar[str] = "entrannas"
+    about: ClassVar[str] = (
+        "EnTranNAS: one engine cell per kind learns, all others run the derived cell; shared features"
+    )
+    Settings: ClassVar[type] = EnTranNasSettings
+    recipes: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": CIFAR,
+        "imagenet": IMAGENET,
+        "enlarged": {**CIFAR, "space_settings": {"share_features": True, "candidates": list(ENLARGED)}},
+        "small": SMALL,
+    }
+
+    def probabilities(self) -> dict[str, Tensor]:
+        return {table.name: self.softened(table.name) for table in self.layout.tables}
+
+
+@register_method
+class EnTranNasDst(_EngineTransit):
+    """Engine and transit cells with a learned topology: every connection above its node's threshold is derived."""
+
+    name: ClassVar[str] = "entrannas-dst"
+    about: ClassVar[str] = "EnTranNAS-DST: learned thresholds decide how many connections each node keeps"
+    excludes: ClassVar[tuple[str, ...]] = ("none",)
+    rule: ClassVar[Rule] = Positive()
+    Settings: ClassVar[type] = EnTranNasDstSettings
+    recipes: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": CIFAR,
+        "imagenet": IMAGENET,
+        "enlarged": {**CIFAR, "space_settings": {"share_features": True, "candidates": list(ENLARGED[1:])}},
+        "small": SMALL,
+    }
+
+    def __init__(self, layout: Layout, settings: EnTranNasDstSettings) -> None:
+        super().__init__(layout, settings)
+        self.beta = nn.ParameterDict(
+            {t.name: nn.Parameter(torch.full((len(t.targets),), settings.init_threshold)) for t in layout.tables}
+        )
+        for table in layout.tables:
+            members = torch.zeros(len(table.targets), len(table), dtype=torch.bool)
+            for row, target in enumerate(table.targets):
+                members[row, list(table.incoming(target))] = True
+            self.register_buffer(f"members_{table.name}", members, persistent=False)
+
+    def probabilities(self) -> dict[str, Tensor]:
+        """q̂; an edge that is pruned away has 0 throughout."""
+        found = {}
+        for table in self.layout.tables:
+            members = self.get_buffer(f"members_{table.name}")
+            p_hat = connection_normalised(self.softened(table.name), members)
+            found[table.name] = operation_normalised(pruned(p_hat, thresholds(self.beta[table.name]), members))
+        return found
+
+    def penalty(self, mix: Mix) -> Tensor | None:
+        """λ · mean over all nodes of -log t (Eq 11)."""
+        if self.settings.sparsity == 0:
+            return None
+        return sparsity(torch.cat([*self.beta.values()])) * float(self.settings.sparsity)
+
+    def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+        return [
+            {"params": [*self.alpha.values()], "lr": lr, "weight_decay": weight_decay},
+            {"params": [*self.beta.values()], "lr": lr * self.settings.threshold_speed, "weight_decay": 0.0},
+        ]
+
+    def gauges(self) -> dict[str, Tensor]:
+        """Beside the temperature the threshold of every node, and the connections per node of every table."""
+        found = super().gauges()
+        coefficients = self.probabilities()
+        for table in self.layout.tables:
+            t = thresholds(self.beta[table.name])
+            found |= {f"threshold_{table.name}_{node}": t[i] for i, node in enumerate(table.targets)}
+            found[f"connections_{table.name}"] = (coefficients[table.name] > 0).sum() / len(table.targets)
+        return found
