@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softcell.arch import Choice, Layout, Pick, Rule, StrongestEach, Table, TopInputs, count, derive, sample
+from softcell.arch import Choice, Layout, Pick, Positive, Rule, StrongestEach, Table, TopInputs, count, derive, sample
 from softcell.errors import UserError
 
 OPS = ("none", "skip", "conv")
@@ -142,7 +142,36 @@ def test_rules_enumerate_count_and_derive_what_brute_force_does(rule: Rule, inpu
         assert rule(table, rows) == max(architectures, key=lambda chosen: total(table, rows, chosen))
 
 
-@pytest.mark.parametrize("rule", [TopInputs(1), TopInputs(2), StrongestEach()], ids=["top-1", "top-2", "each"])
+def subsets_by_hand(table: Table) -> set[tuple[Pick, ...]]:
+    """Every architecture with any number of candidates per edge and at least one per node."""
+    every = [Pick(c.source, c.target, op) for c in table.choices for op in c.candidates]
+    only_none = {(c.source, c.target) for c in table.choices if c.candidates == ("none",)}
+    every = [pick for pick in every if pick.op != "none" or (pick.source, pick.target) in only_none]
+    found = set()
+    for size in range(1, len(every) + 1):
+        for chosen in itertools.combinations(every, size):
+            if {pick.target for pick in chosen} == set(table.targets):
+                found.add(chosen)
+    return found
+
+
+@pytest.mark.parametrize("table", [NODE, RAGGED, DEEP], ids=["node", "ragged", "deep"])
+def test_every_positive_candidate_is_derived_as_brute_force_does(table: Table) -> None:
+    rule, architectures = Positive(), subsets_by_hand(table)
+    assert set(rule.enumerate(table)) == architectures
+    assert rule.count(table) == len(architectures) == len(list(rule.enumerate(table)))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        rows = torch.randn(table.shape, generator=generator, dtype=torch.float64)
+        # The largest sum takes all that is positive, and where a node has nothing positive the least negative.
+        assert rule(table, rows) == max(architectures, key=lambda chosen: total(table, rows, chosen))
+    rows = torch.where(table.mask(), -1.0, 9.0)
+    assert rule(table, rows) in architectures, "padding is never looked at"
+
+
+@pytest.mark.parametrize(
+    "rule", [TopInputs(1), TopInputs(2), StrongestEach(), Positive()], ids=["top-1", "top-2", "each", "positive"]
+)
 def test_sampling_is_uniform_also_where_edges_have_more_or_fewer_candidates(rule: Rule) -> None:
     architectures, rng = list(rule.enumerate(DEEP)), random.Random(0)
     seen = Counter(rule.sample(DEEP, rng) for _ in range(300 * len(architectures)))

@@ -28,8 +28,12 @@ VARIANTS = {
     "ragged": RaggedSpace(),
     "darts-pruned": PrunedDarts(cells=3, channels=2, nodes=2),
     "darts-shared": DartsSpace(cells=3, channels=2, nodes=2, share_features=True),
+    "darts-narrow": DartsSpace(cells=3, channels=4, nodes=2, share_features=True, bottleneck=2),
     "darts-imagenet": DartsSpace(
         cells=3, channels=2, nodes=1, stem="imagenet", candidates=("none", "skip_connect", "sep_conv_3x3")
+    ),
+    "nb201-narrow": build_space(
+        "nb201", {"cells_per_stage": 1, "channels": 4, "nodes": 3, "share_features": True, "bottleneck": 2}
     ),
     "nb201-deep": build_space("nb201", {"cells_per_stage": 2, "channels": 2, "nodes": 4}),
 }

@@ -175,13 +175,14 @@ class EnTranNasDstSettings(EnTranNasSettings):
     """Those of EnTranNAS, and the thresholds.
 
     `sparsity`: λ of Eq 11. `init_threshold`: β at the start; -3 is a threshold of 0.05. `threshold_speed`: the learning
-    rate of β as a multiple of `architecture.lr`; β has no weight decay.
+    rate of β as a multiple of `architecture.lr`; at 1 β hardly gets away from its start, and λ changes nothing. β has
+    no weight decay.
     """
 
     schedule: Schedule = "constant"
     sparsity: float = 0.1
     init_threshold: float = -3.0
-    threshold_speed: float = 1.0
+    threshold_speed: float = 3.0
 
     def __post_init__(self) -> None:
         EnTranNasSettings.__post_init__(self)
@@ -334,6 +335,7 @@ class EnTranNasDst(_EngineTransit):
             {"params": [*self.beta.values()], "lr": lr * self.settings.threshold_speed, "weight_decay": 0.0},
         ]
 
+    @torch.no_grad()
     def gauges(self) -> dict[str, Tensor]:
         """Beside the temperature the threshold of every node, and the connections per node of every table."""
         found = super().gauges()
