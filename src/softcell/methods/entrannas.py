@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, WeightMix
+from softcell.arch.anneal import Schedule, temperature_at
 from softcell.arch.simplex import masked_softmax
 from softcell.errors import UserError
-from softcell.methods.anneal import Schedule, temperature_at
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
 from softcell.settings import not_negative, positive

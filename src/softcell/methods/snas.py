@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
+from softcell.arch.anneal import Schedule, temperature_at
 from softcell.arch.simplex import masked_softmax
-from softcell.methods.anneal import Schedule, temperature_at
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 from softcell.settings import not_negative, positive
