@@ -22,7 +22,7 @@ ORDER = (
     {"drawings"},
     {"api"},
     {"baseline"},
-    {"sweep"},
+    {"sweep", "pipeline"},
     {"cli"},
 )
 GROUND = {"errors", "settings", "registry"}

@@ -19,6 +19,7 @@ from softcell.cli import (
     list_,
     random_,
     report,
+    run_,
     search,
     show,
     sweep,
@@ -61,6 +62,7 @@ def softcell(
 
 
 app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
+app.command(name="run", epilog=run_.EPILOG)(run_.run)
 app.command(name="search", epilog=search.EPILOG)(search.search)
 app.command(name="train", epilog=train.EPILOG)(train.train)
 app.command(name="export", epilog=export.EPILOG)(export.export)

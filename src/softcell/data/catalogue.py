@@ -1,6 +1,8 @@
 """Find a dataset by name or path."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from softcell.data.arrays import load_npz
@@ -35,6 +37,19 @@ def _root(root: str | Path | None) -> Path:
     return Path(root or os.environ.get(_ROOT_VARIABLE) or "data").expanduser()
 
 
+_kept: list[dict[tuple[str, ...], Dataset]] = []
+
+
+@contextmanager
+def loaded_once() -> Iterator[None]:
+    """Within this context a dataset that was loaded before is given again, instead of being decoded anew."""
+    _kept.append({})
+    try:
+        yield
+    finally:
+        _kept.pop()
+
+
 def load(
     name_or_path: str | Path,
     root: str | Path | None = None,
@@ -50,6 +65,15 @@ def load(
         each time they are read.
     A name goes before a path: a folder that is called digits is ./digits.
     """
+    if not _kept:
+        return _load(name_or_path, root, image_size, memory_limit)
+    key = (str(name_or_path), str(root), str(image_size), str(memory_limit), os.environ.get(_ROOT_VARIABLE, ""))
+    if key not in _kept[-1]:
+        _kept[-1][key] = _load(name_or_path, root, image_size, memory_limit)
+    return _kept[-1][key]
+
+
+def _load(name_or_path: str | Path, root: str | Path | None, image_size: int | None, memory_limit: int) -> Dataset:
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)

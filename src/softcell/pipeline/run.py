@@ -1,0 +1,451 @@
+"""One run from images to a model in use: inspect, choose, search, train beside baselines, summarise, report, export.
+
+Every decision is kept in `plan.json` before it is acted on, every long step runs in a run folder that can be resumed,
+so a run that is stopped anywhere goes on from there. Time is planned from measured steps: the search gets its share,
+and what is left when it ends is divided among trainings of equal length; random architectures that would not fit any
+more are left out, and said so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from softcell.api import search_with, train_with
+from softcell.arch import Genotype, sample
+from softcell.baseline import STRIDE
+from softcell.data import datasets, load
+from softcell.data.catalogue import loaded_once
+from softcell.data.dataset import TEST_FRACTION
+from softcell.engine import resolve_device
+from softcell.engine.events import EpochEnded, Event, OnEvent
+from softcell.engine.files import atomic_write_text
+from softcell.errors import UserError
+from softcell.evaluate import TrainRecipe, count_genotype
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate.latency import measure_module
+from softcell.export import export
+from softcell.methods import METHODS, Method
+from softcell.pipeline.choose import Choice, cheaper, choose, explained, fit, plain_network
+from softcell.pipeline.inspect import Inspection, inspect_dataset, inspect_folder, make_links
+from softcell.pipeline.pace import Pace, probe
+from softcell.pipeline.plan import Plan
+from softcell.pipeline.summary import Row, Summary
+from softcell.report.html import write_report
+from softcell.search import SearchRecipe, resolve
+from softcell.settings import build
+from softcell.spaces import build_space
+
+SEARCH_SHARE = 0.3
+"""Of the time: the search; the rest is for trainings."""
+SAFE = 0.97
+"""Plans are made for this share of the time, since measured steps are a forecast."""
+LATENCY_ROUNDS = 3
+MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
+HOLDOUT = 0.1
+PROBE = 0.01
+"""Of the time, for measuring the pace of one job; at least and at most:"""
+PROBE_BOUNDS = (0.3, 6.0)
+SUMMARY = "summary.json"
+REPORT = "report.html"
+
+
+class Screen(Protocol):
+    """Whoever shows a run."""
+
+    def say(self, *lines: str) -> None:
+        """Lines for people."""
+
+    def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
+        """A stretch without events of its own; gives a function of (done, of all, what)."""
+
+    def job(self, heading: str) -> AbstractContextManager[OnEvent]:
+        """A search or training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`exit_code` is not 0 where a signal ended the run early; `summary` is there when it reached its end."""
+
+    exit_code: int
+    summary: Summary | None
+
+
+class _StoppedError(Exception):
+    """A signal ended a job; its state is saved."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def run(plan: Plan, screen: Screen) -> Outcome:
+    """Goes on with a plan to its end, or to a signal."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "`softcell run` plans the time of one process; under torchrun use `softcell search` and `train`"
+        )
+    try:
+        with loaded_once(), warnings.catch_warnings():
+            # Small data is what this is for: a batch cut to the images there are is no news.
+            warnings.filterwarnings("ignore", message="batch_size=")
+            return Outcome(0, _Run(plan, screen).whole())
+    except _StoppedError as stopped:
+        plan.status = "interrupted"
+        plan.save()
+        return Outcome(stopped.exit_code, None)
+    except BaseException as error:
+        plan.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        plan.save()
+        raise
+
+
+class _Run:
+    def __init__(self, plan: Plan, screen: Screen) -> None:
+        self.plan, self.screen, self.wishes = plan, screen, plan.wishes
+        self.device = resolve_device(plan.wishes.device)
+        path = Path(plan.wishes.data_root or ".") / plan.wishes.data
+        self.is_folder = plan.wishes.data not in datasets() and path.expanduser().is_dir()
+        self.root = path.expanduser()
+
+    @property
+    def usable(self) -> float:
+        """Seconds up to which jobs may run: the time, less a margin and what report and export need."""
+        time = self.wishes.time
+        return SAFE * time - min(30.0, max(4.0, 0.03 * time))
+
+    def whole(self) -> Summary:
+        plan = self.plan
+        plan.status = "running"
+        inspection = self.inspect()
+        choice = self.choose(inspection)
+        genotype = self.search(choice)
+        rows = self.train(choice, genotype, inspection)
+        summary = self.summarise(rows, inspection)
+        self.finish(summary)
+        plan.status = "finished"
+        plan.save()
+        return summary
+
+    def inspect(self) -> Inspection:
+        plan = self.plan
+        if plan.inspection is not None:
+            return Inspection.from_dict(plan.inspection)
+        with self.screen.working("looking at the images") as step:
+            if self.is_folder:
+                found = inspect_folder(self.root, step)
+                place = make_links(found, plan.folder / "data") if found.needs_links else self.root
+                plan.data = str(place.resolve())
+            else:
+                found = inspect_dataset(load(self.wishes.data, self.wishes.data_root))
+                plan.data = self.wishes.data
+        plan.inspection = found.to_dict()
+        plan.save()
+        self.screen.say("data", *(f"  {line}" for line in found.lines()), "")
+        return found
+
+    def choose(self, inspection: Inspection) -> Choice:
+        """Decides what is searched, and measures its steps: where not even one epoch fits, something cheaper."""
+        plan = self.plan
+        if plan.choice is not None:
+            return Choice.from_dict(plan.choice)
+        is_gpu = self.device.type == "cuda"
+        choice = choose(inspection, self.wishes, is_gpu=is_gpu, is_resizable=self.is_folder)
+        while True:
+            with self.screen.working(f"measuring the steps of a search at {choice.shape[1]}x{choice.shape[2]}"):
+                pace = self._search_pace(choice)
+            room = self.usable - plan.used()
+            epochs = min(MOST_SEARCH_EPOCHS, pace.epochs_in(SEARCH_SHARE * room))
+            smaller = cheaper(choice, is_resizable=self.is_folder and self.wishes.image_size is None)
+            if epochs >= 1 and (epochs >= 5 or smaller is None or plan.used() > 0.2 * self.wishes.time):
+                break
+            if smaller is None or room <= 0:
+                raise UserError(
+                    f"{self.wishes.time:.0f} s are too short: a single epoch of the smallest search takes "
+                    f"{pace.epoch:.0f} s here; give at least --time {self._enough(pace)}"
+                )
+            choice = smaller
+        choice = explained(choice, inspection, self.wishes, is_gpu=is_gpu)
+        plan.choice = choice.to_dict()
+        expected = pace.total(epochs)
+        plan.search = {"recipe": self._search_recipe(choice, epochs).to_dict(), "expected": expected}
+        plan.save()
+        self.screen.say("choice", *(f"  {line}" for line in choice.why), "")
+        rest = self.usable - plan.used() - expected
+        self.screen.say(
+            f"plan for {clock(self.wishes.time)}, from measured steps",
+            f"  search   {epochs} epochs of {pace.epoch:.1f} s, about {clock(expected)}",
+            f"  train    the found network, a plain one and {self.wishes.random} random ones, all alike, about "
+            f"{clock(rest)}",
+            "",
+        )
+        return choice
+
+    def _enough(self, pace: Pace) -> str:
+        return f"{max(1, round((pace.startup + 2 * pace.epoch) * 6 / SEARCH_SHARE / 60 + 0.5))}m"
+
+    def _search_recipe(self, choice: Choice, epochs: int) -> SearchRecipe:
+        wishes, limits = self.wishes, self.wishes.limits()
+        resource: dict[str, Any] = {"preset": "none"}
+        if limits and issubclass(METHODS.get(choice.method), Method):
+            resource |= {"max_params": limits.get("parameters"), "max_flops": limits.get("multiply_adds")}
+            resource = {key: value for key, value in resource.items() if value is not None}
+            resource["network"] = choice.network
+        return resolve(
+            {
+                "method": choice.method,
+                "space": choice.space,
+                "data": str(self.plan.data),
+                "data_root": None if self.is_folder else wishes.data_root,
+                "image_size": choice.image_size,
+                "scale": "small",
+                "epochs": epochs,
+                "batch_size": choice.batch_size,
+                "cutout": choice.shape[1] // 4,
+                "child_every": 0,
+                "seed": wishes.seed,
+                "device": wishes.device,
+                "threads": wishes.threads,
+                "space_settings": choice.search_space,
+                "resource": resource,
+            }
+        )
+
+    def _search_pace(self, choice: Choice) -> Pace:
+        recipe = self._search_recipe(choice, 10**6)
+        split = recipe.split
+        evaluated = float(split["validation"]) / float(split["weights"])
+        scratch = self.plan.folder / "measuring"
+        return probe(
+            lambda folder, watch: search_with(recipe, folder, on_event=watch),
+            scratch,
+            self._probe_seconds(),
+            evaluated=evaluated,
+            tested=0.0,
+        )
+
+    def _probe_seconds(self) -> float:
+        low, high = PROBE_BOUNDS
+        return min(high, max(low, PROBE * self.wishes.time))
+
+    def search(self, choice: Choice) -> Genotype:
+        plan = self.plan
+        assert plan.search is not None
+        folder = plan.folder / "search"
+        recipe = build(SearchRecipe, plan.search["recipe"], "plan: search")
+        heading = f"search {choice.method} in space {choice.space}, {recipe.epochs} epochs ({self._standing()})"
+        with self.screen.job(heading) as shown:
+            result = search_with(recipe, folder, resume=_begun(folder), on_event=self._saving(shown))
+        if result.genotype is None:
+            raise _StoppedError(result.exit_code)
+        return result.genotype
+
+    def train(self, choice: Choice, genotype: Genotype, inspection: Inspection) -> list[dict[str, Any]]:
+        """Trains the found network, the plain one and the random ones, in this order, all for as many epochs."""
+        plan = self.plan
+        if plan.training is None:
+            plan.training = self._plan_training(choice, genotype, inspection)
+            plan.save()
+        jobs: list[dict[str, Any]] = plan.training["jobs"]
+        for number, job in enumerate(jobs):
+            if "row" in job or job.get("left_out"):
+                continue
+            waiting = [other for other in jobs[number:] if not other.get("left_out")]
+            self._leave_out(waiting)
+            if not job.get("left_out"):
+                self._train_one(job)
+            plan.save()
+        return [job["row"] for job in jobs if "row" in job]
+
+    def _plan_training(self, choice: Choice, genotype: Genotype, inspection: Inspection) -> dict[str, Any]:
+        wishes, limits, classes = self.wishes, self.wishes.limits(), len(inspection.train)
+        layout = build_space(choice.space, choice.network).layout()
+        found = fit(choice, genotype, classes, limits)
+        cost = count_genotype(build_space(choice.space, found), genotype, choice.shape, classes)
+        networks: list[tuple[str, Genotype, dict[str, Any]]] = [("train", genotype, found)]
+        networks.append(("plain", *plain_network(cost, choice.shape, classes, limits)))
+        for number in range(1, wishes.random + 1):
+            other = sample(layout, wishes.seed * STRIDE + number)
+            networks.append((f"random-{number}", other, fit(choice, other, classes, limits)))
+        jobs: list[dict[str, Any]] = []
+        with self.screen.working("measuring the steps of the trainings") as step:
+            for number, (name, each, settings) in enumerate(networks):
+                step(number, len(networks), name)
+                pace = self._train_pace(choice, each, settings)
+                jobs.append({"name": name, "genotype": each.to_dict(), "settings": settings, "pace": _numbers(pace)})
+        room = self.usable - self.plan.used()
+        per_epoch = sum(job["pace"]["epoch"] for job in jobs)
+        around = sum(job["pace"]["startup"] + job["pace"]["tail"] for job in jobs)
+        epochs = min(MOST_TRAIN_EPOCHS, max(1, int((room - around) / per_epoch)))
+        for job in jobs:
+            each = Genotype.from_dict(job["genotype"])
+            job["recipe"] = self._train_recipe(choice, each, job["settings"], epochs).to_dict()
+            job["expected"] = Pace(**job["pace"]).total(epochs)
+        total = sum(job["expected"] for job in jobs)
+        self.screen.say(
+            "",
+            f"plan for the {clock(max(0.0, self.plan.left()))} left, from measured steps: {epochs} epochs each, "
+            f"about {clock(total)}",
+            *(f"  {job['name']:<10} {clock(job['expected'])}" for job in jobs),
+            "",
+        )
+        return {"epochs": epochs, "jobs": jobs}
+
+    def _train_recipe(self, choice: Choice, genotype: Genotype, settings: dict[str, Any], epochs: int) -> TrainRecipe:
+        wishes = self.wishes
+        return resolve_training(
+            genotype,
+            {
+                "recipe": "small",
+                "data": str(self.plan.data),
+                "data_root": None if self.is_folder else wishes.data_root,
+                "image_size": choice.image_size,
+                "space_settings": settings,
+                "epochs": epochs,
+                "batch_size": choice.batch_size,
+                "lr": 0.05 * max(0.25, min(2.0, choice.batch_size / 64)),
+                "cutout": choice.shape[1] // 4,
+                "auxiliary": 0.0,
+                "holdout": HOLDOUT,
+                "seed": wishes.seed,
+                "device": wishes.device,
+                "threads": wishes.threads,
+            },
+        )
+
+    def _train_pace(self, choice: Choice, genotype: Genotype, settings: dict[str, Any]) -> Pace:
+        recipe = self._train_recipe(choice, genotype, settings, 10**6)
+        return probe(
+            lambda folder, watch: train_with(genotype, recipe, folder, on_event=watch),
+            self.plan.folder / "measuring",
+            self._probe_seconds(),
+            evaluated=HOLDOUT / (1.0 - HOLDOUT),
+            tested=TEST_FRACTION,
+        )
+
+    def _leave_out(self, waiting: list[dict[str, Any]]) -> None:
+        """Drops random architectures, the last first, while those that wait would end after the time; two stay."""
+        for job in reversed(waiting):
+            name = job["name"]
+            late = self.plan.used() + sum(other["expected"] for other in waiting if not other.get("left_out"))
+            if late <= self.usable + 0.02 * self.wishes.time:
+                return
+            if (
+                name.startswith("random-")
+                and int(name.removeprefix("random-")) > 2
+                and not _begun(self.plan.folder / name)
+            ):
+                job["left_out"] = True
+                self.screen.say(f"{name} is left out: the time would not do for it")
+
+    def _train_one(self, job: dict[str, Any]) -> None:
+        plan = self.plan
+        folder, genotype = plan.folder / job["name"], Genotype.from_dict(job["genotype"])
+        recipe = build(TrainRecipe, job["recipe"], f"plan: {job['name']}")
+        titles = {"train": "the found network", "plain": "a plain residual network of similar size"}
+        title = titles.get(job["name"], f"random architecture {job['name'].removeprefix('random-')}")
+        heading = f"train {title}, {recipe.epochs} epochs ({self._standing()})"
+        began, resumed = plan.used(), _begun(folder)
+        with self.screen.job(heading) as shown:
+            result = train_with(genotype, recipe, folder, resume=resumed, on_event=self._saving(shown))
+        if result.exit_code:
+            raise _StoppedError(result.exit_code)
+        if result.accuracy is None:
+            raise UserError(f"{self.wishes.data} has no test images, so networks cannot be compared; add a test set")
+        job["row"] = {
+            "name": job["name"],
+            "folder": str(folder),
+            "accuracy": result.accuracy,
+            "parameters": result.cost.parameters,
+            "multiply_adds": result.cost.multiply_adds,
+            "epochs": recipe.epochs,
+            "seconds": round(sum(line["seconds"] for line in result.metrics), 1),
+        }
+        took = plan.used() - began
+        self.screen.say(f"  {result.accuracy:.1%} on the test split, {result.cost.parameters:,} parameters")
+        if took > 1.0 and not resumed:
+            self._correct(took / job["expected"])
+
+    def _correct(self, factor: float) -> None:
+        """What a whole training took corrects the forecast of those that wait: machines get warm and busy."""
+        assert self.plan.training is not None
+        for other in self.plan.training["jobs"]:
+            if "row" not in other:
+                other["expected"] *= min(2.0, max(0.5, factor))
+
+    def summarise(self, rows: list[dict[str, Any]], inspection: Inspection) -> Summary:
+        with self.screen.working("measuring latencies") as step:
+            latencies = self._latencies([Path(row["folder"]) for row in rows], step)
+        named = {row["name"]: Row(**row, latency=latencies[Path(row["folder"])]) for row in rows}
+        random = tuple(row for name, row in named.items() if name.startswith("random-"))
+        manifest = json.loads((self.plan.folder / "train" / "run.json").read_text(encoding="utf-8"))
+        summary = Summary(
+            named["train"], random, named["plain"], manifest["results"]["count"], inspection.most_frequent
+        )
+        self.plan.summary = summary.to_dict()
+        self.plan.save()
+        atomic_write_text(self.plan.folder / SUMMARY, json.dumps(self.plan.summary, indent=2) + "\n")
+        return summary
+
+    def _latencies(self, folders: list[Path], step: Callable[[int, int, str], None]) -> dict[Path, float]:
+        """Milliseconds for one image: the median of rounds in which every network has its turn, so that a busy moment
+        of the machine does not fall on one of them alone."""
+        found: dict[Path, list[float]] = {folder: [] for folder in folders}
+        networks = {folder: Network.from_pretrained(folder).to(self.device) for folder in folders}
+        for turn in range(LATENCY_ROUNDS):
+            for number, (folder, network) in enumerate(networks.items()):
+                step(turn * len(folders) + number, LATENCY_ROUNDS * len(folders), folder.name)
+                image = torch.rand(1, *network.shape, device=self.device)
+                found[folder].append(measure_module(network, image, samples=7).median)
+        return {folder: statistics.median(times) for folder, times in found.items()}
+
+    def finish(self, summary: Summary) -> None:
+        """Report and exports; both are made anew when a run is resumed here."""
+        folder = self.plan.folder
+        with self.screen.working("writing the report"):
+            rows = (summary.found, summary.plain, *summary.random)
+            write_report([folder / "search", *(Path(row.folder) for row in rows)], folder / REPORT)
+        with self.screen.working("exporting"):
+            export(folder / "train", "safetensors", folder / "export", overwrite=True)
+            export(folder / "train", "python", folder / "export", overwrite=True)
+            try:
+                export(folder / "train", "onnx", folder / "export", overwrite=True)
+            except UserError as error:  # the extra is not installed
+                self.screen.say(f"note: {error}")
+
+    def _standing(self) -> str:
+        return f"{clock(self.plan.used())} of {clock(self.wishes.time)} used"
+
+    def _saving(self, shown: OnEvent) -> OnEvent:
+        """Passes events on, and keeps the time spent after every epoch: a killed run has not forgotten it."""
+
+        def event(happened: Event) -> None:
+            shown(happened)
+            if isinstance(happened, EpochEnded):
+                self.plan.save()
+
+        return event
+
+
+def _begun(folder: Path) -> bool:
+    return (folder / "run.json").is_file()
+
+
+def _numbers(pace: Pace) -> dict[str, float]:
+    return {"startup": pace.startup, "epoch": pace.epoch, "tail": pace.tail}
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:02:10`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
