@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,7 @@ def run(
     Looks at the images, chooses space, method and sizes, searches, trains what was found beside random architectures
     and a plain network, and says whether the search was worth it.
     """
+    began = clock.perf_counter()  # before torch is imported: that takes seconds of the stated time too
     from softcell.api import free_folder
     from softcell.cli import results
     from softcell.cli.console import console
@@ -97,6 +99,7 @@ def run(
         if data is None:
             raise UserError("--data must name the images: a folder of class/image files, an .npz file or a dataset")
         plan = Plan.create(out or free_folder("run", data), Wishes(data=data, **wanted))  # type: ignore[arg-type]
+    plan.began = began
     screen = console()
     try:
         outcome = go(plan, _Screen(screen, quiet))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from softcell.errors import UserError
 from softcell.pipeline.inspect import Inspection
 from softcell.pipeline.plan import Wishes
 from softcell.settings import to_dict
-from softcell.spaces import SPACES, Shape, Space, build_space
+from softcell.spaces import SPACES, Shape, build_space
 from softcell.spaces.count import Cost, count_genotype
 
 SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
@@ -129,16 +129,14 @@ def cheaper(choice: Choice, *, is_resizable: bool) -> Choice | None:
 
 def _nominal(choice: Choice, num_classes: int, limits: Mapping[str, float]) -> dict[str, Any]:
     """The width at which half of the space meets the budget: the search has room on both sides of it."""
+    genotypes = [sample(build_space(choice.space, choice.network).layout(), seed) for seed in range(3)]
 
     def middle(settings: dict[str, Any]) -> dict[str, float]:
         space = build_space(choice.space, settings)
-        costs = [count_genotype(space, sample(space.layout(), seed), choice.shape, num_classes) for seed in range(7)]
-        return {
-            "parameters": statistics.median(cost.parameters for cost in costs),
-            "multiply_adds": statistics.median(cost.multiply_adds for cost in costs),
-        }
+        costs = [_costs(count_genotype(space, genotype, choice.shape, num_classes)) for genotype in genotypes]
+        return {kind: statistics.median(cost[kind] for cost in costs) for kind in limits}
 
-    return _widest(choice.network, lambda settings: _meets(middle(settings), limits), limits, choice.space)
+    return _widest(choice.network, middle, limits, choice.space)
 
 
 def fit(choice: Choice, genotype: Genotype, num_classes: int, limits: Mapping[str, float]) -> dict[str, Any]:
@@ -146,27 +144,41 @@ def fit(choice: Choice, genotype: Genotype, num_classes: int, limits: Mapping[st
     if not limits:
         return dict(choice.network)
 
-    def meets(settings: dict[str, Any]) -> bool:
-        cost = count_genotype(build_space(choice.space, settings), genotype, choice.shape, num_classes)
-        return _meets(_costs(cost), limits)
+    def costs(settings: dict[str, Any]) -> dict[str, float]:
+        return _costs(count_genotype(build_space(choice.space, settings), genotype, choice.shape, num_classes))
 
-    return _widest(choice.network, meets, limits, choice.space)
+    return _widest(choice.network, costs, limits, choice.space)
 
 
-def _widest(settings: Mapping[str, Any], meets: Any, limits: Mapping[str, float], name: str) -> dict[str, Any]:
-    """`settings` with the largest number of channels, up to its own, for which `meets` holds; costs grow with it."""
-    low, high = 1, int(settings["channels"])
-    if meets({**settings, "channels": high}):
-        return {**settings, "channels": high}
-    if not meets({**settings, "channels": low}):
-        stated = " and ".join(f"{value:,.0f} {kind.replace('_', '-')}" for kind, value in limits.items())
-        raise UserError(
-            f"no network of space {name} is as small as {stated}; raise the budget or choose another --space"
-        )
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if meets({**settings, "channels": middle}) else (low, middle)
-    return {**settings, "channels": low}
+def _widest(
+    settings: Mapping[str, Any],
+    costs_of: Callable[[dict[str, Any]], dict[str, float]],
+    limits: Mapping[str, float],
+    name: str,
+) -> dict[str, Any]:
+    """`settings` with the largest number of channels, up to its own, that meets the limits; costs grow with it."""
+    most = int(settings["channels"])
+    known: dict[int, dict[str, float]] = {}
+
+    def meets(channels: int) -> bool:
+        if channels not in known:
+            known[channels] = costs_of({**settings, "channels": channels})
+        return _meets(known[channels], limits)
+
+    if meets(most):
+        return dict(settings)
+    # Costs grow about with the square of the width: the first guess is near, and neighbours settle it.
+    channels = max(1, int(most * min(limits[kind] / known[most][kind] for kind in limits) ** 0.5))
+    while meets(channels) and meets(channels + 1):
+        channels += 1
+    while not meets(channels):
+        channels -= 1
+        if channels < 1:
+            stated = " and ".join(f"{value:,.0f} {kind.replace('_', '-')}" for kind, value in limits.items())
+            raise UserError(
+                f"no network of space {name} is as small as {stated}; raise the budget or choose another --space"
+            )
+    return {**settings, "channels": channels}
 
 
 def _costs(cost: Cost) -> dict[str, float]:
@@ -182,26 +194,24 @@ def plain_network(
 ) -> tuple[Genotype, dict[str, Any]]:
     """A residual network of about the parameters of `like` that meets the budget too, and its settings."""
     genotype = notation.parse(RESIDUAL)
-    best: tuple[float, dict[str, Any]] | None = None
+    found: list[tuple[float, dict[str, Any]]] = []
     for depth in (1, 2, 3):
-        for channels in _widths():
-            settings = {"cells_per_stage": depth, "channels": channels}
-            cost = count_genotype(_bench(settings), genotype, shape, num_classes)
-            if not _meets(_costs(cost), limits):
-                break
-            distance = abs(cost.parameters / like.parameters - 1.0)
-            if best is None or distance < best[0]:
-                best = distance, settings
-            if cost.parameters > like.parameters:
-                break
-    if best is None:
+        known: dict[int, Cost] = {}
+
+        def cost(channels: int, depth: int = depth, known: dict[int, Cost] = known) -> Cost:
+            if channels not in known:
+                space = build_space(SMALL_SPACE, {"cells_per_stage": depth, "channels": channels})
+                known[channels] = count_genotype(space, genotype, shape, num_classes)
+            return known[channels]
+
+        channels = 16
+        for _ in range(3):  # parameters grow about with the square of the width
+            channels = max(1, round(channels * (like.parameters / cost(channels).parameters) ** 0.5))
+        while channels > 1 and not _meets(_costs(cost(channels)), limits):
+            channels -= 1
+        if _meets(_costs(cost(channels)), limits):
+            distance = abs(cost(channels).parameters / like.parameters - 1.0)
+            found.append((distance, {"cells_per_stage": depth, "channels": channels}))
+    if not found:
         raise UserError("no hand-made residual network is as small as the budget; raise it")
-    return genotype, best[1]
-
-
-def _widths() -> list[int]:
-    return [*range(1, 33), *range(36, 129, 4), *range(144, 513, 16)]
-
-
-def _bench(settings: Mapping[str, Any]) -> Space:
-    return build_space(SMALL_SPACE, settings)
+    return genotype, min(found, key=lambda item: item[0])[1]

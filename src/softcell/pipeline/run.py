@@ -43,13 +43,13 @@ from softcell.pipeline.summary import Row, Summary
 from softcell.report.html import write_report
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import build
-from softcell.spaces import build_space
+from softcell.spaces import Network, build_space
 
 SEARCH_SHARE = 0.3
 """Of the time: the search; the rest is for trainings."""
 SAFE = 0.97
 """Plans are made for this share of the time, since measured steps are a forecast."""
-LATENCY_ROUNDS = 3
+LATENCY_ROUNDS = 5
 MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
 HOLDOUT = 0.1
 PROBE = 0.01
