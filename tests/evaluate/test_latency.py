@@ -49,7 +49,7 @@ def test_a_call_shorter_than_the_clocks_grain_is_repeated_within_a_sample() -> N
     assert 0.0 < found.median < 1.0
 
 
-@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("name", tuple(SPACES))
 def test_every_space_gives_a_table_of_all_its_candidates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "WARM_UP", 0.0)
     monkeypatch.setattr(subject, "SAMPLE", 0.0)
