@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,18 @@ def test_watch_serves_until_it_is_stopped(searched: Path, tmp_path: Path, how: s
     finally:
         running.kill()
         running.wait()
+
+
+def test_tensorboard_is_logged_for_every_run_or_refused_before_it_starts(
+    call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "tensorboard", None)
+        without.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+        answer = call("train", CELL, *TINY_TRAIN, "--tensorboard", "--out", "t")
+        assert (answer.code, "pip install 'softcell[tensorboard]'" in answer.error) == (2, True)
+        assert not (tmp_path / "t").exists()
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed (the tensorboard extra)")
+    assert call("train", CELL, *TINY_TRAIN, "--tensorboard", "--random", "1", "--out", "t", "-q").code == 0
+    for folder in ("t", "t/random-1"):
+        assert len(list((tmp_path / folder / "tensorboard").glob("events.out.tfevents.*"))) == 1

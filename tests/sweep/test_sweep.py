@@ -306,3 +306,14 @@ def test_submitit_runs_a_job_here(tmp_path: Path) -> None:
         make_launcher("slurm", tmp_path / "out", None, {"cluster": "local", "no_such_option": 1})
     with pytest.raises(UserError, match="submitit refuses"):
         make_launcher("slurm", tmp_path / "out", None, {})  # no Slurm on this machine
+
+
+def test_ray_runs_a_job_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed (the ray extra)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")
+    launcher = make_launcher("ray", tmp_path / "out", None, {"num_cpus": 1})
+    try:
+        assert run_sweep([job], launcher, poll=0.05).finished == [job], last_error(job.folder)
+    finally:
+        ray.shutdown()

@@ -48,6 +48,9 @@ Plugin = Annotated[
     list[Path] | None,
     typer.Option(metavar="FILE", help="Python file with your own spaces, methods or candidates; may be repeated."),
 ]
+Tensorboard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also log to the run's folder for TensorBoard (extra tensorboard).")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only warnings and the result.")]
 Architecture = Annotated[
     str,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from softcell.cli import options as o
+
+if TYPE_CHECKING:
+    from softcell.engine.events import OnEvent
 
 SEEDS = "seeds.json"  # as softcell.search.several has it, which would be slow to import here
 
@@ -84,6 +87,7 @@ def search(
     precision: o.Precision = None,
     engine: o.Engine = None,
     plugin: o.Plugin = None,
+    tensorboard: o.Tensorboard = False,
     quiet: o.Quiet = False,
 ) -> int:
     """Search an architecture. Without arguments: DARTS cells on handwritten digits."""
@@ -112,8 +116,19 @@ def search(
         engine=engine,
     )
     if seeds is None and not (resume and out is not None and (out / SEEDS).is_file()):
-        return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet)
-    return run_seeds(given, config, out, seeds, keep, at_once=at_once, resume=resume, overwrite=overwrite, quiet=quiet)
+        return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet, tensorboard=tensorboard)
+    return run_seeds(
+        given,
+        config,
+        out,
+        seeds,
+        keep,
+        at_once=at_once,
+        resume=resume,
+        overwrite=overwrite,
+        quiet=quiet,
+        tensorboard=tensorboard,
+    )
 
 
 def run_search(
@@ -125,6 +140,7 @@ def run_search(
     overwrite: bool,
     quiet: bool,
     hint: bool = True,
+    tensorboard: bool = False,
 ) -> int:
     """Searches, shows and tells what comes next."""
     from softcell import api
@@ -139,7 +155,8 @@ def run_search(
         results.already(screen, folder, resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
         with Display(screen, heading, quiet) as display:
-            result = api.search_with(recipe, folder, resume=resume, overwrite=overwrite, on_event=display)
+            listener = logged(display, folder, tensorboard)
+            result = api.search_with(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
         results.interrupted(screen, "search", "--resume", str(folder))
         return result.exit_code
@@ -161,6 +178,7 @@ def run_seeds(
     resume: bool,
     overwrite: bool,
     quiet: bool,
+    tensorboard: bool = False,
 ) -> int:
     """Searches with several seeds, shows what each reached and the best one's cells."""
     from softcell import api
@@ -184,7 +202,9 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: display.beside(f"seed {seed}", str(folder / f"seed-{seed}")),
+            on_event=lambda seed: logged(
+                display.beside(f"seed {seed}", str(folder / f"seed-{seed}")), folder / f"seed-{seed}", tensorboard
+            ),
         )
     if result.best is not None:
         results.show_search(screen, result.results[result.best])
@@ -196,6 +216,13 @@ def run_seeds(
         best = folder / f"seed-{result.best}"
         results.facts(screen, next=command("train", best, "--data", recipe.data, *root))
     return result.exit_code
+
+
+def logged(display: OnEvent, folder: Path, tensorboard: bool) -> OnEvent:
+    """What listens to a run: the display and, where wanted, TensorBoard's log in the run's folder."""
+    from softcell.report.board import TensorBoard
+
+    return TensorBoard(folder, display) if tensorboard else display
 
 
 def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:

@@ -64,6 +64,7 @@ def train(
     precision: o.Precision = None,
     engine: o.Engine = None,
     plugin: o.Plugin = None,
+    tensorboard: o.Tensorboard = False,
     quiet: o.Quiet = False,
 ) -> int:
     """Train the network of an architecture from scratch; the test set is read once, at the end."""
@@ -99,6 +100,7 @@ def train(
         resume=resume,
         overwrite=overwrite,
         quiet=quiet,
+        tensorboard=tensorboard,
     )
 
 
@@ -112,6 +114,7 @@ def run_train(
     resume: bool,
     overwrite: bool,
     quiet: bool,
+    tensorboard: bool = False,
 ) -> int:
     """Trains the architecture, then the random ones, and compares."""
     from softcell import api
@@ -119,7 +122,9 @@ def run_train(
     from softcell.cli import results
     from softcell.cli.console import console
     from softcell.cli.progress import Display
+    from softcell.cli.search import logged
     from softcell.engine import RunFolder
+    from softcell.report.board import TensorBoard
     from softcell.spaces import build_space
 
     chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
@@ -134,7 +139,8 @@ def run_train(
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, seed {recipe.seed}: {folder}"
         )
         with Display(screen, heading, quiet) as display:
-            result = api.train_with(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=display)
+            listener = logged(display, folder, tensorboard)
+            result = api.train_with(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
         again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             results.interrupted(screen, *again)
@@ -144,9 +150,12 @@ def run_train(
         if not random:
             return 0
         with Display(screen, "", quiet) as display:
+            listener = logged(display, folder, tensorboard)
 
             def begin(number: int, _: Genotype, place: Path) -> None:
                 display.heading = f"\nrandom architecture {number} of {random}: {place}"
+                if isinstance(listener, TensorBoard):
+                    listener.folder = place
 
             baseline = random_baseline(
                 chosen,
@@ -155,7 +164,7 @@ def run_train(
                 random,
                 resume=resume,
                 overwrite=overwrite,
-                on_event=display,
+                on_event=listener,
                 on_start=begin,
             )
     if baseline.exit_code:
