@@ -123,3 +123,20 @@ def test_large_images_are_kept_small() -> None:
     large = torch.full((2, 3, 256, 128), 7, dtype=torch.uint8)
     assert _small(large).shape == (2, 3, 128, 64)
     assert int(_small(large).max()) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_answers_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    network = SPACE.network(sample(SPACE.layout(), 3), (3, 16, 16), 5).eval()
+    images, labels = torch.randn(40, 3, 16, 16), torch.arange(40) % 5
+    found = []
+    for device in ("cpu", "cuda"):
+        batch = Batch(images.to(device), labels.to(device), torch.arange(40, device=device))
+        world = distributed.World(0, 1, 0, torch.device(device))
+        _, answers = predict(network.to(device), [batch], 40, world)
+        heat = grad_cam(network, batch.images, batch.labels)
+        assert heat is not None
+        found.append((answers, heat.cpu()))
+    torch.testing.assert_close(found[0][0].truth, found[1][0].truth, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-2, atol=1e-2)

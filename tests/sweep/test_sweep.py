@@ -317,3 +317,12 @@ def test_ray_runs_a_job_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert run_sweep([job], launcher, poll=0.05).finished == [job], last_error(job.folder)
     finally:
         ray.shutdown()
+
+
+def test_the_files_shown_in_the_documentation_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sweep.md").read_text(encoding="utf-8")
+    shown = page.split("```yaml\n")[1:]
+    assert shown
+    for number, text in enumerate(shown):
+        (tmp_path / f"{number}.yaml").write_text(text.partition("```")[0], encoding="utf-8")
+        assert len(jobs_of(read_plan(tmp_path / f"{number}.yaml"), tmp_path / "out")) == 9
