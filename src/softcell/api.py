@@ -386,7 +386,7 @@ def _inherited(source: str | Path | None) -> dict[str, Any]:
     for plugin in plugins:
         load_plugin(plugin)
     space = SPACES.get(recipe["space"])
-    sizes = {key for layer in (space.small, *space.evaluation.values()) for key in layer}
+    sizes = {key for layer in space.evaluation.values() for key in layer}
     kept = {key: value for key, value in recipe["space_settings"].items() if key not in sizes}
     return {"plugins": plugins, "space_settings": kept}
 

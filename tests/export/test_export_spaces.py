@@ -16,7 +16,7 @@ from softcell.arch import Genotype, Layout, derive, sample
 from softcell.export import graph, python
 from softcell.export.model import Model
 from softcell.nn.candidates import Spec, get_candidate, known_candidates
-from softcell.spaces import SPACES, Shape, Space
+from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.testing import RaggedSpace, tiny_space
 
 SHAPE: Shape = (3, 9, 7)
@@ -24,7 +24,9 @@ CLASSES = ("a", "b", "quote \" ' \\ \n", "d", "e")
 
 
 def subjects() -> dict[str, Space]:
-    return {**{name: tiny_space(name) for name in SPACES}, "ragged": RaggedSpace()}
+    # A kernel per image is 25 products in ONNX, so one block of NOS is enough of them.
+    few = {"nos": build_space("nos", {"cells": 3, "channels": 4, "nodes": 1})}
+    return {**{name: tiny_space(name) for name in SPACES}, "ragged": RaggedSpace(), **few}
 
 
 def model_of(network: nn.Module, shape: Shape = SHAPE) -> Model:

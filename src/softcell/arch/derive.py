@@ -28,6 +28,10 @@ class Rule(ABC):
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
         """strengths [choices, width] to picks, ordered by target, then source."""
 
+    def complete(self, table: Table, strengths: Tensor, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
+        """The picks of a method's own rule with what every architecture of a space with this rule must have."""
+        return picks
+
     @abstractmethod
     def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
         """Every architecture the rule can derive from the table."""
@@ -48,11 +52,11 @@ class StrongestEach(Rule):
     exclude: tuple[str, ...] = ()
 
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        values = _rows(table, strengths)
+        values = rows(table, strengths)
         picks = []
         for choice, row in zip(table.choices, values, strict=True):
             allowed = _allowed(choice.candidates, self.exclude)
-            best = max(allowed, key=_strongest(row))
+            best = max(allowed, key=strongest(row))
             picks.append(Pick(choice.source, choice.target, choice.candidates[best]))
         return tuple(picks)
 
@@ -88,13 +92,13 @@ class TopInputs(Rule):
             raise UserError(f"`inputs >= 1` must hold, but got inputs={self.inputs}")
 
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        values = _rows(table, strengths)
+        values = rows(table, strengths)
         picks: list[Pick] = []
         for target in table.targets:
             ranked = []
             for index in table.incoming(target):
                 choice, row = table.choices[index], values[index]
-                best = max(_allowed(choice.candidates, self.exclude), key=_strongest(row))
+                best = max(_allowed(choice.candidates, self.exclude), key=strongest(row))
                 ranked.append((-row[best], choice.source, choice.candidates[best]))
             kept = sorted(ranked)[: self.inputs]
             picks += sorted((Pick(s, target, op) for _, s, op in kept), key=lambda pick: pick.source)
@@ -147,7 +151,7 @@ class Positive(Rule):
     exclude: tuple[str, ...] = ("none",)
 
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        values = _rows(table, strengths)
+        values = rows(table, strengths)
         picks: list[Pick] = []
         for target in table.targets:
             found = [(values[index][k], pick) for index, k, pick in self._connections(table, target)]
@@ -190,9 +194,17 @@ class Positive(Rule):
 def derive(
     layout: Layout, strengths: Mapping[str, Tensor], rule: Rule | None = None, about: Mapping[str, object] | None = None
 ) -> Genotype:
-    """The genotype that `rule` (by default the space's own) makes of every table's strengths [choices, width]."""
-    chosen = rule or layout.rule
-    cells = {table.name: Cell(chosen(table, strengths[table.name]), table.output) for table in layout.tables}
+    """The genotype that `rule` (by default the space's own) makes of every table's strengths [choices, width].
+
+    Where the space asks more of its architectures than another rule knows of, its own rule completes them.
+    """
+    cells = {}
+    for table in layout.tables:
+        values = strengths[table.name]
+        picks = (rule or layout.rule)(table, values)
+        if rule is not None and isinstance(layout.rule, Rule):
+            picks = layout.rule.complete(table, values, picks)
+        cells[table.name] = Cell(picks, table.output)
     return Genotype(layout.space, cells, settings=layout.settings, about=dict(about or {}))
 
 
@@ -212,7 +224,7 @@ def count(layout: Layout) -> int:
     return prod(rule.count(table) for table in layout.tables)
 
 
-def _rows(table: Table, strengths: Tensor) -> list[list[float]]:
+def rows(table: Table, strengths: Tensor) -> list[list[float]]:
     """Strengths as Python numbers; padding is simply never looked at. A value that is no number is refused."""
     assert tuple(strengths.shape) == table.shape, f"strengths {tuple(strengths.shape)} for a table of {table.shape}"
     rows: list[list[float]] = strengths.detach().double().cpu().tolist()
@@ -223,7 +235,7 @@ def _rows(table: Table, strengths: Tensor) -> list[list[float]]:
     return rows
 
 
-def _strongest(row: list[float]) -> Callable[[int], tuple[float, int]]:
+def strongest(row: list[float]) -> Callable[[int], tuple[float, int]]:
     """A sorting key: the stronger candidate, in a tie the earlier one."""
     return lambda k: (row[k], -k)
 

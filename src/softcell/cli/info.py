@@ -123,6 +123,8 @@ def describe_space(out: Console, name: str, settings: dict[str, Any]) -> None:
     number = count(layout)
     facts(out, space=f"{name}: {space.about}" if space.about else name)
     facts(out, architectures=f"{number:,}" if number < 10**7 else f"{number:,} (about {number:.1e})")
+    for remark in space.remarks():
+        facts(out, remark=remark)
     for table in layout.tables:
         sites = len(layout.sites_of(table.name))
         facts(out, table=f"{table.name}: {len(table)} choices, up to {table.width} candidates, read at {sites} sites")

@@ -32,7 +32,8 @@ class Method(nn.Module, ABC):
     `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`,
     others of its own, such as a dataset's name) to what its recipe changes in the defaults of `SearchRecipe`; settings
     of a space in it hold for spaces that have them. `excludes` names candidates that the method leaves out of its
-    tables wherever an edge has others.
+    tables wherever an edge has others. `home` names the space that is searched when none is asked for; None leaves it
+    to the recipe's default.
 
     A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
     what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
@@ -43,6 +44,7 @@ class Method(nn.Module, ABC):
     about: ClassVar[str] = ""
     excludes: ClassVar[tuple[str, ...]] = ()
     regime: ClassVar[Regime] = "bilevel"
+    home: ClassVar[str | None] = None
     rule: ClassVar[Rule | None] = None
     Settings: ClassVar[type] = NoSettings
     recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -129,6 +131,7 @@ class Sampler(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str] = ""
+    home: ClassVar[str | None] = None
     Settings: ClassVar[type] = NoSettings
     recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 

@@ -6,12 +6,17 @@ with a decorator; it is then known to every space, to the command line and to th
     @candidate("my_conv")
     def my_conv(spec: Spec) -> nn.Module:
         return ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)
+
+A *calibrating* candidate (`kind` attention or kernel) makes no feature map but something that is applied to one: an
+attention that multiplies it, a kernel of each sample that is convolved with it. Its module is a `Calibration`
+(`softcell.nn.calibrate`), which says how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
@@ -33,6 +38,8 @@ class Spec:
 
 
 Builder = Callable[[Spec], nn.Module]
+Kind = Literal["feature", "attention", "kernel"]
+KINDS: tuple[Kind, ...] = ("feature", "attention", "kernel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,20 @@ class Candidate:
 
     `zero`: its output is all zeros, so it never runs. `shared(spec)`: its output depends on its input alone (no
     weights, no noise), so it is computed once for all edges that leave a node.
+
+    `kind` says what its module gives: a feature map; an attention, of a shape that broadcasts to
+    [n, c, ⌈h/stride⌉, ⌈w/stride⌉]; a kernel per sample and channel [n, c, k, k].
     """
 
     name: str
     build: Builder
     zero: bool = False
     shared: Callable[[Spec], bool] = lambda spec: False
+    kind: Kind = "feature"
+
+    @property
+    def calibrates(self) -> bool:
+        return self.kind != "feature"
 
 
 _REGISTRY: dict[str, Candidate] = {}
@@ -61,9 +76,15 @@ def _never(spec: Spec) -> bool:
 
 
 def candidate(
-    name: str, *, zero: bool = False, shared: bool | Callable[[Spec], bool] = False
+    name: str,
+    *,
+    zero: bool = False,
+    shared: bool | Callable[[Spec], bool] = False,
+    kind: Kind = "feature",
 ) -> Callable[[Builder], Builder]:
     """Registers the decorated function as the builder of candidate `name`."""
+    if kind not in KINDS:
+        raise UserError(f"the kind of candidate {name!r} must be one of {', '.join(KINDS)}, got {kind!r}")
 
     def register(build: Builder) -> Builder:
         if not name.isidentifier():
@@ -72,7 +93,7 @@ def candidate(
         if known is not None and known.build.__module__ != build.__module__:
             raise UserError(f"candidate {name!r} exists already (from {known.build.__module__}); choose another name")
         shares = shared if callable(shared) else (_always if shared else _never)
-        _REGISTRY[name] = Candidate(name, build, zero, shares)
+        _REGISTRY[name] = Candidate(name, build, zero, shares, kind)
         return build
 
     return register

@@ -178,7 +178,10 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     """A complete recipe from layers of settings, the later winning over the earlier."""
     given = merge(*(_long(layer) for layer in layers))
     names = {key: given.get(key, getattr(SearchRecipe, key)) for key in ("method", "space", "data")}
-    method, space = METHODS.get(_text(names, "method")), SPACES.get(_text(names, "space"))
+    method = METHODS.get(_text(names, "method"))
+    if "space" not in given and method.home is not None:
+        names["space"] = given["space"] = method.home
+    space = SPACES.get(_text(names, "space"))
     scale = given.get("scale", default_scale(method, names["data"]))
     known = [*SCALES, *(name for name in method.recipes if name not in SCALES)]
     if scale not in known:

@@ -132,6 +132,10 @@ class Space(ABC):
     evaluation: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     has_auxiliary: ClassVar[bool] = False
 
+    def remarks(self) -> tuple[str, ...]:
+        """Lines that `softcell info` adds, such as a paper's own count of its architectures."""
+        return ()
+
     @abstractmethod
     def layout(self) -> Layout:
         """Tables, sites and the derivation rule."""

@@ -7,7 +7,7 @@ is evaluated node by node: when a node is known, everything that leaves it runs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
 from softcell.kernels.mix import weighted_sum
+from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.drop import DropPath
+from softcell.spaces.block import Block, calibrates
 from softcell.spaces.bottleneck import Bottleneck, narrowed
 from softcell.spaces.fused import Entry, Fused, serves
 
@@ -86,11 +88,19 @@ class _Runner:
 
     def __call__(self, module: nn.Module) -> Tensor:
         key = id(module)
-        if not self._done and self._bottleneck is not None:
-            self._x = self._bottleneck.leave(self._node, self._x)
         if key not in self._done:
+            self._narrow()
             self._done[key] = self._run(module)
         return self._done[key]
+
+    def value(self) -> Tensor:
+        """What the modules run on: the node's value, behind a bottleneck a narrower one."""
+        self._narrow()
+        return self._x
+
+    def _narrow(self) -> None:
+        if self._bottleneck is not None:
+            self._x, self._bottleneck = self._bottleneck.leave(self._node, self._x), None
 
     def _run(self, module: nn.Module) -> Tensor:
         if not isinstance(module, ReLUFirst | FactorisedReduction):
@@ -104,20 +114,38 @@ class MixedCell(nn.Module):
     """Every candidate of every choice of a table, combined by a mix.
 
     `spec_of` says for which width the cell stands; with a `bottleneck` its candidates are that many times narrower.
+
+    A node is the sum of its features; calibrating candidates are then applied to that sum and added to it (NOS, Eq 3).
+    `residual` names nodes with one incoming choice that keep what no feature candidate takes of their source: their
+    sum is f + (1 - Σ_f w_f)·x (NOS, Eq 4-5 as settled). Drop-path leaves that sum alone.
     """
 
     def __init__(
-        self, table: Table, inputs: int, spec_of: SpecOf, *, share_features: bool = False, bottleneck: int = 1
+        self,
+        table: Table,
+        inputs: int,
+        spec_of: SpecOf,
+        *,
+        share_features: bool = False,
+        bottleneck: int = 1,
+        residual: Collection[int] = (),
     ) -> None:
         super().__init__()
         wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck)
         self.table, self.inputs, self.spec_of = table, inputs, spec_of
+        self._block = Block(table, residual) if calibrates(table) else None
         entries = [
             (index, k, Pick(choice.source, choice.target, op))
             for index, choice in enumerate(table.choices)
             for k, op in enumerate(choice.candidates)
         ]
         self.edges = Edges((pick for _, _, pick in entries), spec_of, share_features=share_features)
+        # One module of each calibrating candidate: it tells how what all of them make is applied.
+        self._calibrations = {
+            pick.op: module
+            for number, (_, _, pick) in enumerate(entries)
+            if isinstance(module := self.edges.module(number), Calibration)
+        }
         self._leaving: dict[int, list[tuple[int, int, int, int]]] = {}  # source: (entry, choice, candidate, target)
         for number, (index, k, pick) in enumerate(entries):
             self._leaving.setdefault(pick.source, []).append((number, index, k, pick.target))
@@ -148,28 +176,33 @@ class MixedCell(nn.Module):
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         live = mix.live(site)
         factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
-        if isinstance(mix, WeightMix) and self.bottleneck is None and serves(states[0]):
+        fusible = self.bottleneck is None and self._block is None
+        if fusible and isinstance(mix, WeightMix) and serves(states[0]):
             fused = self._fused.of(live, self._spec.channels, self._spec.stride)
             if fused is not None:
                 return fused(states, mix.weights(site).flatten(), factors)
         values = list(states)
         arrived: dict[int, list[tuple[int, int, Tensor | None]]] = {target: [] for target in self.table.targets}
+        runners: dict[int, _Runner] = {}
         for node in range(max(self.table.targets) + 1):
             if node >= self.inputs:
-                value = self._combine(arrived[node], mix, site, factors)
+                if self._block is None:
+                    value = self._combine(arrived[node], mix, site, factors)
+                else:
+                    value = self._calibrate(self._block, node, arrived[node], runners, mix, site, factors)
                 values.append(_node(node, value, states[0], self._spec, self.bottleneck))
             if node in self._leaving:
-                self._depart(node, values[node], live, arrived)
+                runners[node] = _Runner(values[node], node, self.bottleneck)
+                self._depart(node, runners[node], live, arrived)
         return values
 
     def _depart(
         self,
         node: int,
-        x: Tensor,
+        run: _Runner,
         live: Live | None,
         arrived: dict[int, list[tuple[int, int, Tensor | None]]],
     ) -> None:
-        run = _Runner(x, node, self.bottleneck)
         for entry, choice, candidate, target in self._leaving[node]:
             if live is None or candidate in live[choice]:
                 module = self.edges.module(entry)
@@ -188,6 +221,34 @@ class MixedCell(nn.Module):
                 kept = value * factors[choice].to(value.dtype).view(-1, 1, 1, 1)
                 total = kept if total is None else total + kept
         return total
+
+    def _calibrate(
+        self,
+        block: Block,
+        node: int,
+        outputs: list[tuple[int, int, Tensor | None]],
+        runners: Mapping[int, _Runner],
+        mix: Mix,
+        site: int,
+        factors: Tensor | None,
+    ) -> Tensor | None:
+        """The value of a node at which calibrating candidates may arrive (NOS, Eq 2-5)."""
+        features, calibrations = block.sorted(outputs)
+        if node in block.residual:
+            x = runners[block.residual[node]].value()
+            base = self._sum(features, mix, site)
+            rest = block.rest(node, {k for _, k, _ in features}, x, mix, site) * x
+            base = rest if base is None else base + rest
+        else:
+            base = self._combine(features, mix, site, factors)
+        if base is None:
+            return None
+        value = base
+        for op, own in calibrations.items():
+            made = self._combine(own, mix, site, factors)
+            if made is not None:
+                value = value + self._calibrations[op].applied(base, made)
+        return value
 
     def _sum(self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int) -> Tensor | None:
         if isinstance(mix, WeightMix):
@@ -217,7 +278,12 @@ class MixedCell(nn.Module):
 
 
 class PickedCell(nn.Module):
-    """The picks of one genotype cell; a node is the plain sum of what arrives."""
+    """The picks of one genotype cell; a node is the plain sum of what arrives.
+
+    Calibrating candidates are applied to the sum of the features that arrive, and added to it. A node in `residual`
+    that no feature reaches calibrates its source itself; what a feature hands such a node is never dropped, being all
+    that it gets.
+    """
 
     def __init__(
         self,
@@ -228,11 +294,13 @@ class PickedCell(nn.Module):
         *,
         share_features: bool = False,
         bottleneck: int = 1,
+        residual: Collection[int] = (),
     ) -> None:
         super().__init__()
         check_forward(cell, inputs)
         wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck)
         self.cell, self.inputs = cell, inputs
+        self._residual = {pick.target: pick.source for pick in cell.picks if pick.target in residual}
         self.edges = Edges(cell.picks, spec_of, share_features=share_features)
         self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
@@ -247,20 +315,32 @@ class PickedCell(nn.Module):
         runners = [_Runner(x, node, self.bottleneck) for node, x in enumerate(values)]
         for node in range(self.inputs, self._nodes):
             total: Tensor | None = None
-            for index, source in self._incoming(node):
+            calibrations: dict[str, tuple[Calibration, Tensor]] = {}
+            for index, pick in self._incoming(node):
                 module = self.edges.module(index)
                 if module is None:
                     continue
-                output = runners[source](module)
-                if not isinstance(module, nn.Identity):  # DARTS: identity is never dropped
+                output = runners[pick.source](module)
+                if isinstance(module, Calibration):
+                    output = self._drop_path[0](output)
+                    made = output + calibrations[pick.op][1] if pick.op in calibrations else output
+                    calibrations[pick.op] = module, made
+                    continue
+                if not isinstance(module, nn.Identity) and node not in self._residual:  # DARTS: identity stays
                     output = self._drop_path[0](output)
                 total = output if total is None else total + output
+            if total is None and node in self._residual:
+                total = runners[self._residual[node]].value()
+            base = total
+            if base is not None and total is not None:
+                for module, made in calibrations.values():
+                    total = total + module.applied(base, made)
             values.append(_node(node, total, states[0], self._spec, self.bottleneck))
             runners.append(_Runner(values[-1], node, self.bottleneck))
         return values
 
-    def _incoming(self, node: int) -> Iterator[tuple[int, int]]:
-        return ((i, pick.source) for i, pick in enumerate(self.cell.picks) if pick.target == node)
+    def _incoming(self, node: int) -> Iterator[tuple[int, Pick]]:
+        return ((i, pick) for i, pick in enumerate(self.cell.picks) if pick.target == node)
 
 
 def _total(terms: Sequence[Tensor]) -> Tensor:

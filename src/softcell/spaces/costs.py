@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from softcell.arch import Live, WeightMix
 from softcell.arch.cost import KINDS, CostTables, Resources, convolution, passing, pooling
 from softcell.errors import UserError
+from softcell.nn.calibrate import Calibration
 from softcell.spaces.base import Shape, Space
 from softcell.spaces.cell import MixedCell
 
@@ -77,10 +78,12 @@ class _Counter:
                 if module is None:
                     continue  # zeros cost nothing
                 spec, node = cell.spec_of(choice.source), nodes[choice.source]
-                size = torch.Size([1, spec.channels, *node[2:]])  # behind a bottleneck narrower than the node
-                key = (name, spec, size)
+                # Behind a bottleneck narrower than the node.
+                size, target = (torch.Size([1, spec.channels, *n[2:]]) for n in (node, nodes[choice.target]))
+                key = (name, spec, size, target)
                 if key not in self._known:
-                    self._known[key] = count_candidate(module, size, printed_pooling=self._printed)
+                    alone = count_candidate(module, size, printed_pooling=self._printed)
+                    self._known[key] = _with_application(alone, module, size, target)
                 for kind, value in self._known[key]._asdict().items():
                     found[kind][row, column] = value
         return found
@@ -114,6 +117,20 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
     if not layers:
         memory = passing(y.shape[-2], y.shape[-1], x.shape[1], y.shape[1]).memory + parameters
     return Resources(parameters, products.get_total_flops() // 2 + pooled, memory)
+
+
+def _with_application(alone: Resources, module: nn.Module, size: torch.Size, target: torch.Size) -> Resources:
+    """The costs of a calibrating candidate with those of applying what it makes to the map of its target node."""
+    if not isinstance(module, Calibration):
+        return alone
+    products = FlopCounterMode(display=False)
+    base = torch.zeros(target, device="meta")
+    with torch.no_grad():
+        made = module(torch.zeros(size, device="meta"))
+        with products:
+            y = module.applied(base, made)
+    moved = passing(y.shape[-2], y.shape[-1], base.shape[1], y.shape[1]).memory
+    return Resources(alone.parameters, alone.flops + products.get_total_flops() // 2, alone.memory + moved)
 
 
 def _layer(layer: nn.Module, x: Tensor, y: Tensor, printed_pooling: bool) -> Resources:

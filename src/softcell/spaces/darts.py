@@ -79,6 +79,10 @@ class DartsSpace(Space):
         """The candidates of one edge; spaces with other candidates per edge override this alone."""
         return self.candidates
 
+    def residual(self, output: tuple[int, ...], genotype: Genotype | None = None) -> tuple[int, ...]:
+        """Those of a cell's output nodes that calibrate a surrogate (`softcell.spaces.block`): none in DARTS."""
+        return ()
+
     def layout(self) -> Layout:
         return Layout(
             space=self.name,
@@ -221,6 +225,7 @@ class DartsSupernet(Supernet):
                 spec_of(plan, search_form=True),
                 share_features=space.share_features,
                 bottleneck=space.bottleneck,
+                residual=space.residual(self.layout.table(plan.table).output),
             )
             for plan in self.plans
         )
@@ -274,6 +279,7 @@ class DartsNetwork(Network):
                 self.drop_path,
                 share_features=space.share_features and search_form,
                 bottleneck=space.bottleneck if search_form else 1,
+                residual=space.residual(genotype.cells[plan.table].output, genotype),
             )
             for plan in self.plans
         )

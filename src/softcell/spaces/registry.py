@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import softcell.nn.calibrate
 import softcell.nn.conv
 import softcell.nn.pool  # noqa: F401  (registers its candidates)
 from softcell.registry import Registry

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.testing.tools import images, require, require_close
 
@@ -17,16 +18,37 @@ CandidateCheck = Callable[[str], None]
 
 
 def halves_by_rounding_up(name: str) -> None:
-    """[n, c, h, w] becomes [n, c, ⌈h/s⌉, ⌈w/s⌉] for any size: all candidates of an edge can be added."""
+    """[n, c, h, w] leads to [n, c, ⌈h/s⌉, ⌈w/s⌉] for any size: all candidates of an edge can be added.
+
+    A feature candidate gives such a map; a calibrating one gives what can be applied to it.
+    """
+    kind = get_candidate(name)
     for stride in (1, 2):
         module = _build(name, Spec(CHANNELS, stride, affine=False, pool_norm=True))
         for height, width in SIZES:
-            found = tuple(module(images((CHANNELS, height, width), batch=2)).shape)
+            output = module(images((CHANNELS, height, width), batch=2))
             expected = (2, CHANNELS, -(-height // stride), -(-width // stride))
+            if kind.calibrates:
+                require(isinstance(module, Calibration), f"{name} is of kind {kind.kind}: it must be a Calibration")
+                assert isinstance(module, Calibration)
+                _require_kind(name, output, expected)
+                output = module.applied(images(expected[1:], batch=2), output)
+            found = tuple(output.shape)
             require(
                 found == expected,
                 f"{name} with stride {stride} on {height}x{width} must give {expected}, but gave {found}",
             )
+
+
+def is_applied_linearly(name: str) -> None:
+    """What a calibrating candidate makes is applied linearly: sums over edges are applied at once."""
+    module = _build(name, Spec(CHANNELS, 1, affine=False))
+    if not isinstance(module, Calibration):
+        return
+    x, y = images((CHANNELS, 9, 7), seed=1), images((CHANNELS, 9, 7), seed=2)
+    a, b = module(x), module(y)
+    apart = 2.0 * module.applied(x, a) - 3.0 * module.applied(x, b)
+    require_close(module.applied(x, 2.0 * a - 3.0 * b), apart, f"{name}: `applied` must be linear in what was made")
 
 
 def affine_is_asked_for(name: str) -> None:
@@ -90,6 +112,7 @@ def input_stays_as_it_was(name: str) -> None:
 
 CANDIDATE_CHECKS: tuple[CandidateCheck, ...] = (
     halves_by_rounding_up,
+    is_applied_linearly,
     affine_is_asked_for,
     zero_means_zeros,
     shared_means_the_same_for_every_edge,
@@ -102,6 +125,20 @@ def check_candidate(name: str) -> None:
     """Runs every candidate check on the registered operation `name`."""
     for check in CANDIDATE_CHECKS:
         check(name)
+
+
+def _require_kind(name: str, output: Tensor, target: tuple[int, int, int, int]) -> None:
+    """What a calibrating candidate makes for a map of shape `target` has the shape that its kind promises."""
+    kind, found = get_candidate(name).kind, tuple(output.shape)
+    if kind == "attention":
+        fits = len(found) == 4 and all(have in (1, want) for have, want in zip(found, target, strict=True))
+        require(fits, f"{name} is an attention: it must broadcast to {target}, but gave {found}")
+    else:
+        square = len(found) == 4 and found[2] == found[3] and found[2] % 2 == 1
+        require(
+            square and found[:2] == target[:2],
+            f"{name} is a kernel: it must give {(*target[:2], 'k', 'k')} with an odd k, but gave {found}",
+        )
 
 
 def _build(name: str, spec: Spec, seed: int = 0) -> nn.Module:

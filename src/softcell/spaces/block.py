@@ -1,0 +1,87 @@
+"""The heterogeneous residual block of Neural Operator Search: features, attentions and kernels that meet at a node.
+
+Eq 2 sums what arrives by kind, every candidate weighted (Eq 7). Eq 3 applies attentions and kernels to the sum of the
+features and adds it all up:
+
+    F_k' = F + F ⊙ A + Σ F ⊛ D
+
+Applications are linear, so what several edges send of one candidate is summed first and applied once. A node of the
+second tier has one incoming choice, from its surrogate x = F_k'. Deviation: as printed (Eq 4-5) it would be zero
+whenever the one operation kept there is no feature operation. Instead its sum starts from what features leave over:
+
+    base = Σ_f w_f·o_f(x) + (1 - Σ_f w_f)·x          F_k = base + base ⊙ A_k + Σ base ⊛ D_k
+
+so that a single attention gives x + x ⊙ A and a single feature operation gives o_f(x). Weights that do not sum to 1
+(several connections of weight 1 each) leave nothing over as soon as a feature is among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from softcell.arch import Mix, Table, WeightMix
+from softcell.nn.candidates import get_candidate
+
+Output = tuple[int, int, Tensor | None]
+"""Choice, candidate and what its module gave; None for zeros."""
+
+
+def calibrates(table: Table) -> bool:
+    """Whether any candidate of the table is a calibrating one."""
+    return any(get_candidate(op).calibrates for choice in table.choices for op in choice.candidates)
+
+
+class Block:
+    """Which candidates of a table calibrate, and which nodes keep what features leave over of their source."""
+
+    def __init__(self, table: Table, residual: Collection[int]) -> None:
+        self._table = table
+        self._ops = {
+            (i, k): op
+            for i, choice in enumerate(table.choices)
+            for k, op in enumerate(choice.candidates)
+            if get_candidate(op).calibrates
+        }
+        self._choices: dict[int, int] = {}
+        for node in residual:
+            (self._choices[node],) = table.incoming(node)
+        self.residual = {node: table.choices[choice].source for node, choice in self._choices.items()}
+        self._columns: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
+
+    def sorted(self, outputs: Sequence[Output]) -> tuple[list[Output], dict[str, list[Output]]]:
+        """Features, and calibrating outputs by their candidate's name."""
+        features: list[Output] = []
+        calibrations: dict[str, list[Output]] = {}
+        for output in outputs:
+            op = self._ops.get(output[:2])
+            if op is None:
+                features.append(output)
+            else:
+                calibrations.setdefault(op, []).append(output)
+        return features, calibrations
+
+    def rest(self, node: int, features: Set[int], x: Tensor, mix: Mix, site: int) -> Tensor | float:
+        """1 - Σ_f w_f over the live feature candidates of the node's choice, at least 0; x is its source."""
+        if not features:
+            return 1.0
+        choice = self._choices[node]
+        if isinstance(mix, WeightMix) and mix.is_picked(site):
+            return 0.0
+        if isinstance(mix, WeightMix):
+            weights = mix.weights(site)[choice]
+            taken = weights.index_select(0, self._index(weights.device, choice, tuple(sorted(features)))).sum()
+        else:
+            one = x.new_ones(1, 1, 1, 1)
+            combined = mix.combine(site, choice, dict.fromkeys(features, one))
+            taken = torch.zeros_like(one) if combined is None else combined
+        return (1.0 - taken).clamp(min=0.0)
+
+    def _index(self, device: torch.device, choice: int, columns: tuple[int, ...]) -> Tensor:
+        """Columns as a tensor on the device; kept, since copying them each step would stall a GPU."""
+        key = (device, choice, columns)
+        if key not in self._columns:
+            self._columns[key] = torch.tensor(columns, device=device)
+        return self._columns[key]

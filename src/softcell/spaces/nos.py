@@ -1,0 +1,157 @@
+"""The heterogeneous space of Neural Operator Search: DARTS's stack of cells with features, attentions and kernels.
+
+Every inner node is a heterogeneous residual block of two tiers (`softcell.spaces.block`). The first tier goes from all
+earlier nodes to a surrogate k', the second from k' to the node k itself. Surrogates have numbers of their own: after
+the inputs 0 and 1 stand 2 = surrogate and 3 = node of the first block, 4 and 5 of the second, and so on. With 4 nodes
+that makes 14 + 4 choices of 11 candidates per kind of cell.
+
+Without attentions and dynamic convolutions there is nothing for a second tier to do: what is left is the conventional
+space, DARTS's cell with 14 choices of 7 candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, ClassVar
+
+from softcell.arch import Choice, FeaturePairs, Genotype, Layout, Table, TopInputs
+from softcell.errors import UserError
+from softcell.nn.candidates import Kind, get_candidate
+from softcell.spaces.base import Network, Shape
+from softcell.spaces.darts import INPUTS, DartsSpace
+from softcell.spaces.registry import register_space
+
+FEATURES = (
+    "sep_conv_3x3",
+    "sep_conv_5x5",
+    "dil_conv_3x3",
+    "dil_conv_5x5",
+    "avg_pool_3x3",
+    "max_pool_3x3",
+    "skip_connect",
+)
+ATTENTIONS = ("spatial_attention", "channel_attention")
+DYNAMICS = ("dynamic_conv_3x3", "dynamic_conv_5x5")
+
+
+@register_space
+@dataclass(frozen=True)
+class NosSpace(DartsSpace):
+    """Heterogeneous cells. `features`, `attentions` and `dynamics` name the candidates of each kind; the last two may
+    be empty."""
+
+    name: ClassVar[str] = "nos"
+    about: ClassVar[str] = (
+        "NOS cells: features, attentions and dynamic convolutions in two tiers, 18 edges, 11 candidates"
+    )
+    small: ClassVar[dict[str, Any]] = {"cells": 3, "channels": 8, "nodes": 2}
+
+    features: tuple[str, ...] = FEATURES
+    attentions: tuple[str, ...] = ATTENTIONS
+    dynamics: tuple[str, ...] = DYNAMICS
+    candidates: tuple[str, ...] = field(init=False, default=())
+
+    def __post_init__(self) -> None:
+        if not self.features:
+            raise UserError(
+                "`features` must name at least one candidate: without a feature there is nothing to calibrate"
+            )
+        kinds: dict[str, tuple[tuple[str, ...], Kind]] = {
+            "features": (self.features, "feature"),
+            "attentions": (self.attentions, "attention"),
+            "dynamics": (self.dynamics, "kernel"),
+        }
+        for setting, (names, kind) in kinds.items():
+            for op in names:
+                known = get_candidate(op)
+                if known.kind != kind:
+                    raise UserError(f"`{setting}` takes candidates of kind {kind}, but {op!r} is of kind {known.kind}")
+                if known.zero:
+                    raise UserError(f"cells of NOS have no {op!r}: a node could be constant zero; leave it out")
+        object.__setattr__(self, "candidates", (*self.features, *self.attentions, *self.dynamics))
+        super().__post_init__()
+
+    @property
+    def tiers(self) -> int:
+        return 2 if self.attentions or self.dynamics else 1
+
+    def layout(self) -> Layout:
+        base = super().layout()
+        rule = FeaturePairs(self.features) if self.tiers == 2 else TopInputs(2, exclude=())
+        return Layout(base.space, base.tables, base.sites, rule, settings={"tiers": self.tiers})
+
+    def residual(self, output: tuple[int, ...], genotype: Genotype | None = None) -> tuple[int, ...]:
+        """All of them in two tiers: a node calibrates its surrogate."""
+        tiers = self.tiers if genotype is None else tiers_of(genotype)
+        return output if tiers == 2 else ()
+
+    def remarks(self) -> tuple[str, ...]:
+        blocks = range(1, self.nodes + 1)
+        pairs = prod((n + 1) * n // 2 for n in blocks)
+        every, alone = len(self.candidates), len(self.features)
+        printed = pairs * every ** (3 * self.nodes)
+        features = pairs * alone ** (2 * self.nodes)
+        return (
+            f"one cell by the paper's formula, Π (n+1)n/2 × {every}³: {printed:.1e}; features alone, Π (n+1)n/2 × "
+            f"{alone}²: {features:.1e}",
+            "the count above leaves out first tiers without a feature operation, and counts both kinds of cells",
+        )
+
+    def network(
+        self,
+        genotype: Genotype,
+        shape: Shape,
+        num_classes: int,
+        *,
+        search_form: bool = False,
+        auxiliary: bool = False,
+    ) -> Network:
+        if tiers_of(genotype) == 2:
+            check_tiers(genotype)
+        return super().network(genotype, shape, num_classes, search_form=search_form, auxiliary=auxiliary)
+
+    def _table(self, name: str) -> Table:
+        if self.tiers == 1:
+            return super()._table(name)
+        choices: list[Choice] = []
+        inner: list[int] = []
+        for _ in range(self.nodes):
+            surrogate = INPUTS + 2 * len(inner)
+            choices += [Choice(source, surrogate, self.candidates) for source in (*range(INPUTS), *inner)]
+            choices.append(Choice(surrogate, surrogate + 1, self.candidates))
+            inner.append(surrogate + 1)
+        return Table(name, tuple(choices), output=tuple(inner))
+
+
+def tiers_of(genotype: Genotype) -> int:
+    tiers = genotype.settings.get("tiers", 2)
+    if tiers not in (1, 2):
+        raise UserError(f"`settings.tiers` of a NOS genotype must be 1 or 2, got {tiers!r}")
+    return int(tiers)
+
+
+def check_tiers(genotype: Genotype) -> None:
+    """Raises `UserError` unless edges lead from nodes to surrogates and from these to their nodes, and none is zero."""
+    for name, cell in genotype.cells.items():
+        wrong = [node for node in cell.output if not _is_node(node)]
+        if wrong:
+            raise UserError(f"cell {name!r}: nodes of NOS cells have odd numbers from 3 on, but output names {wrong}")
+        for pick in cell.picks:
+            second = _is_node(pick.target)
+            source = pick.source < INPUTS or _is_node(pick.source)
+            if pick.target < INPUTS or (pick.source != pick.target - 1 if second else not source):
+                raise UserError(
+                    f"cell {name!r}: an edge must lead from an input (0, 1) or a node (3, 5, ...) to a surrogate "
+                    f"(2, 4, ...), or from a surrogate to its node, one higher; got {pick}"
+                )
+        for target in cell.targets:
+            ops = [pick.op for pick in cell.incoming(target)]
+            if not _is_node(target) and not any(get_candidate(op).kind == "feature" for op in ops):
+                raise UserError(
+                    f"cell {name!r}: surrogate {target} would be zero, having no feature operation ({', '.join(ops)})"
+                )
+
+
+def _is_node(number: int) -> bool:
+    return number >= INPUTS and (number - INPUTS) % 2 == 1
