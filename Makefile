@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types unit browser exhaustive bench clean
+.PHONY: help setup demo test lint types docs unit browser exhaustive bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## search a cell on handwritten digits, draw it, train it beside random ones
 	$(BIN)/softcell demo
 
-test: lint types unit  ## ruff, mypy and pytest
+test: lint types docs unit  ## ruff, mypy, the documentation and pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -28,6 +28,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)  ## the documentation as a site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: $(STAMP) browser
 	$(BIN)/python -m pytest -m 'not exhaustive' -n auto --dist loadfile

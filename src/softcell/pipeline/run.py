@@ -256,12 +256,8 @@ class _Run:
             plan.training = self._plan_training(choice, genotype, inspection)
             plan.save()
         jobs: list[dict[str, Any]] = plan.training["jobs"]
-        for number, job in enumerate(jobs):
-            if "row" in job or job.get("left_out"):
-                continue
-            waiting = [other for other in jobs[number:] if not other.get("left_out")]
-            self._leave_out(waiting)
-            if not job.get("left_out"):
+        for job in jobs:
+            if "row" not in job and not self._comes_too_late(job):
                 self._train_one(job)
             plan.save()
         return [job["row"] for job in jobs if "row" in job]
@@ -332,20 +328,15 @@ class _Run:
             tested=TEST_FRACTION,
         )
 
-    def _leave_out(self, waiting: list[dict[str, Any]]) -> None:
-        """Drops random architectures, the last first, while those that wait would end after the time; two stay."""
-        for job in reversed(waiting):
-            name = job["name"]
-            late = self.plan.used() + sum(other["expected"] for other in waiting if not other.get("left_out"))
-            if late <= self.usable + 0.02 * self.wishes.time:
-                return
-            if (
-                name.startswith("random-")
-                and int(name.removeprefix("random-")) > 2
-                and not _begun(self.plan.folder / name)
-            ):
-                job["left_out"] = True
-                self.screen.say(f"{name} is left out: the time would not do for it")
+    def _comes_too_late(self, job: dict[str, Any]) -> bool:
+        """Whether a random architecture, the third or a later one, would end after the time; it is then left out."""
+        number = job["name"].removeprefix("random-")
+        if not number.isdigit() or int(number) <= 2 or _begun(self.plan.folder / job["name"]):
+            return False
+        if self.plan.used() + job["expected"] <= self.usable + 0.02 * self.wishes.time:
+            return False
+        self.screen.say(f"{job['name']} is left out: the time would not do for it")
+        return True
 
     def _train_one(self, job: dict[str, Any]) -> None:
         plan = self.plan

@@ -1,0 +1,105 @@
+"""Tutorials are followed from top to bottom in an empty folder: files written, Python executed, commands run.
+
+Only what takes long is made shorter: see `SHORTER` and the caps on epochs. The site is built as CI builds it.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_docs import FENCE, ROOT
+
+from softcell.cli.main import run as softcell
+
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+SHORTER = {
+    "range(600)": "range(60)",
+    "methods: [darts, snas]": "methods: [snas]",
+    "seeds: 5": "seeds: 1",
+    "epochs: 10": "epochs: 1, batch_size: 256",
+    "--epochs 10 --random 3": "--epochs 1 --random 1",
+    "--epochs 10": "--epochs 1",
+    "--max-params 100k": "--max-params 9k --random 2 --image-size 8 --threads 1",
+}
+
+
+def shortened(text: str) -> str:
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return text
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pipeline = __import__("softcell.pipeline.run", fromlist=["run"])
+    for name, value in {"MOST_SEARCH_EPOCHS": 1, "MOST_TRAIN_EPOCHS": 1, "PROBE_BOUNDS": (0.01, 0.01)}.items():
+        monkeypatch.setattr(pipeline, name, value)
+    before = torch.get_num_threads()
+    names: dict[str, Any] = {"__name__": "tutorial"}
+    try:
+        torch.set_num_threads(1)
+        for number, (kind, text) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
+            where = f"{page.name}, block {number + 1}"
+            follow(kind, shortened(text), where, names)
+    finally:
+        torch.set_num_threads(before)
+
+
+def follow(kind: str, text: str, where: str, names: dict[str, Any]) -> None:
+    match kind:
+        case "python":
+            exec(compile(text, where, "exec"), names)
+        case "yaml":
+            file = re.match(r"# (\S+)\n", text)
+            assert file is not None, f"{where}: a file's name must stand in its first line"
+            Path(file[1]).write_text(text, encoding="utf-8")
+        case "console":
+            for line in text.replace("\\\n", " ").splitlines():
+                assert line.startswith("$ "), f"{where}: {line!r} is no command"
+                command(shlex.split(line[2:], comments=True), where)
+        case _:
+            raise AssertionError(f"{where}: blocks of kind {kind!r} are not executed; use python, yaml or console")
+
+
+def command(words: list[str], where: str) -> None:
+    words = [name for word in words for name in (sorted(glob.glob(word)) or [word])]
+    if words[0] == "softcell":
+        assert softcell([*words[1:]]) == 0, f"{where}: {shlex.join(words)}"
+    else:
+        assert words[0] == "python", f"{where}: only softcell and python are run, not {words[0]!r}"
+        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True)
+        assert done.returncode == 0, f"{where}: {done.stderr}"
+        assert "%" in done.stdout
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    mkdocs = Path(sys.executable).with_name("mkdocs")
+    if not mkdocs.exists():
+        assert shutil.which("mkdocs") is None
+        pytest.skip("mkdocs-material is not installed; it is part of the extra dev")
+    done = subprocess.run(
+        [mkdocs, "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    built = {page.relative_to(tmp_path / "site").with_suffix(".md") for page in (tmp_path / "site").rglob("*.html")}
+    pages = {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= built
+    home = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    # Nothing is fetched from elsewhere when a page is opened.
+    assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)"', home)
+    for paper in (ROOT / "docs" / "papers").glob("*.md"):
+        assert f"papers/{paper.stem}.html" in home
