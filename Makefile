@@ -37,9 +37,10 @@ unit: $(STAMP) browser
 
 # Reports are tested in a real browser. Where it cannot be installed, those tests are skipped with a reason.
 browser:  ## install Chromium for the tests, where that is possible
-	@command -v chromium chromium-browser google-chrome >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
 	  && echo 'installing chromium for the tests of reports' \
-	  && { apt-get -qq update; timeout 300 apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1; } \
+	  && { timeout 60 apt-get -qq update; timeout 300 apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1; } \
 	  || echo 'no chromium: the tests in a browser will be skipped'
 
 exhaustive: $(STAMP)  ## complete enumerations, minutes long

@@ -20,7 +20,7 @@ from softcell.engine import RunFolder, new_manifest
 from softcell.errors import UserError
 from softcell.sweep import Job, Plan, jobs_of, read_plan, run_sweep
 from softcell.sweep.launch import Local, Ray, make_launcher
-from softcell.sweep.work import LOG, Work, commands, last_error
+from softcell.sweep.work import LOCK, LOG, commands, last_error
 
 TINY = {"data": "digits", "epochs": 1, "batch_size": 256, "threads": 1, "space": {"channels": 2, "cells_per_stage": 1}}
 
@@ -208,6 +208,18 @@ def test_other_settings_than_those_of_a_run_are_refused(tmp_path: Path) -> None:
         jobs_of(read_plan(defaults), tmp_path / "out")
 
 
+def test_a_job_is_never_worked_on_twice_at_a_time(tmp_path: Path) -> None:
+    import fcntl
+
+    job = Job(tmp_path / "job", TINY, None, 0)
+    job.write()
+    with open(job.folder / LOCK, "wb") as held:  # as a process does that outlived its sweep
+        fcntl.flock(held, fcntl.LOCK_EX)
+        outcome = run_sweep([job], Local(1), retries=0, poll=0.01)
+    assert "another process is at work" in outcome.failed["job"][2]
+    assert not (job.folder / "search").exists()
+
+
 def test_the_log_tells_the_last_error(tmp_path: Path) -> None:
     assert last_error(tmp_path) == "no log was written"
     (tmp_path / LOG).write_text("error: old\n$ softcell search\nValueError: new\nended with exit code 1\n")
@@ -276,11 +288,14 @@ def start(*words: str | Path, cwd: Path) -> subprocess.Popen[str]:
 
 
 def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
-    """The whole of it as a user has it: Ctrl-C while a search runs, then the command that was told."""
-    file = plan(tmp_path, search={**TINY, "epochs": 4000}, only={"random": {"epochs": 1, "method": {"samples": 1}}},
-                methods=["random", "darts"])  # fmt: skip
+    """The whole of it as a user has it: one job was finished before, and Ctrl-C comes while the other searches."""
+    from softcell.api import search_recipe
+
+    file = plan(tmp_path, search={**TINY, "epochs": 4000}, methods=["random", "darts"])
+    before, begins = jobs_of(read_plan(file), tmp_path / "runs" / "plan")
+    pretend(before.folder / "search", recipe=search_recipe(before.search).to_dict())
     running = start("sweep", file, cwd=tmp_path)
-    begun = tmp_path / "runs" / "plan" / "darts-nb201-seed0" / "search" / "metrics.jsonl"
+    begun = begins.folder / "search" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not begun.exists():
         assert running.poll() is None and time.monotonic() < deadline, running.communicate()
@@ -288,24 +303,25 @@ def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
     running.send_signal(signal.SIGINT)
     out, error = running.communicate(timeout=60)
     assert (running.returncode, error) == (130, "")
-    assert "random-nb201-seed0 finished" in out and "accuracy of best architecture" in out
+    assert "1 finished before and are left alone" in out and "random-nb201-seed0 started" not in out
     assert "1 of 2 jobs to do; go on with:\n  softcell sweep runs/plan" in out
     assert json.loads((begun.parent / "run.json").read_text())["status"] == "interrupted"
-    assert commands(begun.parents[1], 0)[0][1] == "--resume"
-    assert (tmp_path / "runs" / "plan" / "report.html").is_file()
+    assert commands(begins.folder, 0)[0][1] == "--resume"
+    assert "random in nb201" in (tmp_path / "runs" / "plan" / "report.html").read_text()
 
 
-def test_submitit_runs_a_job_here(tmp_path: Path) -> None:
+def test_submitit_carries_jobs_and_their_exit_codes(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed (the slurm extra)")
-    (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")
+    done, lost = jobs(tmp_path, 2)
+    done.write()
+    pretend(done.folder / "search")
     launcher = make_launcher("slurm", tmp_path / "out", None, {"cluster": "local", "timeout_min": 5})
-    outcome = run_sweep([job], launcher, poll=0.05)
-    assert outcome.finished == [job], last_error(job.folder)
-    assert Work(job.folder, 0).run() == 0  # nothing is left to do
-    with pytest.raises(UserError, match="submitit refuses"):
-        make_launcher("slurm", tmp_path / "out", None, {"cluster": "local", "no_such_option": 1})
-    with pytest.raises(UserError, match="submitit refuses"):
-        make_launcher("slurm", tmp_path / "out", None, {})  # no Slurm on this machine
+    handles = [launcher.submit(job) for job in (done, lost)]
+    assert [handle.result() for handle in handles] == [0, 1]  # nothing left to do; no folder to work in
+    assert all(handle.done() for handle in handles)
+    for options in ({"cluster": "local", "no_such_option": 1}, {}):  # without Slurm on this machine
+        with pytest.raises(UserError, match="submitit refuses"):
+            make_launcher("slurm", tmp_path / "out", None, options)
 
 
 def test_ray_runs_a_job_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

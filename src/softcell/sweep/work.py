@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from softcell.engine.runfolder import MANIFEST
 from softcell.sweep.plan import finished
 
 LOG = "log.txt"
+LOCK = ".lock"
+BUSY = 75  # as sysexits.h has it: try again later
 
 
 def commands(folder: Path, random: int) -> list[list[str]]:
@@ -50,12 +53,15 @@ class Work:
 
     def run(self) -> int:
         """The exit code of the first command that fails, else 0; everything said goes to the job's log."""
-        with open(self._folder / LOG, "ab") as log:
+        with open(self._folder / LOG, "ab") as log, open(self._folder / LOCK, "wb") as lock:
+            if not _lock(lock.fileno()):
+                log.write(b"error: another process is at work on this job still; wait for it, or end it\n")
+                return BUSY
             try:
                 for words in commands(self._folder, self._random):
                     log.write(f"$ softcell {' '.join(words)}\n".encode())
                     log.flush()
-                    code = self._run([sys.executable, "-m", "softcell", *words], log.fileno())
+                    code = self._run([sys.executable, "-m", "softcell", *words], log.fileno(), lock.fileno())
                     if code:
                         log.write(f"ended with exit code {code}\n".encode())
                         return code
@@ -67,13 +73,20 @@ class Work:
                 return 1
         return 0
 
-    def _run(self, words: list[str], log: int) -> int:
+    def _run(self, words: list[str], log: int, lock: int) -> int:
         with self._lock:
             if self._stopped:
                 return 130
             # In a session of its own, so that Ctrl-C in a terminal reaches it through `stop` and only once.
+            # It holds the lock itself: it may outlive a sweep that is killed, and its folder must stay its own.
             self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment, start_new_session=True
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+                pass_fds=(lock,),
             )
         try:
             code = self._process.wait()
@@ -88,6 +101,17 @@ class Work:
             self._stopped = True
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGKILL if now else signal.SIGTERM)
+
+
+def _lock(descriptor: int) -> bool:
+    """Takes the lock of a job; False where another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 def run_job(folder: str, random: int) -> int:
