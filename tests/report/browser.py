@@ -104,9 +104,10 @@ class Browser:
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def prefer(self, dark: bool) -> None:
-        """What the system says about light and dark."""
-        value = "dark" if dark else "light"
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
+        """What the system says about light and dark; nothing moves gradually, so that colours can be read at once."""
+        features = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+        named = [{"name": name, "value": value} for name, value in features.items()]
+        self.send("Emulation.setEmulatedMedia", features=named)
 
     def run(self, code: str) -> Any:
         """The value of a JavaScript expression on the page."""

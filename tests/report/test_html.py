@@ -18,7 +18,7 @@ from softcell.report.html.elements import Html, el, join
 from softcell.report.html.mistakes import overlay
 from softcell.report.html.sections import changed
 from softcell.report.html.weights import shade
-from softcell.report.runs import find_runs, labels, read_run
+from softcell.report.runs import find_runs, labels, read_run, table_names
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -203,6 +203,17 @@ def test_weights_have_the_names_of_their_space_or_numbers(tmp_path: Path) -> Non
     (folder / "run.json").write_text(json.dumps(manifest))
     text = "".join(parse(report([folder])).text)
     assert "candidate 5" in text and "choice 6" in text
+
+
+def test_frames_mark_the_derived_edges(tmp_path: Path) -> None:
+    folder = make_search(tmp_path / "run")
+    names = table_names(read_run(folder))["cell"]
+    box = next(a for t, a in parse(report([folder])).tags if t == "figure" and "data-picked" in a)
+    picked = json.loads(box["data-picked"] or "")
+    for line, numbers in zip((folder / "architecture.jsonl").read_text().splitlines(), picked, strict=True):
+        edges = json.loads(line)["genotype"]["cell"]["edges"]
+        found = [[*names.ends[i // 5], names.candidates[i // 5][i % 5]] for i in numbers]
+        assert sorted(found) == sorted(edges)
 
 
 def test_shades_and_changes_and_confusions_are_counted_right(tmp_path: Path) -> None:

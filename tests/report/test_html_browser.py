@@ -75,13 +75,14 @@ def test_the_slider_takes_the_weights_through_the_epochs(browser: Browser, pages
 def test_the_theme_can_be_chosen_against_the_system(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["search"], dark=True)
     colours = (
-        "getComputedStyle(document.body).backgroundColor + getComputedStyle(document.querySelector('.sc text')).fill"
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.querySelector('.sc text')).fill,"
+        "getComputedStyle(document.querySelector('.h9')).backgroundColor]"
     )
     dark = browser.run(colours)
     browser.run("document.querySelector('button.theme').click()")
     assert browser.run("document.querySelector('button.theme').textContent") == "theme: light"
     light = browser.run(colours)
-    assert light != dark
+    assert all(a != b for a, b in zip(light, dark, strict=True))  # page, pictures and tables
     browser.prefer(dark=False)
     browser.run("document.querySelector('button.theme').click()")
     assert browser.run(colours) == dark  # told to be dark on a light system
