@@ -123,8 +123,8 @@ def most_wrong(run: Run) -> Html | None:
         control = el(
             "label",
             el("input", type="checkbox", class_="cams", checked=True),
-            " show where the network looked (Grad-CAM of the class it named, last cell; bright yellow: much, dark blue: "
-            "little)",
+            " show where the network looked (Grad-CAM of the class it named, last cell; bright yellow: much, "
+            "dark blue: little)",
             class_="check",
         )
     return el("div", control, el("div", cards, class_="gallery"), class_="mistakes cams-on")
