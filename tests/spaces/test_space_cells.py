@@ -172,3 +172,22 @@ def test_identity_is_never_dropped_and_everything_else_is() -> None:
     torch.testing.assert_close(cell([x])[1], x)
     drop.eval()
     assert not torch.equal(cell([x])[1], x)
+
+
+def test_a_copied_mix_takes_the_numbers_of_another_in_place() -> None:
+    """Sites that share a table still do, and what runs is not part of the numbers."""
+    layout = build_space("darts", {"cells": 4, "channels": 2}).layout()
+    first = {t.name: torch.rand(t.shape) for t in layout.tables}
+    second = {t.name: torch.rand(t.shape) for t in layout.tables}
+    live = tuple((0,) for _ in layout.table(layout.sites[0]).choices)
+    mix, other = WeightMix(layout, first, {0: live}), WeightMix(layout, second, {0: live})
+    own = mix.copy()
+    before = [own.weights(site) for site in range(len(layout.sites))]
+    own.take(other)
+    for site in range(len(layout.sites)):
+        assert own.weights(site) is before[site], "in place"
+        assert torch.equal(own.weights(site), other.weights(site))
+        assert not torch.equal(mix.weights(site), other.weights(site)), "the original is untouched"
+    same = [site for site, name in enumerate(layout.sites) if name == layout.sites[0]]
+    assert len({id(own.weights(site)) for site in same}) == 1
+    assert own.signature() == other.signature() != WeightMix(layout, first).signature()

@@ -80,6 +80,24 @@ class WeightMix(Mix):
                 total = term if total is None else total + term
         return total
 
+    def signature(self) -> tuple[object, ...]:
+        """What of this mix is not in its numbers: which candidates run at each site, and which are picked."""
+        return (tuple(self.live(site) for site in range(len(self._weights))), self._picked)
+
+    def copy(self) -> WeightMix:
+        """The same mix in memory of its own; sites that share weights still do."""
+        twin = object.__new__(WeightMix)
+        known = {id(weights): weights.detach().clone() for weights in _all(self)}
+        twin._weights = [known[id(weights)] for weights in self._weights]
+        twin.tables = {name: known[id(weights)] for name, weights in self.tables.items()}
+        twin._lives, twin._picked = self._lives, self._picked
+        return twin
+
+    def take(self, other: WeightMix) -> None:
+        """Takes the numbers of a mix of the same signature, in place."""
+        for own, given in zip(_all(self), _all(other), strict=True):
+            own.copy_(given)
+
     def detach(self) -> WeightMix:
         """The same mix without gradients to the architecture, for weight steps."""
         twin = object.__new__(WeightMix)
@@ -87,3 +105,7 @@ class WeightMix(Mix):
         twin.tables = {name: weights.detach() for name, weights in self.tables.items()}
         twin._lives, twin._picked = self._lives, self._picked
         return twin
+
+
+def _all(mix: WeightMix) -> tuple[Tensor, ...]:
+    return (*mix._weights, *mix.tables.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from softcell.data.batches import Draft
 from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module
-from softcell.engine.meter import measure
 from softcell.engine.optim import adam, load_optimiser, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import computing_in, in_precision
@@ -32,6 +31,7 @@ from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
+from softcell.search.validation import Validation
 from softcell.spaces import Supernet
 from softcell.spaces.fused import modules_only
 
@@ -92,6 +92,7 @@ class SearchTask:
             self._cells = modules_only  # the compiler makes its own kernels
         self._run = prepare_step(learn, recipe.engine, world, tell)
         self._plans = Plans(method)
+        self._measure = Validation(supernet, held, recipe.engine, world, self._surroundings)
 
     @property
     def num_epochs(self) -> int:
@@ -273,14 +274,15 @@ class SearchTask:
             }
         return records
 
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        with self._cells(), computing_in(self.recipe.precision, self.world.device):
+            yield
+
     def _validate(self) -> dict[str, Any]:
         """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
-        self.supernet.eval()
         with torch.no_grad():
-            mix = self.method.relax()
-        with self._cells(), computing_in(self.recipe.precision, self.world.device):
-            held = measure(lambda x: self.supernet(x, mix), self._held.epoch(0), self.world)
-        self.supernet.train()
+            held = self._measure(self.method.relax())
         return {
             "val_loss": held.loss,
             "val_accuracy": held.accuracy,
