@@ -23,17 +23,22 @@ from softcell.arch.notation import to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.evaluate import count_genotype, load_network, train
 from softcell.evaluate import resolve as resolve_training
+from softcell.export.write import Format, export
 from softcell.methods import METHODS
 from softcell.report.svg import to_svg
 from softcell.report.text import to_text
 from softcell.search import SearchResult, resolve, search
 from softcell.search.child import make_child
-from softcell.spaces import SPACES, build_space
+from softcell.settings import to_dict
+from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.darts import DartsSpace
 from softcell.testing.tools import images, random_weights, require_close
 
 TINY: dict[str, Any] = {"cells": 3, "channels": 2, "nodes": 2}
+SIZES = {"darts": build_space("darts", TINY), "nb201": build_space("nb201", {"cells_per_stage": 1, "channels": 2})}
+FORMATS: tuple[Format, ...] = ("python", "safetensors")
+"""Quick ones; the others are traced from the same network."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def any_degree(space: str, seed: int) -> Genotype:
     """A random architecture with any number of connections per node and of candidates per edge."""
-    layout, rng = build_space(space, SPACES.get(space).small).layout(), random.Random(seed)
+    layout, rng = SIZES[space].layout(), random.Random(seed)
     cells = {table.name: Cell(Positive().sample(table, rng), table.output) for table in layout.tables}
     return Genotype(layout.space, cells)
 
@@ -80,17 +85,20 @@ def test_an_architecture_of_any_degree_is_saved_drawn_counted_and_trained(
 
     with pytest.raises(UserError, match="keep softcell JSON"):
         (to_darts if space == "darts" else to_nb201)(again)
-    small = build_space(space, SPACES.get(space).small)
+    small = SIZES[space]
     cost = count_genotype(small, again, (3, 32, 32), 10)
     fewer = Genotype(again.space, {n: Cell(c.picks[::2], c.output) for n, c in again.cells.items()})
     assert count_genotype(small, fewer, (3, 32, 32), 10).parameters < cost.parameters
 
-    given = training(space, data, epochs=1, space_settings={**SPACES.get(space).small, "channels": 2})
+    given = training(space, data, epochs=1, space_settings=to_dict(SIZES[space]))
     del given["in"], given["genotype"]
     result = train(again, resolve_training(again, given), tmp_path / "run")
     loaded = load_network(tmp_path / "run")
     assert loaded.genotype == again
     assert result.exit_code == 0
+    for form in FORMATS:
+        exported = export(tmp_path / "run", form, tmp_path / form)
+        assert exported.difference < 1e-4, "what was written gives the network's logits"
 
 
 def test_more_sparsity_gives_fewer_connections(tmp_path: Path, data: Path) -> None:
@@ -115,7 +123,8 @@ def test_more_sparsity_gives_fewer_connections(tmp_path: Path, data: Path) -> No
 @pytest.mark.parametrize("space", ["darts", "nb201"])
 def test_dst_searches_with_a_resource_penalty_and_a_budget(space: str, data: Path, tmp_path: Path) -> None:
     """DST's topology with SNAS's resource term: both reach the same coefficients."""
-    result = run(space, data, tmp_path / "run", resource={"preset": "aggressive", "max_params": "1k"}, child_every=1)
+    resource = {"preset": "aggressive", "max_params": "100", "network": to_dict(SIZES[space])}
+    result = run(space, data, tmp_path / "run", resource=resource, child_every=1)
     assert result.genotype is not None
     check_against(result.genotype, build_space(space, {}).layout())
     assert result.metrics[-1]["expected_parameters"] > 0

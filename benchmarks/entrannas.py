@@ -1,0 +1,150 @@
+"""`python -m benchmarks.entrannas`: a search step of EnTranNAS beside one of our own DARTS, in one run.
+
+Same space, batch and device; step time and peak memory as shares of DARTS's. On a GPU steps are those of real search
+tasks, recorded, with an architecture that rests (a derivation that has just changed runs its first steps unrecorded).
+
+python -m benchmarks.entrannas            # small size on this machine's device
+python -m benchmarks.entrannas --paper    # 8 cells, 16 channels, 32×32 (on a CPU: minutes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
+from softcell.engine.device import resolve_device, set_threads
+from softcell.engine.provenance import collect
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "darts": ("darts", {}),
+    "entrannas": ("entrannas", {}),
+    "entrannas, shared": ("entrannas", {"share_features": True}),
+    "entrannas, shared, bottleneck 4": ("entrannas", {"share_features": True, "bottleneck": 4}),
+    "entrannas-dst at its dense start, shared": ("entrannas-dst", {"share_features": True}),
+}
+LIMITS = {"entrannas, shared": 1 / 3, "entrannas, shared, bottleneck 4": 1 / 5}
+"""What is aimed at, as shares of DARTS."""
+
+
+def case_of(base: Case, name: str, size: int) -> Case:
+    method, settings = VARIANTS[name]
+    return Case(base.space, {**base.settings, **settings}, base.shape, size, method)
+
+
+def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Medians of steps timed in turns after one warm-up each; memory from a process of its own per variant."""
+    device = torch.device("cpu")
+    cases = {name: case_of(base, name, size) for name in VARIANTS}
+    data = batch(next(iter(cases.values())), device)
+    actors = {name: players(case, device, plain=False) for name, case in cases.items()}
+    for actor in actors.values():
+        once(actor, data, device)
+    timings: dict[str, list[Any]] = {name: [] for name in actors}
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        for name, actor in actors.items():
+            timings[name].append(once(actor, data, device))
+    del actors
+    found = {}
+    for name, case in cases.items():
+        progress(f"memory of {name}")
+        found[name] = {
+            # Time of the processor is what a busy machine does not change.
+            "ms": 1e3 * statistics.median(t.cpu_seconds for t in timings[name]),
+            "wall_ms": 1e3 * statistics.median(t.wall_seconds for t in timings[name]),
+            "peak_mb": peak_megabytes(case, device, plain=False),
+        }
+    return found
+
+
+def on_gpu(
+    base: Case, size: int, rounds: int, progress: Callable[[str], None], **engine: Any
+) -> dict[str, dict[str, float]]:
+    """Recorded steps of real search tasks, one after the other."""
+    from benchmarks.gpu import made_data, made_search, measure
+    from softcell.engine.session import open_session
+
+    found = {}
+    for name in VARIANTS:
+        progress(name)
+        case = case_of(base, name, size)
+        precision = engine["precision"]
+        with (
+            made_data() as path,
+            open_session(device="cuda", seed=0, precision=precision, deterministic=False, threads=0) as session,
+        ):
+            settings = {"space_settings": case.settings, "architecture": {"lr": 1e-12}, "engine": "graph", **engine}
+            row = measure(made_search(path, case, session, **settings), rounds)
+        found[name] = {"ms": row["ms"], "peak_mb": 1e3 * row["peak_gb"], "kernels": row["kernels"]}
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.entrannas", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--paper", action="store_true", help="the paper's size instead of the small one")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
+    parser.add_argument("--modules", action="store_true", help="on a GPU: without fused cells")
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    options = parser.parse_args()
+    device, threads = resolve_device(options.device), set_threads(options.threads)
+    console, base = Console(), (PAPER if options.paper else SMALL)[0]
+    with console.status("steps") as status:
+        if device.type == "cuda":
+            engine = {"precision": options.precision, "fused": not options.modules}
+            found = on_gpu(base, options.batch_size, options.rounds, status.update, **engine)
+        else:
+            found = on_cpu(base, options.batch_size, options.rounds, status.update)
+    own = found["darts"]
+    table = Table(title=f"one search step, {base}, batch {options.batch_size}, {device.type}, {threads} threads")
+    for column in ("", "ms", "of DARTS", "peak MB", "of DARTS", "aimed at"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = []
+    for name, row in found.items():
+        shares = {"time_share": row["ms"] / own["ms"], "memory_share": row["peak_mb"] / own["peak_mb"]}
+        limit = LIMITS.get(name)
+        met = None if limit is None else max(shares.values()) <= limit
+        rows.append({"name": name, **row, **shares, "aimed_at": limit, "met": met})
+        table.add_row(
+            name,
+            f"{row['ms']:.1f}",
+            f"{shares['time_share']:.3f}",
+            f"{row['peak_mb']:.0f}",
+            f"{shares['memory_share']:.3f}",
+            "" if limit is None else f"≤ {limit:.3f}" + (" ✓" if met else " missed"),
+        )
+    console.print(table)
+    if options.out is not None:
+        case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
+        record = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            **collect(),
+            "threads": threads,
+            "command": ["python", "-m", "benchmarks.entrannas", *sys.argv[1:]],
+            "device": device.type,
+            "engine": {"precision": options.precision, "fused": not options.modules} if device.type == "cuda" else None,
+            "case": case,
+            "rounds": options.rounds,
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        console.print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

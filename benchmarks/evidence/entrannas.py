@@ -1,0 +1,148 @@
+"""`python -m benchmarks.evidence.entrannas`: full searches with EnTranNAS, EnTranNAS-DST and DARTS in one setting.
+
+For each: wall-clock time and GPU-days, the supernet's accuracy, and that of the derived network with the supernet's
+weights, as they are and after its norms' statistics were averaged anew; both on the validation split. Drawings and a
+record go to `results/entrannas/`. Stop it at any time (or with --minutes); the same command goes on. What is unfinished
+is recorded as not measured.
+
+python -m benchmarks.evidence.entrannas --data-root DIR                      # CIFAR-10, 50 epochs
+python -m benchmarks.evidence.entrannas --data-root DIR --minutes 9          # one piece of it
+python -m benchmarks.evidence.entrannas --data digits --epochs 2 --scale small --batch-size 64   # a rehearsal
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.evidence.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
+from softcell.arch import Genotype
+from softcell.engine.files import atomic_write_text
+from softcell.report.svg import to_svg
+from softcell.search import SearchRecipe, resolve
+
+METHODS = ("entrannas", "entrannas-dst", "darts")
+SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
+"""What DARTS takes over from EnTranNAS's recipe, so that they differ in method alone."""
+
+
+def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
+    given: dict[str, Any] = {
+        "data": options.data,
+        "data_root": options.data_root,
+        "scale": options.scale,
+        "epochs": options.epochs,
+        "batch_size": options.batch_size,
+        "device": options.device,
+        "precision": options.precision,
+        "engine": options.engine,
+        "child_every": options.child_every,
+        "seed": seed,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    if method != "darts":
+        return resolve({**given, "method": method})
+    same = resolve({**given, "method": "entrannas"}).to_dict()
+    return resolve({**given, **{key: same[key] for key in SHARED_SETTING}, "method": method})
+
+
+def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of one finished search."""
+    results, genotype = manifest["results"], Genotype.load(folder)
+    gpus = manifest["hardware"]["gpus"] or []
+    return {
+        "seconds": results["seconds"],
+        "gpu_days": results["seconds"] / 86400 if gpus and manifest["recipe"]["device"] != "cpu" else None,
+        "supernet_accuracy": results["val_accuracy"],
+        "derived_accuracy": results["child_accuracy"],
+        "derived_accuracy_bn": results["child_accuracy_bn"],
+        "gap": results["val_accuracy"] - results["child_accuracy"],
+        "gap_bn": results["val_accuracy"] - results["child_accuracy_bn"],
+        "split": results["val_split"],
+        "connections_per_node": {
+            name: sum(pick.op != "none" for pick in cell.picks) / len(cell.targets)
+            for name, cell in genotype.cells.items()
+        },
+        "genotype": genotype.to_dict(),
+        "hardware": manifest["hardware"],
+        "versions": manifest["versions"],
+        "git": manifest["git"],
+        "created": manifest["created"],
+        "recipe": manifest["recipe"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence.entrannas", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--data", default="cifar10", help="dataset")
+    parser.add_argument("--data-root", help="where named data lie")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches, in order")
+    parser.add_argument("--seeds", type=int, default=1, help="searches per method; one alone is no result")
+    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
+    parser.add_argument("--batch-size", type=int, help="another number than the recipe's")
+    parser.add_argument("--scale", help="small or paper; by default as suits the data")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--precision", help="float32 or bfloat16")
+    parser.add_argument("--engine", help="auto, eager or graph")
+    parser.add_argument("--child-every", type=int, default=5, help="epochs between measurements of the derived network")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--runs", type=Path, default=Path("runs/entrannas-evidence"), help="where the searches lie")
+    parser.add_argument("--out", type=Path, default=Path("results/entrannas"), help="where record and drawings go")
+    options = parser.parse_args()
+    deadline, rows = Deadline(options.minutes), []
+    for seed in range(options.seeds):
+        for method in options.methods:
+            folder = options.runs / f"{method}-{Path(options.data).stem}-{seed}"
+            recipe = recipe_of(method, seed, options)
+            manifest = carry_on(recipe, folder, deadline)
+            row: dict[str, Any] = {"method": method, "seed": seed, "epochs": recipe.epochs}
+            row["epochs_done"] = len(epochs_of(folder))
+            row["result"] = NOT_MEASURED if manifest is None else measured(folder, manifest)
+            if manifest is not None:
+                drawing = options.out / f"{folder.name}.svg"
+                drawing.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write_text(drawing, to_svg(Genotype.load(folder), f"{method} on {options.data}, seed {seed}"))
+                row["drawing"] = drawing.name
+            rows.append(row)
+    summary: dict[str, Any] = {}
+    keys = ("seconds", "supernet_accuracy", "derived_accuracy", "derived_accuracy_bn", "gap_bn")
+    for method in options.methods:
+        done = [row["result"] for row in rows if row["method"] == method and row["result"] != NOT_MEASURED]
+        summary[method] = {key: spread([r[key] for r in done]) for key in keys} if done else NOT_MEASURED
+    name = f"search-{Path(options.data).stem}.json"
+    write_record(options.out / name, "benchmarks.evidence.entrannas", rows=rows, summary=summary)
+    _print(rows, options.out / name)
+
+
+def _print(rows: list[dict[str, Any]], record: Path) -> None:
+    table = Table(title="accuracies on the validation split")
+    for column in ("method", "seed", "epochs", "hours", "GPU-days", "supernet", "derived", "norms anew", "gap"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        found, done = row["result"], f"{row['epochs_done']}/{row['epochs']}"
+        if found == NOT_MEASURED:
+            table.add_row(row["method"], str(row["seed"]), done, NOT_MEASURED)
+            continue
+        days = "" if found["gpu_days"] is None else f"{found['gpu_days']:.4f}"
+        accuracies = [found[k] for k in ("supernet_accuracy", "derived_accuracy", "derived_accuracy_bn", "gap_bn")]
+        table.add_row(
+            row["method"],
+            str(row["seed"]),
+            done,
+            f"{found['seconds'] / 3600:.3f}",
+            days,
+            *(f"{a:.2%}" for a in accuracies),
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"written: {record}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Searches that go on where they were stopped, within a limit of time, and the record of a set of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from softcell.engine import RunFolder
+from softcell.engine.events import Event, Stepped
+from softcell.engine.files import atomic_write_text
+from softcell.engine.provenance import collect, now
+from softcell.search import SearchRecipe, search, stored_recipe
+
+NOT_MEASURED = "not measured"
+
+
+class Deadline:
+    """Asks a run to stop, as Ctrl-C would, once `minutes` have passed since it was made; None: never."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Stepped) and self.passed:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    @property
+    def passed(self) -> bool:
+        return self._end is not None and time.monotonic() > self._end
+
+
+def carry_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str, Any] | None:
+    """Runs a search, or what is left of it, in `folder`; gives its manifest once it is finished, else None."""
+    begun = (folder / "run.json").exists()
+    if begun:
+        # The recipe that was begun with is kept; another one in the same place is refused.
+        given = {key: value for key, value in recipe.to_dict().items() if key != "threads"}
+        recipe = stored_recipe(folder, given)
+    if not (begun and RunFolder.open(folder).manifest["status"] == "finished"):
+        if deadline.passed:
+            return None
+        search(recipe, folder, resume=begun, on_event=deadline)
+    manifest = RunFolder.open(folder).manifest
+    return manifest if manifest["status"] == "finished" else None
+
+
+def epochs_of(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of the epochs that are done."""
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def spread(values: list[float]) -> dict[str, float | int | None]:
+    """n, mean and standard deviation (None for a single value)."""
+    return {
+        "n": len(values),
+        "mean": statistics.fmean(values),
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+    }
+
+
+def write_record(path: Path, module: str, **content: Any) -> None:
+    """A record with date, versions, hardware, commit and the command that makes it."""
+    command = ["python", "-m", module, *sys.argv[1:]]
+    record = {"date": now(), **collect(), "command": command, **content}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(path, json.dumps(record, indent=2) + "\n")

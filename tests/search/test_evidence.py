@@ -1,0 +1,63 @@
+"""The commands that make the records in `results/`: they stop in time, go on, and say what is not measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.evidence import entrannas, sparsity
+from benchmarks.evidence.runs import spread
+from search_toys import write_data
+
+
+def test_searches_go_on_where_they_were_stopped_and_are_recorded_when_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out = write_data(tmp_path / "data.npz", train=32), tmp_path / "out"
+    given = ["--data", str(data), "--scale", "small", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+    given += ["--methods", "entrannas", "--runs", str(tmp_path / "runs"), "--out", str(out)]
+    for minutes, finished in (("0", False), ("1e-9", False), ("60", True)):
+        monkeypatch.setattr(sys, "argv", ["evidence", *given, "--minutes", minutes])
+        entrannas.main()
+        record = json.loads((out / "search-data.json").read_text())
+        (row,) = record["rows"]
+        if not finished:
+            assert row["result"] == record["summary"]["entrannas"] == "not measured"
+            continue
+        assert row["epochs_done"] == 1
+        found = row["result"]
+        assert found["gap_bn"] == found["supernet_accuracy"] - found["derived_accuracy_bn"]
+        assert found["gpu_days"] is None, "it ran on a CPU"
+        assert record["summary"]["entrannas"]["seconds"]["n"] == 1
+        assert record["command"][:3] == ["python", "-m", "benchmarks.evidence.entrannas"]
+        assert "<svg" in (out / row["drawing"]).read_text()
+
+
+def test_darts_is_measured_in_the_same_setting() -> None:
+    names = ("data_root", "scale", "epochs", "batch_size", "device", "precision", "engine", "child_every")
+    options = Namespace(data="cifar10", **dict.fromkeys(names))
+    ours, theirs = (entrannas.recipe_of(method, 0, options) for method in ("entrannas", "darts"))
+    for key in entrannas.SHARED_SETTING:
+        assert getattr(ours, key) == getattr(theirs, key)
+    assert (theirs.batch_size, theirs.epochs, theirs.method) == (256, 50, "darts")
+
+
+def test_a_sweep_that_was_not_run_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(out), "--runs", str(tmp_path / "runs"), "--minutes", "-1"])
+    sparsity.main()
+    record = json.loads(out.read_text())
+    assert set(record["summary"].values()) == {"not measured"}
+    assert len(record["rows"]) == 8
+
+
+def test_a_spread_names_how_many_there_were() -> None:
+    assert spread([1.0, 3.0]) == {"n": 2, "mean": 2.0, "std": pytest.approx(2**0.5)}
+    assert spread([1.0]) == {"n": 1, "mean": 1.0, "std": None}
