@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +28,7 @@ from softcell.cli import (
     train,
     watch,
 )
+from softcell.cli.patience import patience
 from softcell.errors import UserError
 
 USAGE = 2
@@ -78,6 +81,26 @@ app.command(name="random", epilog=random_.EPILOG)(random_.random)
 app.command(name="list", epilog=list_.EPILOG)(list_.list_)
 
 
+class _StoppedError(Exception):
+    """Ctrl-C inside a command. Typer would turn KeyboardInterrupt into a bare exit code."""
+
+
+def _stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(command)
+    def run_it(*given: Any, **named: Any) -> Any:
+        try:
+            return command(*given, **named)
+        except KeyboardInterrupt as error:
+            raise _StoppedError from error
+
+    return run_it
+
+
+for _registered in app.registered_commands:
+    assert _registered.callback is not None
+    _registered.callback = _stoppable(_registered.callback)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point: exits with 0, with 2 for bad input, with 128 + n after signal n; bugs keep a traceback."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
@@ -86,7 +109,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """Runs one command and gives its exit code."""
     try:
-        code = app(arguments, prog_name="softcell", standalone_mode=False)
+        with patience(f"softcell {_command(arguments)}".strip()):
+            code = app(arguments, prog_name="softcell", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
@@ -94,7 +118,7 @@ def run(arguments: list[str]) -> int:
     except _UsageError as error:
         text = str(error.format_message())
         return _tell(f"{text.rstrip('.')}; see `softcell {_command(arguments)}--help`") if text else USAGE
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, _StoppedError, typer.Abort):
         print("stopped; nothing half-written was left, and the same command starts again", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +14,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from softcell.cli.console import percent
+from softcell.cli.patience import SECONDS, showing
 from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+
+PREPARING = "preparing: data, networks and the first step"
 
 
 @contextmanager
@@ -22,7 +26,7 @@ def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
     if quiet or console.quiet:
         yield
     elif console.is_terminal:
-        with console.status(what):
+        with showing(), console.status(what):
             yield
     else:
         console.print(Text(f"{what} ..."))
@@ -50,7 +54,7 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
         BarColumn(bar_width=30),
         TextColumn("{task.completed}/{task.total} {task.description}"),
     )
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with showing(), Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total, next_: bar.update(task, completed=done, total=total, description=next_)
 
@@ -67,11 +71,16 @@ class Display:
         self._others: list[Display] = []
         self._num_epochs = 0
         self._left: float | None = None
+        self._open = ExitStack()
+        self._waiting: threading.Timer | None = None
 
     def beside(self, label: str, heading: str) -> Display:
         """A listener for one of several runs: its lines begin with `label`, its bar stands below the others."""
         other = Display(self._console, heading, self._quiet)
         other._label, other._bar = f"{label}  ", self._bar
+        if self._bar is not None and self._task is not None:  # each has a bar of its own
+            self._bar.remove_task(self._task)
+            self._task = None
         self._others.append(other)
         return other
 
@@ -80,17 +89,25 @@ class Display:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=30),
-                TextColumn("step {task.completed}/{task.total}"),
+                TextColumn("{task.fields[steps]}"),
                 TextColumn("{task.fields[left]}", style="cyan"),
                 console=self._console,
                 transient=True,
             )
+            self._open.enter_context(showing())
             self._bar.start()
+            self._task = self._bar.add_task(PREPARING, total=None, left="", steps="")
+        elif not self._quiet and not self._console.quiet:
+            self._waiting = threading.Timer(SECONDS, lambda: self._console.print(Text(f"{PREPARING} ...")))
+            self._waiting.daemon = True
+            self._waiting.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._started()
+        self._open.close()
         if self._bar is not None:
             self._bar.stop()
             for display in (self, *self._others):
@@ -99,6 +116,7 @@ class Display:
     def __call__(self, event: Event) -> None:
         match event:
             case Started():
+                self._started()
                 self._num_epochs = event.num_epochs
                 self._say(self.heading)
                 if (event.epoch or event.step) and event.epoch < event.num_epochs:
@@ -110,11 +128,18 @@ class Display:
             case Note():
                 self._console.print(Text(f"{self._label}note: {event.text}", "yellow"))
             case Finished():
+                if self._bar is not None and self._task is not None:  # measuring, drawing and writing come after it
+                    self._bar.update(self._task, description=f"{self._label}finishing", total=None, steps="", left="")
                 if event.reason is not None:
                     text = f"{self._label}stopped after {event.num_epochs} epochs: {event.reason}"
                     self._console.print(Text(text, "yellow"))
             case Interrupted():
                 pass  # the command itself tells how to go on
+
+    def _started(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
 
     def _say(self, text: str) -> None:
         if not self._quiet:
@@ -126,9 +151,18 @@ class Display:
             return
         description = f"{self._label}epoch {event.epoch + 1}/{self._num_epochs}"
         if self._task is None:
-            self._task = self._bar.add_task(description, total=event.steps, left="")
+            self._task = self._bar.add_task(description, total=event.steps, left="", steps="")
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
-        self._bar.update(self._task, description=description, completed=event.step, total=event.steps, left=left)
+        steps = f"step {event.step}/{event.steps}"
+        self._bar.update(
+            self._task,
+            description=description,
+            completed=event.step,
+            total=event.steps,
+            left=left,
+            steps=steps,
+            refresh=event.step == 1,
+        )
 
 
 def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
