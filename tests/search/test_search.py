@@ -86,13 +86,13 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_advice(method: str,
     recipe = resolve(settings("nb201", data, method=method, weights={"lr": 0.01, "lr_min": 0.0, "clip": 0.0}))
     calls: list[float] = []
 
-    def explode(epoch: float, num_epochs: int, first: float, last: float) -> float:
+    def explode(epoch: float, num_epochs: int, first: float, *_: Any, **__: Any) -> float:
         calls.append(epoch)
         return 1e30 if len(calls) > 1 else first
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("task", "independent"):
-            patch.setattr(sys.modules[f"softcell.search.{name}"], "cosine", explode)
+        for name, schedule in (("task", "rate_at"), ("independent", "cosine")):
+            patch.setattr(sys.modules[f"softcell.search.{name}"], schedule, explode)
         with pytest.raises(
             DivergedError, match=r"(nan|inf) in epoch 1 at step \d+.*[Ll]ower the learning rate"
         ) as caught:

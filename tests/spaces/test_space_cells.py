@@ -18,6 +18,7 @@ from softcell.arch import Cell, Choice, Layout, Pick, StrongestEach, Table, Weig
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
+from softcell.spaces import build_space
 from softcell.spaces.cell import Edges, MixedCell, PickedCell
 from softcell.spaces.darts import CANDIDATES as DARTS_OPS
 from softcell.spaces.nb201 import CANDIDATES as NB201_OPS
