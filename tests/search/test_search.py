@@ -91,8 +91,8 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_advice(method: str,
         return 1e30 if len(calls) > 1 else first
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, schedule in (("task", "rate_at"), ("independent", "cosine")):
-            patch.setattr(sys.modules[f"softcell.search.{name}"], schedule, explode)
+        for name in ("task", "independent"):
+            patch.setattr(sys.modules[f"softcell.search.{name}"], "rate_at", explode)
         with pytest.raises(
             DivergedError, match=r"(nan|inf) in epoch 1 at step \d+.*[Ll]ower the learning rate"
         ) as caught:
