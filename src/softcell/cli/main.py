@@ -24,7 +24,9 @@ from softcell.cli import (
     run_,
     search,
     show,
+    study,
     sweep,
+    teacher,
     train,
     watch,
 )
@@ -68,6 +70,7 @@ app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
 app.command(name="run", epilog=run_.EPILOG)(run_.run)
 app.command(name="search", epilog=search.EPILOG)(search.search)
 app.command(name="train", epilog=train.EPILOG)(train.train)
+app.command(name="teacher", epilog=teacher.EPILOG)(teacher.teacher)
 app.command(name="export", epilog=export.EPILOG)(export.export)
 app.command(name="latency", epilog=latency.EPILOG)(latency.latency)
 app.command(name="report", epilog=report.EPILOG)(report.report)
@@ -76,6 +79,7 @@ app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
+app.command(name="study", epilog=study.EPILOG)(study.study)
 app.command(name="convert", epilog=convert.EPILOG)(convert.convert)
 app.command(name="random", epilog=random_.EPILOG)(random_.random)
 app.command(name="list", epilog=list_.EPILOG)(list_.list_)

@@ -75,6 +75,14 @@ def search(
     latency_table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML or JSON of candidate: time, or table: {candidate: time}.")
     ] = None,
+    guide: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEACHER",
+            help="Follow a teacher's attention: a run of `softcell teacher` or `train`, a .safetensors or .pt2 file, "
+            "or a name that a plugin registers.",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Run folder; else runs/METHOD-SPACE-DATA-N with the next free N.")
     ] = None,
@@ -100,6 +108,7 @@ def search(
         set_,
         plugin,
         resource={key: value for key, value in limits.items() if value is not None} or None,
+        guide=None if guide is None else {"teacher": teacher_path(guide)},
         method=method,
         space=space,
         data=data,
@@ -129,6 +138,11 @@ def search(
         quiet=quiet,
         tensorboard=tensorboard,
     )
+
+
+def teacher_path(source: str) -> str:
+    """Absolute where it is a file or folder, so that the run can be resumed and repeated from any folder."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 def run_search(

@@ -12,14 +12,14 @@ from softcell.engine.provenance import collect, now
 from softcell.errors import UserError
 
 MANIFEST = "run.json"
-KINDS = ("search", "train")
+KINDS = ("search", "train", "teacher")
 STATUSES = ("running", "interrupted", "finished", "failed")
 # What an overwritten run is cleared of: the kinds of files Softcell writes. Others may be the user's own.
 _OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", TEMPORARY)
 _OWN_NAMES = ("report.html",)
 
 
-def new_manifest(kind: Literal["search", "train"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
+def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
     """Return the manifest of a run that starts now on this machine, from its resolved recipe."""
     return {
         "format": FORMAT,

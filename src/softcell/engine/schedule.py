@@ -25,11 +25,19 @@ def exponential(epoch: float, first: float, factor: float) -> float:
 
 
 def rate_at(
-    epoch: int, num_epochs: int, first: float, last: float, schedule: Fall, *, warmup: int = 0, factor: float = 1.0
+    epoch: int,
+    num_epochs: int,
+    first: float,
+    last: float,
+    schedule: Fall,
+    *,
+    warmup: int = 0,
+    factor: float = 1.0,
+    every: int = 1,
 ) -> float:
     """The rate of an epoch: a linear rise to `first` over `warmup` epochs, then the schedule over those that are left.
 
-    `exponential` multiplies by `factor` every epoch and has no `last`.
+    `exponential` multiplies by `factor` every `every` epochs and has no `last`.
     """
     if epoch < warmup:
         return first * (epoch + 1) / warmup
@@ -40,7 +48,7 @@ def rate_at(
         case "linear":
             return linear(past, length, first, last)
         case "exponential":
-            return exponential(past, first, factor)
+            return exponential(past // every, first, factor)
 
 
 def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:

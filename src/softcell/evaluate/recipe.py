@@ -24,7 +24,7 @@ class TrainRecipe:
     """SGD with momentum from random weights.
 
     `schedule`: how the learning rate falls from `lr` to `lr_min` over the epochs; `exponential` multiplies it by
-    `lr_decay` each epoch instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
+    `lr_decay` every `lr_every` epochs instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
     over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
     share of training images kept away and measured each epoch; the test set is read once, at the end.
     """
@@ -39,6 +39,7 @@ class TrainRecipe:
     lr: float = 0.025
     lr_min: float = 0.0
     lr_decay: float = 0.97
+    lr_every: int = 1
     schedule: Schedule = "cosine"
     warmup: int = 0
     momentum: float = 0.9
@@ -60,7 +61,7 @@ class TrainRecipe:
     plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "lr_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
         positive("lr", self.lr)
@@ -98,23 +99,42 @@ RECIPES: dict[str, dict[str, Any]] = {
         "cutout": 0,
         "jitter": 0.4,
     },
+    # NOS, A.2; the learning rate is printed as 0.25
+    "nos-cifar": {"batch_size": 128, "lr": 0.25, "drop_path": 0.3},
+    "nos-cifar100": {"batch_size": 128, "lr": 0.25, "drop_path": 0.3, "weight_decay": 5e-4},
+    "nos-imagenet": {
+        "epochs": 300,
+        "batch_size": 512,
+        "lr": 0.25,
+        "schedule": "linear",
+        "warmup": 5,
+        "weight_decay": 3e-5,
+        "label_smoothing": 0.1,
+        "drop_path": 0.0,
+        "cutout": 0,
+        "jitter": 0.4,
+    },
 }
 """By name what a recipe changes in the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
+SIZES = {"nos-cifar": "cifar", "nos-cifar100": "cifar", "nos-imagenet": "imagenet"}
+"""By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
 
 
-def default_recipe(data: str) -> str:
-    """The recipe that suits a dataset."""
-    return evaluation_scale(data)
+def default_recipe(data: str, space: str = "") -> str:
+    """The recipe that suits a dataset: one that the space's own paper has for it, else DARTS's."""
+    scale = evaluation_scale(data)
+    own = (f"{space}-{data}", f"{space}-{scale}")
+    return next((name for name in own if name in RECIPES), scale)
 
 
 def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     """A complete recipe for a genotype from layers of settings, the later winning."""
     given = merge(*({_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers))
-    name = str(given.get("recipe") or default_recipe(str(given.get("data", "digits"))))
+    name = str(given.get("recipe") or default_recipe(str(given.get("data", "digits")), genotype.space))
     if name not in RECIPES:
         raise UserError(f"no training recipe {name!r}; {nearest(name, RECIPES)}")
     space = SPACES.get(genotype.space)
-    base: dict[str, Any] = {"recipe": name, "space_settings": dict(space.evaluation.get(name, {}))}
+    base: dict[str, Any] = {"recipe": name, "space_settings": dict(space.evaluation.get(SIZES.get(name, name), {}))}
     if not space.has_auxiliary:
         base["auxiliary"] = 0.0
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")

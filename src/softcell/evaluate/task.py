@@ -20,6 +20,7 @@ from softcell.engine.session import in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
 from softcell.evaluate.recipe import TrainRecipe
+from softcell.nn.classifiers import Classifier
 from softcell.spaces import Network
 
 
@@ -29,7 +30,7 @@ class TrainTask:
     def __init__(
         self,
         recipe: TrainRecipe,
-        network: Network,
+        network: Network | Classifier,
         world: World,
         *,
         train: Batches,
@@ -126,4 +127,4 @@ class TrainTask:
 def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     """The rate of an epoch: a linear rise over the warm-up, then the recipe's schedule over the epochs left."""
     r = recipe
-    return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=r.warmup, factor=r.lr_decay)
+    return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=r.warmup, factor=r.lr_decay, every=r.lr_every)

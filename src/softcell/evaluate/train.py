@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from softcell.arch import Genotype
 from softcell.data import Dataset, fingerprint, load, split
@@ -112,7 +113,7 @@ def _train(
         feeds = Feeds(
             dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
         )
-        parts = _parts(dataset, recipe)
+        parts = parts_of(dataset, recipe)
         augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
         held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
         batches = feeds.training(parts["train"], augment)
@@ -131,7 +132,7 @@ def _train(
 
         def manifest() -> dict[str, Any]:
             # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
-            known = _known(genotype, dataset, cost, parts)
+            known = {"genotype": genotype.to_dict(), **facts_of(dataset, cost, parts)}
             return {**new_manifest("train", recipe.to_dict(), recipe.seed), "results": known}
 
         files = {"genotype.json": genotype.dumps()}
@@ -148,7 +149,7 @@ def _train(
         measured, answers = predict(network, feeds.plain(dataset.test).epoch(0), len(dataset.test), world)
 
     def conclude() -> None:
-        _save_weights(network, out)
+        save_weights(network, out)
         if dataset.test is not None and answers is not None:
             alone = replace(feeds, rank=0, world=1)
             write_predictions(out, answers, network, dataset.test, alone, teller(on_event, world))
@@ -167,16 +168,15 @@ def _train(
     return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0)
 
 
-def _parts(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
+def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
     if recipe.holdout == 0.0:
         return {"train": torch.arange(len(dataset.train))}
     return split(dataset.train, {"train": 1.0 - recipe.holdout, "holdout": recipe.holdout}, recipe.seed)
 
 
-def _known(genotype: Genotype, dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What is known before training: enough to rebuild the network and to prepare its inputs."""
+def facts_of(dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What is known before training, beside the network itself: enough to prepare its inputs."""
     return {
-        "genotype": genotype.to_dict(),
         "parameters": cost.parameters,
         "multiply_adds": cost.multiply_adds,
         "splits": {name: fingerprint(part) for name, part in parts.items()},
@@ -190,7 +190,7 @@ def _known(genotype: Genotype, dataset: Dataset, cost: Cost, parts: Mapping[str,
     }
 
 
-def _save_weights(network: Network, out: Path) -> None:
+def save_weights(network: nn.Module, out: Path, metadata: dict[str, str] | None = None) -> None:
     """The weights as safetensors, without the auxiliary tower, put in place in one step."""
     state = {
         name: tensor.detach().cpu().contiguous()
@@ -198,6 +198,6 @@ def _save_weights(network: Network, out: Path) -> None:
         if not name.startswith("auxiliary.")
     }
     temporary = out / f"{WEIGHTS}.tmp"
-    save_file(state, temporary)
+    save_file(state, temporary, metadata)
     temporary.replace(out / WEIGHTS)
     fsync_folder(out)

@@ -35,6 +35,13 @@ class Objective(nn.Module, ABC):
     def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
         """images [n, c, h, w], labels [n]."""
 
+    def gauges(self) -> dict[str, Tensor]:
+        """By name of a metric its sum over an epoch's batches and their number [2], added to in place.
+
+        The search zeroes them before an epoch, saves them within one, and records the means over all processes.
+        """
+        return {}
+
 
 class CrossEntropy(Objective):
     """Classification, with optional label smoothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +12,16 @@ from softcell.arch import Genotype
 from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import Step, prepare_step
-from softcell.engine.classify import classification_step
 from softcell.engine.distributed import broadcast_module
 from softcell.engine.meter import measure
-from softcell.engine.optim import load_optimiser, sgd
+from softcell.engine.optim import apply_gradients, load_optimiser, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import Session, in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
 from softcell.methods import Sampler
+from softcell.nn.objective import Evaluated, Objective
+from softcell.search.guide import read_gauges
 from softcell.search.recipe import SearchRecipe
 from softcell.spaces import Network, Shape, Space
 
@@ -33,6 +34,7 @@ class IndependentTask:
         recipe: SearchRecipe,
         space: Space,
         sampler: Sampler,
+        objective: Objective,
         shape: Shape,
         num_classes: int,
         session: Session,
@@ -40,8 +42,10 @@ class IndependentTask:
         weights: Batches,
         held: Batches,
         tell: Callable[[str], None],
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         world = session.world
+        self.objective, self.about = objective, dict(about or {})
         self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
         self._shape, self._num_classes, self._session = shape, num_classes, session
         self._weights, self._held, self._tell = weights, held, tell
@@ -68,6 +72,8 @@ class IndependentTask:
         w = self.recipe.weights
         set_lr(self._optimiser, rate_at(own, self.recipe.epochs, w.lr, w.lr_min, w.schedule, warmup=w.warmup))
         self._tally.begin_epoch()
+        for sums in self.objective.gauges().values():
+            sums.zero_()
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:
         return self._weights.drafts(epoch, start)
@@ -80,10 +86,12 @@ class IndependentTask:
         """One training step of the present network; it can be recorded."""
         assert self._network is not None and self._optimiser is not None
         batch, clip = self._weights.finish(*draft), self.recipe.weights.clip
-        loss, logits = classification_step(
-            self._network, self._optimiser, batch.images, batch.labels, self.world, clip=clip
-        )
-        self._tally.update(loss, logits, batch.labels)
+        result: Evaluated = self.objective(self._network, batch.images, batch.labels)
+        parameters = list(self._network.parameters())
+        gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
+        apply_gradients(self._optimiser, parameters, gradients, self.world, clip)
+        logits = None if result.logits is None else result.logits.detach()
+        self._tally.update(result.loss.detach(), logits, batch.labels)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         assert self._network is not None and self._optimiser is not None
@@ -94,6 +102,7 @@ class IndependentTask:
             "train_loss": trained.loss,
             "train_accuracy": trained.accuracy,
             "lr": float(self._optimiser.param_groups[0]["lr"]),
+            **read_gauges(self.objective, self.world),
         }
         if own + 1 == self.recipe.epochs:
             self._network.eval()
@@ -132,7 +141,7 @@ class IndependentTask:
             "genotypes": [genotype.to_dict() for genotype in self._genotypes],
             "scores": list(self._scores),
             "step": self._tally.step,
-            "_local": {"meter": self._tally.sums},
+            "_local": {"meter": self._tally.sums, "objective": self.objective.gauges()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,6 +154,9 @@ class IndependentTask:
         load_optimiser(self._optimiser, state["optimiser"])
         self._scores = list(state["scores"])
         self._tally.load(state["step"], state.get("_local"))
+        if "_local" in state:
+            for name, sums in self.objective.gauges().items():
+                sums.copy_(state["_local"]["objective"][name])
 
     def failed(self) -> Failure | None:
         return self._tally.failed()

@@ -18,6 +18,7 @@ import yaml
 from softcell.engine.migrate import FORMAT, migrate
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, Sampler
+from softcell.search.guide import Guide
 from softcell.search.resource import Resource
 from softcell.settings import build, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
@@ -133,6 +134,7 @@ class SearchRecipe:
     unrolled: Unrolled = field(default_factory=Unrolled)
     collapse: Collapse = field(default_factory=Collapse)
     resource: Resource = field(default_factory=Resource)
+    guide: Guide = field(default_factory=Guide)
     validate_every: int = 1
     child_every: int = 0
     device: str = "auto"

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from softcell.arch import Genotype
+import torch
+
+from softcell.arch import Genotype, sample
 from softcell.data import Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
@@ -21,9 +23,9 @@ from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
-from softcell.nn.objective import CrossEntropy
 from softcell.registry import load_plugin
 from softcell.search.budget import Budget, with_latencies
+from softcell.search.guide import make_objective, supernet_stages
 from softcell.search.independent import IndependentTask
 from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.resource import ResourcePenalty, check_steerable
@@ -108,12 +110,14 @@ def _search(
     task = _task(recipe, dataset, parts, session, on_event)
 
     def manifest() -> dict[str, Any]:
-        known = {"splits": {name: fingerprint(part) for name, part in parts.items()}}
+        known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, **task.about}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
     if recipe.scale != "small" and world.device.type == "cpu":
         tell = teller(on_event, world)
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
+    if resume:
+        _check_teacher(out, task.about)
     folder, outcome = yield from run_in_folder(
         task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
     )
@@ -139,6 +143,16 @@ def _search(
     on_main(conclude, world)
     barrier(world)
     return SearchResult(out, recipe, genotype, outcome.metrics, 0)
+
+
+def _check_teacher(folder: Path, about: Mapping[str, Any]) -> None:
+    """A resumed search must have the teacher it began with."""
+    before, now = RunFolder.open(folder).manifest["results"].get("guide"), about.get("guide")
+    if before is not None and now is not None and before["digest"] != now["digest"]:
+        raise UserError(
+            f"a resumed run keeps its teacher, but the weights of {now['teacher']} are others than those it began with "
+            f"({before['teacher']}); put the old ones back, or start again"
+        )
 
 
 def _with_precision(
@@ -174,20 +188,39 @@ def _task(
         for name in _of_supernets(recipe):
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
         sampler = kind(layout, settings, recipe.seed)
+
+        def stages() -> list[tuple[int, int]]:
+            with torch.device("meta"):
+                network = space.network(sample(layout, 0), dataset.shape, dataset.num_classes).eval()
+                return [(m.shape[-2], m.shape[-1]) for m in network.features(torch.zeros(1, *dataset.shape))]
+
+        objective, about = make_objective(recipe.guide, stages, dataset.shape, session)
         return IndependentTask(
-            recipe, space, sampler, dataset.shape, dataset.num_classes, session, weights=weights, held=held, tell=tell
+            recipe,
+            space,
+            sampler,
+            objective,
+            dataset.shape,
+            dataset.num_classes,
+            session,
+            weights=weights,
+            held=held,
+            tell=tell,
+            about=about,
         )
     for name in unmet(kind, type(space), recipe.scale):
         tell(f"{recipe.method} wants `space.{name}`, but space {recipe.space!r} has no such setting: it goes without")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(kind(layout, settings))
     resource, budget = _resource(recipe, space, method, dataset, session, tell)
+    objective, about = make_objective(recipe.guide, lambda: supernet_stages(supernet, method), dataset.shape, session)
     return SearchTask(
         recipe,
         supernet,
         method,
-        CrossEntropy(),
+        objective,
         world,
+        about=about,
         weights=weights,
         validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,10 +22,12 @@ from softcell.engine.session import computing_in, in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
 from softcell.methods import Method
+from softcell.nn.guide import Guided
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
 from softcell.search.child import measure_child
 from softcell.search.collapse import SKIP, CollapseWatch, share
+from softcell.search.guide import probe, read_gauges
 from softcell.search.hypergradient import Unrolling
 from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
@@ -57,8 +59,9 @@ class SearchTask:
         tell: Callable[[str], None],
         resource: ResourcePenalty | None = None,
         budget: Budget | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
-        self.recipe, self.world = recipe, world
+        self.recipe, self.world, self.about = recipe, world, dict(about or {})
         self._resource, self._budget, self._tell = resource, budget, tell
         supernet.use_drop_path(recipe.drop_path)
         self.supernet, self.method, self.objective = supernet, method, objective
@@ -66,7 +69,7 @@ class SearchTask:
         for module in (supernet, method, objective):
             broadcast_module(module, world)
         w, a = recipe.weights, recipe.architecture
-        own = [*supernet.parameters(), *objective.parameters()]
+        own = [p for module in (supernet, objective) for p in module.parameters() if p.requires_grad]
         self.players = Players(
             supernet,
             method,
@@ -113,6 +116,8 @@ class SearchTask:
         rate = rate_at(epoch, self.num_epochs, w.lr, w.lr_min, w.schedule, warmup=w.warmup)
         set_lr(self.players.weight_optimiser, rate)
         self._tally.begin_epoch()
+        for sums in self.objective.gauges().values():
+            sums.zero_()
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:
         """Drafts of training batches, each with that of the next validation batch where the regime wants one."""
@@ -165,6 +170,9 @@ class SearchTask:
             "lr": float(self.players.weight_optimiser.param_groups[0]["lr"]),
         }
         metrics |= {name: float(value) for name, value in self.method.gauges().items()}
+        metrics |= read_gauges(self.objective, self.world)
+        if epoch == 0 and isinstance(self.objective, Guided):
+            metrics |= probe(self.objective, self.supernet, self.method, self._weights.epoch(0), self.world)
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate()
@@ -226,7 +234,11 @@ class SearchTask:
             "budget": None if self._budget is None else self._budget.state_dict(),
             "plans": self._plans.state_dict(),
             "step": self._tally.step,
-            "_local": {"meter": self._tally.sums, "diagnostics": self.method.diagnostics()},
+            "_local": {
+                "meter": self._tally.sums,
+                "diagnostics": self.method.diagnostics(),
+                "objective": self.objective.gauges(),
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,6 +252,8 @@ class SearchTask:
         self._plans.load_state_dict(state.get("plans"))
         self._tally.load(state["step"], state.get("_local"))
         if "_local" in state:
+            for name, sums in self.objective.gauges().items():
+                sums.copy_(state["_local"]["objective"][name])
             for name, tables in self.method.diagnostics().items():
                 for table, sums in tables.items():
                     sums.copy_(state["_local"]["diagnostics"][name][table])

@@ -1,0 +1,205 @@
+"""Training a classifier of fixed architecture: a teacher for guided searches, or a network of NOS's Table 1."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softcell.data import load
+from softcell.data.feeds import Feeds
+from softcell.data.guard import test_set_sealed
+from softcell.engine import RunFolder, new_manifest
+from softcell.engine.distributed import barrier, on_main
+from softcell.engine.events import OnEvent
+from softcell.engine.hosted import run_in_folder, teller
+from softcell.engine.lanes import drain
+from softcell.engine.meter import Measured, measure
+from softcell.engine.session import Session, open_session
+from softcell.engine.tuned import choose_precision
+from softcell.errors import UserError
+from softcell.evaluate.count import Cost, count_module
+from softcell.evaluate.recipe import TrainRecipe
+from softcell.evaluate.task import TrainTask
+from softcell.evaluate.train import facts_of, parts_of, save_weights
+from softcell.nn.classifiers import Classifier, build_classifier, get_architecture
+from softcell.registry import load_plugin
+from softcell.settings import build, merge, refuse_changes, to_dict, without_auto
+from softcell.spaces import Shape
+from softcell.spaces.count import evaluation_scale
+from softcell.spaces.teacher import classifier_metadata
+
+
+@dataclass(frozen=True)
+class TeacherRecipe(TrainRecipe):
+    """The training of a classifier; settings of cells and towers have no meaning here."""
+
+    classifier: str = "pyramidnet"
+    classifier_settings: dict[str, Any] = field(default_factory=dict)
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    # NOS, A.2.1: the learning rate is divided by 10 every 30 epochs; standard augmentation and nothing else
+    "paper": {
+        "epochs": 300,
+        "batch_size": 32,
+        "lr": 0.025,
+        "schedule": "exponential",
+        "lr_decay": 0.1,
+        "lr_every": 30,
+        "weight_decay": 1e-4,
+    },
+    "small": {
+        "epochs": 6,
+        "batch_size": 64,
+        "lr": 0.05,
+        "schedule": "exponential",
+        "lr_decay": 0.1,
+        "lr_every": 3,
+        "weight_decay": 1e-4,
+        "holdout": 0.1,
+        "threads": 1,
+    },
+}
+_FIXED: dict[str, Any] = {"auxiliary": 0.0, "drop_path": 0.0, "cutout": 0, "clip": 0.0}
+_LONG = {"classifier": "classifier_settings"}
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherResult:
+    """What a training leaves; `accuracy` on `split` is None when interrupted or without a test set."""
+
+    folder: Path
+    recipe: TeacherRecipe
+    network: Classifier
+    accuracy: float | None
+    split: str
+    cost: Cost
+    metrics: list[dict[str, Any]]
+    exit_code: int
+
+
+def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
+    """A complete recipe for the classifier `name`; `classifier: {width: 16}` sets the network itself."""
+    given = merge(
+        *(
+            {(_LONG.get(k, k) if isinstance(v, Mapping) else k): v for k, v in layer.items() if v is not None}
+            for layer in layers
+        )
+    )
+    architecture = get_architecture(name)
+    is_small = evaluation_scale(str(given.get("data", "digits"))) == "small"
+    scale = str(given.get("recipe") or ("small" if is_small else "paper"))
+    if scale not in RECIPES:
+        raise UserError(f"the recipe of a teacher must be one of {', '.join(RECIPES)}, got {scale!r}")
+    own = {"recipe": scale, "classifier": name}
+    small = {"classifier_settings": dict(architecture.small)} if scale == "small" else {}
+    recipe = build(TeacherRecipe, merge(_FIXED, RECIPES[scale], small, own, given), where="recipe")
+    full = to_dict(recipe)
+    full["classifier_settings"] = to_dict(build(architecture, recipe.classifier_settings, f"classifier {name}"))
+    return build(TeacherRecipe, full, where="recipe")
+
+
+def stored_teacher(folder: str | Path, given: Mapping[str, Any]) -> TeacherRecipe:
+    """The recipe of the run in `folder`; settings given beside it must not contradict it."""
+    manifest = RunFolder.open(folder).manifest
+    if manifest["kind"] != "teacher":
+        raise UserError(f"--resume of a teacher needs a teacher's run, but {folder} holds a {manifest['kind']} run")
+    stored = manifest["recipe"]
+    recipe = build(TeacherRecipe, stored, f"{folder}: recipe")
+    wanted = resolve_teacher(stored["classifier"], stored, without_auto(given))
+    refuse_changes(recipe.to_dict(), wanted.to_dict())
+    return recipe
+
+
+def count_classifier(name: str, settings: Mapping[str, Any], shape: Shape, num_classes: int) -> Cost:
+    """Parameters and multiply-adds; no memory is spent on weights."""
+    with torch.device("meta"):
+        network = build_classifier(name, settings, shape[0], num_classes)
+    return count_module(network, shape)
+
+
+def train_teacher(
+    recipe: TeacherRecipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> TeacherResult:
+    """Trains the classifier in the folder `out`; the test set is sealed until training is over."""
+    for plugin in recipe.plugins:
+        load_plugin(plugin)
+    opened = open_session(
+        device=recipe.device,
+        seed=recipe.seed,
+        precision=recipe.precision,
+        deterministic=recipe.deterministic,
+        threads=recipe.threads,
+    )
+    with opened as session:
+        recipe = replace(recipe, threads=recipe.threads or session.threads)
+        return _train(recipe, Path(out), session, resume, overwrite, on_event)
+
+
+def _train(
+    recipe: TeacherRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
+) -> TeacherResult:
+    world = session.world
+    with test_set_sealed():
+        dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+        name, settings = recipe.classifier, recipe.classifier_settings
+        cost = count_classifier(name, settings, dataset.shape, dataset.num_classes)
+        network = session.place(build_classifier(name, settings, dataset.shape[0], dataset.num_classes))
+        feeds = Feeds(
+            dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
+        )
+        parts = parts_of(dataset, recipe)
+        augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
+        held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
+        batches = feeds.training(parts["train"], augment)
+        tell = teller(on_event, world)
+        if recipe.precision == "auto":
+
+            def make(precision: str) -> TrainTask:
+                tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
+                return TrainTask(tried, copy.deepcopy(network), world, train=batches, held=None, tell=tell)
+
+            job = f"teacher {name}, {settings}, batch {recipe.batch_size}, {dataset.shape}"
+            recipe = replace(recipe, precision=choose_precision(job, world, make, tell))  # type: ignore[arg-type]
+        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell)
+
+        def manifest() -> dict[str, Any]:
+            known = facts_of(dataset, cost, parts)
+            return {**new_manifest("teacher", recipe.to_dict(), recipe.seed), "results": known}
+
+        hosted = run_in_folder(
+            task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
+        )
+        folder, outcome = drain(hosted)
+    if outcome.status == "interrupted":
+        return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
+    network.eval()
+    measured: Measured | None = None
+    if dataset.test is not None:
+        measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
+
+    def conclude() -> None:
+        save_weights(network, out, classifier_metadata(name, settings, dataset.shape[0], dataset.num_classes))
+        folder.finish(
+            "finished",
+            accuracy=None if measured is None else measured.accuracy,
+            loss=None if measured is None else measured.loss,
+            split="test",
+            count=0 if measured is None else measured.count,
+            seconds=sum(row["seconds"] for row in outcome.metrics),
+        )
+
+    on_main(conclude, world)
+    barrier(world)
+    accuracy = None if measured is None else measured.accuracy
+    return TeacherResult(out, recipe, network, accuracy, "test", cost, outcome.metrics, 0)

@@ -1,0 +1,162 @@
+"""Frozen teachers from wherever they lie: a run, a file of weights, an exported program, or a module of the user's.
+
+A teacher maps images to feature maps. It is in eval mode, asks for no gradients, and reads images normalised as the
+data's own mean and deviation say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.export.passes import move_to_device_pass
+
+from softcell.engine import RunFolder
+from softcell.errors import UserError
+from softcell.nn.classifiers import Classifier, build_classifier
+from softcell.nn.guide import Tapped
+from softcell.spaces.pretrained import WEIGHTS, load_pretrained
+
+FORMAT = "softcell-classifier"
+_REGISTERED: dict[str, Tapped] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTeacher:
+    """A teacher and what is known of it: where it comes from, a digest of its weights, its accuracy where measured."""
+
+    module: Tapped
+    about: dict[str, Any]
+
+
+def register_teacher(name: str, module: nn.Module, layers: Sequence[str] = ()) -> None:
+    """Makes any module usable as `--guide NAME`; from Python before a search, or in a plugin file.
+
+    layers: names of submodules whose outputs are compared; without them the module gives feature maps by a method
+    `features` or as its output.
+    """
+    if not name.isidentifier():
+        raise UserError(f"a teacher's name must be a plain identifier, got {name!r}")
+    _REGISTERED[name] = Tapped(module, layers)
+
+
+def find_teacher(
+    source: str, *, classifier: str | None = None, layers: Sequence[str] = (), trust: bool = False
+) -> FoundTeacher:
+    """The teacher that `source` names; `classifier` says what bare weights belong to."""
+    if source in _REGISTERED:
+        module = _REGISTERED[source]
+        return FoundTeacher(module, {"teacher": source, "digest": _digest(module)})
+    path = Path(source)
+    if path.is_dir():
+        found, about = _from_run(path)
+    elif path.suffix == ".safetensors" and path.is_file():
+        found, about = _from_weights(path, classifier), {}
+    elif path.suffix == ".pt2" and path.is_file():
+        found, about = _from_program(path, trust), {}
+    else:
+        registered = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
+        raise UserError(
+            f"no teacher at {source!r}: give a run of `softcell teacher` or `softcell train`, a .safetensors file of a "
+            f"built-in classifier, a .pt2 program, or a name that a plugin registered{registered}"
+        )
+    tapped = Tapped(found, layers)
+    return FoundTeacher(tapped, {"teacher": str(path), "digest": _digest(tapped), **about})
+
+
+def classifier_metadata(name: str, settings: Mapping[str, Any], in_channels: int, num_classes: int) -> dict[str, str]:
+    """What a weights file says of its network, so that it can be rebuilt from the file alone."""
+    sizes = {"in_channels": in_channels, "num_classes": num_classes}
+    return {"format": FORMAT, "classifier": name, "settings": json.dumps(dict(settings)), **_texts(sizes)}
+
+
+def load_classifier(file: str | Path, classifier: str | None = None) -> Classifier:
+    """A built-in classifier with the weights in `file`, on the CPU and in eval mode."""
+    return _from_weights(Path(file), classifier)
+
+
+def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    manifest = RunFolder.open(folder).manifest
+    results = manifest["results"]
+    if manifest["status"] != "finished":
+        raise UserError(f"a teacher must be fully trained, but {folder} is {manifest['status']!r}; resume it")
+    about = {"accuracy": results.get("accuracy"), "split": results.get("split")}
+    if manifest["kind"] == "teacher":
+        return _from_weights(folder / WEIGHTS, None), about
+    if manifest["kind"] == "train":
+        return load_pretrained(folder), about
+    raise UserError(f"a teacher is a trained network, but {folder} holds a {manifest['kind']} run")
+
+
+def _from_weights(file: Path, classifier: str | None) -> Classifier:
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+        state = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
+    name = classifier or metadata.get("classifier")
+    if name is None:
+        raise UserError(
+            f"{file} does not say which network its weights belong to; name it with --set guide.classifier=resnet18"
+        )
+    settings = json.loads(metadata.get("settings", "{}")) if metadata.get("classifier") == name else {}
+    stem, last = state.get("stem.0.weight"), state.get("classifier.weight")
+    if stem is None or last is None:
+        raise UserError(f"{file}: these are not the weights of a built-in {name!r}")
+    network = build_classifier(name, settings, stem.shape[1], last.shape[0])
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file}: these are not the weights of {name!r} ({reason[:200]})") from error
+    return network.eval()
+
+
+def _from_program(file: Path, trust: bool) -> nn.Module:
+    if not trust:
+        raise UserError(
+            f"{file}: an exported program may hold code that runs while it is read; if you trust whoever made it, say "
+            "--set guide.trust=true"
+        )
+    try:
+        program = torch.export.load(file)
+    except (RuntimeError, ValueError, OSError, KeyError) as error:
+        raise UserError(f"{file}: cannot be read as an exported program ({error})") from error
+    return _Program(program)
+
+
+class _Program(nn.Module):
+    """An exported program that can be moved to a device."""
+
+    def __init__(self, program: torch.export.ExportedProgram) -> None:
+        super().__init__()
+        self._program = [program]
+        self._runs: dict[torch.device, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if x.device not in self._runs:
+            moved = move_to_device_pass(self._program[0], x.device)
+            self._runs[x.device] = moved.module()
+        return self._runs[x.device](x)
+
+
+def _digest(module: nn.Module) -> str:
+    """SHA-256 over all weights and statistics by name."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        total.update(name.encode())
+        total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
+
+
+def _texts(values: Mapping[str, int]) -> dict[str, str]:
+    return {key: str(value) for key, value in values.items()}

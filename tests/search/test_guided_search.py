@@ -1,0 +1,172 @@
+"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, misfits told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import settings, write_data
+
+from softcell.engine.events import Event, Stepped
+from softcell.errors import UserError
+from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
+from softcell.search import resolve, search
+from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and a teacher trained on it."""
+    folder = tmp_path_factory.mktemp("guided")
+    data = write_data(folder / "data.npz")
+    recipe = teacher_recipe(data)
+    assert train_teacher(recipe, folder / "teacher").exit_code == 0
+    return folder
+
+
+def teacher_recipe(data: Any, **more: Any) -> Any:
+    small = {"classifier": {"width": 4}, "recipe": "small", "epochs": 1, "device": "cpu", "threads": 1}
+    return resolve_teacher("resnet18", {"data": str(data), **small, "precision": "float32"}, more)
+
+
+def guided(place: Path, method: str = "nos", space: str = "nos", **more: Any) -> Any:
+    own = {"nos": {"cells": 3, "channels": 2, "nodes": 1}}.get(space)
+    base = {**settings("nb201", place / "data.npz", epochs=1, method=method), "space": space}
+    if own is not None:
+        base["space_settings"] = own
+    guide = {"teacher": str(place / "teacher"), "weight": 10.0}
+    return resolve(base, {"guide": {**guide, **more.pop("guide", {})}}, more)
+
+
+@pytest.mark.parametrize(
+    ("method", "space"), [("nos", "nos"), ("snas", "nos"), ("entrannas", "nos"), ("random", "nos"), ("darts", "nb201")]
+)
+def test_any_method_in_any_space_is_guided(method: str, space: str, place: Path, tmp_path: Path) -> None:
+    recipe = guided(place, method, space)
+    result = search(recipe, tmp_path / "run")
+    assert result.genotype is not None and result.genotype.space == space
+    row = result.metrics[0]
+    assert row["guide_loss"] > 0
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert len(manifest["results"]["guide"]["digest"]) == 64
+    if method != "random":
+        for name in ("task", "guide", "task_architecture", "guide_architecture"):
+            assert row[f"gradient_norm_{name}"] > 0
+
+
+def test_guidance_changes_what_is_learnt_and_measuring_it_does_not(place: Path, tmp_path: Path) -> None:
+    plain = search(resolve(guided(place).to_dict(), {"guide": {"teacher": None}}), tmp_path / "plain").metrics[-1]
+    weak = search(guided(place, guide={"weight": 1e-30}), tmp_path / "weak").metrics[-1]
+    strong = search(guided(place, guide={"weight": 100.0}), tmp_path / "strong").metrics[-1]
+    assert "guide_loss" not in plain and "gradient_norm_task" not in plain
+    assert weak["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-5)
+    assert strong["val_loss"] != pytest.approx(plain["val_loss"], rel=1e-4)
+
+
+def test_a_guided_search_that_is_stopped_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
+    recipe = guided(place, epochs=2)
+    whole = search(recipe, tmp_path / "whole")
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Stepped):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    first = search(recipe, tmp_path / "run", on_event=stop)
+    assert first.genotype is None
+    again = search(recipe, tmp_path / "run", resume=True)
+    for mine, theirs in zip(whole.metrics, again.metrics, strict=True):
+        assert {k: v for k, v in mine.items() if k != "seconds"} == {k: v for k, v in theirs.items() if k != "seconds"}
+    assert again.genotype == whole.genotype
+
+
+def test_second_order_searches_are_guided_too(place: Path, tmp_path: Path) -> None:
+    result = search(guided(place, regime="unrolled"), tmp_path / "run")
+    assert result.genotype is not None and result.metrics[0]["guide_loss"] > 0
+
+
+def test_a_resumed_search_needs_the_teacher_it_began_with(place: Path, tmp_path: Path) -> None:
+    search(guided(place), tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    manifest["results"]["guide"]["digest"] = "0" * 64
+    manifest["status"] = "interrupted"
+    (tmp_path / "run" / "run.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="keeps its teacher"):
+        search(guided(place), tmp_path / "run", resume=True)
+
+
+def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_path: Path) -> None:
+    register_teacher("flat", nn.Conv2d(1, 2, 3, padding=1))
+    with pytest.raises(UserError, match="guidance compares maps of one size"):
+        search(guided(place, guide={"teacher": "flat"}), tmp_path / "run")
+    register_teacher("wide", nn.Conv2d(9, 2, 3, padding=1))
+    with pytest.raises(UserError, match="cannot read images"):
+        search(guided(place, guide={"teacher": "wide"}), tmp_path / "run")
+    with pytest.raises(UserError, match="no teacher at 'nowhere'"):
+        search(guided(place, guide={"teacher": "nowhere"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_teachers_come_from_runs_weights_programs_and_python(place: Path, tmp_path: Path) -> None:
+    from_run = find_teacher(str(place / "teacher"))
+    file = place / "teacher" / "model.safetensors"
+    from_file = find_teacher(str(file))
+    assert from_run.about["digest"] == from_file.about["digest"]
+    x = torch.randn(2, *json.loads((place / "teacher" / "run.json").read_text())["results"]["data"]["shape"])
+    network = load_classifier(file)
+    for found in (from_run, from_file):
+        for mine, theirs in zip(found.module(x), network.features(x), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return self.network.features(x)
+
+    batch = torch.export.Dim("batch", min=1, max=1024)
+    torch.export.save(torch.export.export(Maps(), (x,), dynamic_shapes=({0: batch},)), tmp_path / "maps.pt2")
+    with pytest.raises(UserError, match=r"guide\.trust=true"):
+        find_teacher(str(tmp_path / "maps.pt2"))
+    program = find_teacher(str(tmp_path / "maps.pt2"), trust=True).module
+    for n in (1, 3):
+        y = torch.randn(n, *x.shape[1:])
+        for mine, theirs in zip(program(y), network.features(y), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_weights_of_another_network_are_refused(place: Path, tmp_path: Path) -> None:
+    file = place / "teacher" / "model.safetensors"
+    with pytest.raises(UserError, match="not the weights of 'pyramidnet'"):
+        find_teacher(str(file), classifier="pyramidnet")
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="cannot be read as safetensors"):
+        find_teacher(str(tmp_path / "broken.safetensors"))
+
+
+def test_a_teachers_run_is_resumed_with_its_own_recipe(place: Path) -> None:
+    recipe = stored_teacher(place / "teacher", {})
+    assert recipe.classifier == "resnet18" and recipe.classifier_settings["width"] == 4
+    with pytest.raises(UserError, match="keeps its recipe"):
+        stored_teacher(place / "teacher", {"epochs": 9})
+
+
+def test_the_papers_recipe_of_teachers() -> None:
+    recipe = resolve_teacher("pyramidnet", {"data": "cifar10"})
+    assert (recipe.epochs, recipe.batch_size, recipe.lr, recipe.weight_decay) == (300, 32, 0.025, 1e-4)
+    from softcell.evaluate.task import learning_rate
+
+    rates = [learning_rate(recipe, epoch) for epoch in (0, 29, 30, 60)]
+    assert rates == pytest.approx([0.025, 0.025, 0.0025, 0.00025])
+    assert recipe.classifier_settings == {"depth": 110, "alpha": 84}
