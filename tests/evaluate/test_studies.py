@@ -1,0 +1,83 @@
+"""The studies of NOS: counting by addition is counting, and the comparison goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from studies import nos_guidance
+from studies.nos_parameters import ParameterCount
+
+from softcell.arch import sample
+from softcell.spaces.count import count_genotype
+from softcell.spaces.nos import NosSpace
+
+
+@pytest.mark.parametrize("space", [NosSpace(cells=4, channels=6, nodes=2), NosSpace(cells=3, channels=8, nodes=3)])
+def test_parameters_add_up(space: NosSpace) -> None:
+    counted = ParameterCount(space, (3, 16, 16), 7)
+    for seed in range(4):
+        genotype = sample(space.layout(), seed)
+        assert counted(genotype) == count_genotype(space, genotype, (3, 16, 16), 7).parameters
+
+
+def test_two_million_and_a_half_lie_inside_the_range_of_cifar_networks() -> None:
+    space = NosSpace(cells=20, channels=36)
+    counted, layout = ParameterCount(space, (3, 32, 32), 10), space.layout()
+    found = [counted(sample(layout, seed)) for seed in range(200)]
+    assert min(found) < 2.4e6 and max(found) > 2.6e6
+    assert any(2.4e6 < number < 2.6e6 for number in found)
+
+
+def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    labels = np.arange(48) % 3
+    images = rng.integers(0, 255, (48, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "data.npz", x_train=images, y_train=labels, x_test=images[:12], y_test=labels[:12])
+    monkeypatch.chdir(tmp_path)
+    sizes = ["space.cells=3", "space.channels=2", "space.nodes=1", "threads=1", "batch_size=12"]
+    arguments = [
+        "--data",
+        "data.npz",
+        "--scale",
+        "small",
+        "--seeds",
+        "1",
+        "2",
+        "--device",
+        "cpu",
+        "--teacher",
+        "resnet18",
+    ]
+    arguments += ["--teacher-epochs", "1", "--search-epochs", "1", "--train-epochs", "1", "--precision", "float32"]
+    arguments += [
+        item for value in ("classifier.width=2", "threads=1", "batch_size=12") for item in ("--teacher-set", value)
+    ]
+    arguments += [item for value in sizes for item in ("--search-set", value)]
+    arguments += [item for value in (*sizes, "auxiliary=0") for item in ("--train-set", value)]
+
+    stopped = nos_guidance.Study.train
+    monkeypatch.setattr(nos_guidance.Study, "train", lambda self, seed, arm: False)
+    assert nos_guidance.main(arguments) == 0
+    record = json.loads((tmp_path / "results/nos/guidance.json").read_text())
+    assert isinstance(record["teacher"]["test_accuracy"], float)
+    assert record["summary"]["guided"]["val_accuracy_last"]["n"] == 2
+    assert record["summary"]["guided"]["derived_test_accuracy"] == "not measured"
+    assert record["arms"]["guided"]["1"]["gradient_norms"] and not record["arms"]["unguided"]["1"]["gradient_norms"]
+
+    monkeypatch.setattr(nos_guidance.Study, "train", stopped)
+    before = (tmp_path / "runs/nos-guidance/search-guided-1/metrics.jsonl").read_text()
+    assert nos_guidance.main(arguments) == 0
+    assert (tmp_path / "runs/nos-guidance/search-guided-1/metrics.jsonl").read_text() == before
+    record = json.loads((tmp_path / "results/nos/guidance.json").read_text())
+    for arm in ("guided", "unguided"):
+        assert record["summary"][arm]["derived_test_accuracy"]["n"] == 2
+    assert "<svg" in (tmp_path / "results/nos/guidance.svg").read_text()
