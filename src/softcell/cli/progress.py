@@ -52,11 +52,13 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
     columns = (
         TextColumn(what),
         BarColumn(bar_width=30),
-        TextColumn("{task.completed}/{task.total} {task.description}"),
+        TextColumn("{task.description}"),
     )
     with showing(), Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda done, total, next_: bar.update(task, completed=done, total=total, description=next_)
+        task = bar.add_task("", total=None)  # a pulse until there is something to count
+        yield lambda done, total, next_: bar.update(
+            task, completed=done, total=total, description=f"{done}/{total} {next_}"
+        )
 
 
 class Display:

@@ -49,6 +49,8 @@ SEARCH_SHARE = 0.3
 """Of the time: the search; the rest is for trainings."""
 SAFE = 0.97
 """Plans are made for this share of the time, since measured steps are a forecast."""
+LEAST_RESERVED, MOST_RESERVED = 15.0, 45.0
+"""Seconds for what comes after the trainings: latencies, report, exports."""
 LATENCY_ROUNDS = 5
 MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
 HOLDOUT = 0.1
@@ -121,7 +123,7 @@ class _Run:
     def usable(self) -> float:
         """Seconds up to which jobs may run: the time, less a margin and what report and export need."""
         time = self.wishes.time
-        return SAFE * time - min(30.0, max(4.0, 0.03 * time))
+        return SAFE * time - min(MOST_RESERVED, max(LEAST_RESERVED, 0.03 * time))
 
     def whole(self) -> Summary:
         plan = self.plan
