@@ -38,6 +38,7 @@ from softcell.search.several import Keep, SeveralResult, read_seeds
 from softcell.search.several import search_seeds as run_seeds
 from softcell.settings import merge
 from softcell.spaces import SPACES, Network, build_space
+from softcell.spaces.teacher import register_teacher
 
 __all__ = [
     "Genotype",
@@ -50,6 +51,7 @@ __all__ = [
     "free_folder",
     "load_network",
     "read_genotype",
+    "register_teacher",
     "search",
     "search_seeds",
     "train",
