@@ -68,6 +68,8 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -
         kept["lr"] = torch.full_like(own["lr"], rate) if isinstance(own["lr"], Tensor) else rate
         groups.append({**saved, **kept})
     optimiser.load_state_dict({"state": state["state"], "param_groups": groups})
+    if any(group.get("fused") for group in optimiser.param_groups):
+        fill_momenta(optimiser)
 
 
 def sgd(
@@ -81,7 +83,7 @@ def sgd(
 ) -> torch.optim.SGD:
     """SGD with momentum; fused on CUDA, where its learning rate is a tensor."""
     on_cuda = device.type == "cuda"
-    return torch.optim.SGD(
+    optimiser = torch.optim.SGD(
         parameters,
         lr=torch.tensor(lr, device=device) if on_cuda else lr,
         momentum=momentum,
@@ -90,6 +92,23 @@ def sgd(
         fused=True if on_cuda else None,
         foreach=None if on_cuda else True,
     )
+    if on_cuda:
+        fill_momenta(optimiser)
+    return optimiser
+
+
+def fill_momenta(optimiser: torch.optim.Optimizer) -> None:
+    """Zeros for momenta that are not there yet.
+
+    The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD needs it where parameters take part for
+    the first time at different steps: it takes either all buffers or none. A recorded step needs it too.
+    """
+    for group in optimiser.param_groups:
+        if group.get("momentum"):
+            for parameter in group["params"]:
+                state = optimiser.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
 def adam(

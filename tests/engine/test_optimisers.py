@@ -1,0 +1,49 @@
+"""Optimisers whose parameters do not all take part in every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from softcell.engine.optim import fill_momenta, load_optimiser, sgd
+
+CPU = torch.device("cpu")
+
+
+def late(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """The second parameter takes part from the third step on."""
+    for step in range(5):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, 1.0 + step + i) if i == 0 or step >= 2 else None
+        optimiser.step()
+
+
+def made() -> tuple[torch.optim.SGD, list[nn.Parameter]]:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    return sgd(parameters, CPU, lr=0.1, momentum=0.9, weight_decay=0.01), parameters
+
+
+def test_momenta_of_zero_change_nothing() -> None:
+    (plain, expected), (filled, found) = made(), made()
+    fill_momenta(filled)
+    assert all("momentum_buffer" in filled.state[p] for p in found)
+    late(plain, expected)
+    late(filled, found)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_parameters_may_join_late_on_a_gpu_and_after_a_resume() -> None:
+    expected = made()
+    late(*expected)
+    for resumed in (False, True):
+        parameters = [nn.Parameter(torch.ones(n, device="cuda")) for n in (3, 2)]
+        optimiser = sgd(parameters, torch.device("cuda"), lr=0.1, momentum=0.9, weight_decay=0.01)
+        if resumed:  # from a state of a CPU, which lacks the momenta of what has not taken part
+            load_optimiser(optimiser, made()[0].state_dict())
+        late(optimiser, parameters)
+        for a, b in zip(parameters, expected[1], strict=True):
+            torch.testing.assert_close(a.detach().cpu(), b.detach())
