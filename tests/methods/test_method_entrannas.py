@@ -42,7 +42,6 @@ from softcell.methods.entrannas import (
     thresholds,
 )
 from softcell.nn.candidates import Spec
-from softcell.nn.conv import ReLUConvBN
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.darts import CANDIDATES, DartsSpace
 from softcell.testing import tiny_space
@@ -205,8 +204,8 @@ def sharing_twins(bottleneck: int) -> tuple[MixedCell, SharingCell]:
         for n, parts in enumerate((cell.bottleneck.reduce, cell.bottleneck.recover)):
             around[n] = {}
             for node, part in parts.items():
-                assert isinstance(part, ReLUConvBN)
-                twin = ReLUConvBN(part[1].in_channels, part[1].out_channels, 1, affine=False).double()
+                assert isinstance(part, nn.Conv2d)
+                twin = nn.Conv2d(part.in_channels, part.out_channels, 1, bias=False).double()
                 copy_weights(part, twin)
                 around[n][int(node)] = twin  # type: ignore[index]
     return cell, SharingCell(2, {(i, op): m for (i, op), m in ops.items()}, *around)  # type: ignore[dict-item]

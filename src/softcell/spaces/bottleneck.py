@@ -1,8 +1,8 @@
 """A cell that works on fewer channels than it is handed and hands on (EnTranNAS, §2.5).
 
 One 1×1 convolution per source node narrows it before all candidates that leave it, one per inner node widens the sum
-that arrives there. Both are in the ReLU-Conv-BN order of everything else in a cell. It belongs to supernets and to
-networks in search form; evaluation networks have none.
+that arrives there. They are convolutions alone, as printed: every candidate between them has its own ReLU and norm. It
+belongs to supernets and to networks in search form; evaluation networks have none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from softcell.nn.candidates import Spec
-from softcell.nn.conv import ReLUConvBN
 
 
 def narrowed(spec_of: Callable[[int], Spec], ratio: int) -> Callable[[int], Spec]:
@@ -29,13 +28,9 @@ class Bottleneck(nn.Module):
 
     def __init__(self, sources: Iterable[int], inner: Iterable[int], wide: Spec, narrow: Spec) -> None:
         super().__init__()
-        affine = wide.affine
-        self.reduce = nn.ModuleDict(
-            {str(node): ReLUConvBN(wide.channels, narrow.channels, 1, affine=affine) for node in sources}
-        )
-        self.recover = nn.ModuleDict(
-            {str(node): ReLUConvBN(narrow.channels, wide.channels, 1, affine=affine) for node in inner}
-        )
+        c, few = wide.channels, narrow.channels
+        self.reduce = nn.ModuleDict({str(node): nn.Conv2d(c, few, 1, bias=False) for node in sources})
+        self.recover = nn.ModuleDict({str(node): nn.Conv2d(few, c, 1, bias=False) for node in inner})
 
     def leave(self, node: int, x: Tensor) -> Tensor:
         """[n, c, h, w] to [n, c / ratio, h, w]"""
