@@ -34,6 +34,7 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             "search",
             settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}, **double),
         ),
+        "entrannas": ("search", settings("darts", data, method="entrannas", child_every=0, **{**double, "epochs": 1})),
         "random": ("search", settings("nb201", data, **one, **{**double, "epochs": 1})),
         "train": ("train", training("darts", data, **double)),
     }
