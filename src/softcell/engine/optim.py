@@ -100,8 +100,8 @@ def sgd(
 def fill_momenta(optimiser: torch.optim.Optimizer) -> None:
     """Zeros for momenta that are not there yet.
 
-    The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD needs it where parameters take part for
-    the first time at different steps: it takes either all buffers or none. A recorded step needs it too.
+    The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD needs it where parameters take part
+    for the first time at different steps: it takes either all buffers or none. A recorded step needs it too.
     """
     for group in optimiser.param_groups:
         if group.get("momentum"):
