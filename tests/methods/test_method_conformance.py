@@ -9,12 +9,17 @@ import pytest
 from softcell.methods import METHODS
 from softcell.search import resolve
 from softcell.spaces import SPACES, Space
-from softcell.testing import RaggedSpace, check_name, checks_for, tiny_space
+from softcell.testing import ALIKE, RaggedSpace, check_name, checks_for, tiny_space
 
 FOUND = tuple(METHODS)
 PLACES = (*SPACES, "ragged")
+
+def marks(space: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.exhaustive] if space in ALIKE else []
+
+
 CASES = [
-    pytest.param(check, method, space, id=f"{method}-{space}-{check_name(check)}")
+    pytest.param(check, method, space, id=f"{method}-{space}-{check_name(check)}", marks=marks(space))
     for method in FOUND
     for space in PLACES
     for check in checks_for(METHODS.get(method))

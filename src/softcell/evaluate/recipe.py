@@ -14,7 +14,7 @@ from softcell.arch import Genotype
 from softcell.errors import UserError, nearest
 from softcell.settings import build, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, build_space
-from softcell.spaces.count import evaluation_scale
+from softcell.spaces.count import evaluation_scale, evaluation_sizes
 
 Schedule = Literal["cosine", "linear", "exponential"]
 
@@ -130,11 +130,13 @@ def default_recipe(data: str, space: str = "") -> str:
 def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     """A complete recipe for a genotype from layers of settings, the later winning."""
     given = merge(*({_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers))
-    name = str(given.get("recipe") or default_recipe(str(given.get("data", "digits")), genotype.space))
+    data, asked = str(given.get("data", "digits")), given.get("recipe")
+    name = str(asked or default_recipe(data, genotype.space))
     if name not in RECIPES:
         raise UserError(f"no training recipe {name!r}; {nearest(name, RECIPES)}")
     space = SPACES.get(genotype.space)
-    base: dict[str, Any] = {"recipe": name, "space_settings": dict(space.evaluation.get(SIZES.get(name, name), {}))}
+    sizes = evaluation_sizes(space, data, SIZES.get(name, name) if asked else None)
+    base: dict[str, Any] = {"recipe": name, "space_settings": dict(sizes)}
     if not space.has_auxiliary:
         base["auxiliary"] = 0.0
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")

@@ -46,7 +46,8 @@ KINDS: tuple[Kind, ...] = ("feature", "attention", "kernel")
 class Candidate:
     """A registered operation.
 
-    `zero`: its output is all zeros, so it never runs. `shared(spec)`: its output depends on its input alone (no
+    `zero`: its output is all zeros, so it never runs. `blind`: its output does not depend on its input (noise), so no
+    gradient passes. `shared(spec)`: its output depends on its input alone (no
     weights, no noise), so it is computed once for all edges that leave a node.
 
     `kind` says what its module gives: a feature map; an attention, of a shape that broadcasts to
@@ -58,6 +59,7 @@ class Candidate:
     zero: bool = False
     shared: Callable[[Spec], bool] = lambda spec: False
     kind: Kind = "feature"
+    blind: bool = False
 
     @property
     def calibrates(self) -> bool:
@@ -81,6 +83,7 @@ def candidate(
     zero: bool = False,
     shared: bool | Callable[[Spec], bool] = False,
     kind: Kind = "feature",
+    blind: bool = False,
 ) -> Callable[[Builder], Builder]:
     """Registers the decorated function as the builder of candidate `name`."""
     if kind not in KINDS:
@@ -93,7 +96,7 @@ def candidate(
         if known is not None and known.build.__module__ != build.__module__:
             raise UserError(f"candidate {name!r} exists already (from {known.build.__module__}); choose another name")
         shares = shared if callable(shared) else (_always if shared else _never)
-        _REGISTRY[name] = Candidate(name, build, zero, shares, kind)
+        _REGISTRY[name] = Candidate(name, build, zero, shares, kind, blind)
         return build
 
     return register

@@ -36,6 +36,18 @@ def uniform_for_batch(x: Tensor, *tail: int) -> Tensor:
 
     Always float32, so that the precision of a run does not change what is dropped.
     """
+    start, total = _slice_of(x)
+    return torch.rand(total, *tail, device=x.device, dtype=torch.float32)[start : start + x.shape[0]]
+
+
+def normal_for_batch(x: Tensor, *tail: int) -> Tensor:
+    """Return this rank's numbers from N(0, 1), shape [N, *tail], for `x` [N, ...]; float32 as above."""
+    start, total = _slice_of(x)
+    return torch.randn(total, *tail, device=x.device, dtype=torch.float32)[start : start + x.shape[0]]
+
+
+def _slice_of(x: Tensor) -> tuple[int, int]:
+    """Where this rank's part of the global batch starts, and the size of that batch."""
     batch = x.shape[0]
     if _declared:
         start, total = _declared[-1]
@@ -45,7 +57,7 @@ def uniform_for_batch(x: Tensor, *tail: int) -> Tensor:
         start, total = 0, batch
     if start + batch > total:
         raise ValueError(f"`start + batch <= total` must hold, but got start={start}, batch={batch}, total={total}")
-    return torch.rand(total, *tail, device=x.device, dtype=torch.float32)[start : start + batch]
+    return start, total
 
 
 def drop_path(x: Tensor, probability: float | Tensor, training: bool) -> Tensor:

@@ -59,5 +59,13 @@ def evaluation_scale(data: str) -> str:
 
 def evaluation_space(name: str, data: str, settings: Mapping[str, Any] | None = None) -> Space:
     """The space at the size its networks are trained at for good on `data`, with single settings laid over it."""
-    sizes = SPACES.get(name).evaluation.get(evaluation_scale(data), {})
-    return build_space(name, merge(sizes, settings or {}))
+    return build_space(name, merge(evaluation_sizes(SPACES.get(name), data), settings or {}))
+
+
+def evaluation_sizes(space: type[Space], data: str, recipe: str | None = None) -> Mapping[str, Any]:
+    """Those of `Space.evaluation` for a dataset: under its own name, else those of the recipe that suits it.
+
+    recipe: one that was asked for goes before both.
+    """
+    own: Mapping[str, Any] = space.evaluation.get(evaluation_scale(data), {})
+    return space.evaluation.get(data, own) if recipe is None else space.evaluation.get(recipe, {})

@@ -7,6 +7,7 @@ from typing import Any
 
 import softcell.nn.calibrate
 import softcell.nn.conv
+import softcell.nn.noise
 import softcell.nn.pool  # noqa: F401  (registers its candidates)
 from softcell.registry import Registry
 from softcell.settings import build

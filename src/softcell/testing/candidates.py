@@ -89,13 +89,17 @@ def shared_means_the_same_for_every_edge(name: str) -> None:
 
 
 def gradients_reach_input_and_weights(name: str) -> None:
-    """Every weight and the input take part."""
-    if get_candidate(name).zero:
+    """Every weight and the input take part; a blind candidate has no weights and lets nothing through."""
+    kind = get_candidate(name)
+    if kind.zero:
         return
     for stride in (1, 2):
         module = _build(name, Spec(CHANNELS, stride, affine=True, pool_norm=True))
         x = images((CHANNELS, 8, 8)).requires_grad_()
         output = module(x)
+        if kind.blind:
+            require(not output.requires_grad, f"{name} says it is blind, but a gradient passes through it")
+            continue
         (output * torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
         require(x.grad is not None and bool(x.grad.any()), f"{name}, stride {stride}: no gradient reaches the input")
         dead = [key for key, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Pick, WeightMix, check_against, derive, sample
 from softcell.errors import UserError
+from softcell.nn.noise import fixed_noise
 from softcell.settings import build, to_dict
 from softcell.spaces import Network, Shape, Space
 from softcell.testing.rules import RULE_CHECKS
@@ -45,6 +46,7 @@ def settings_survive_json(space: Space) -> None:
     require(again.layout() == space.layout(), "equal settings must give equal layouts")
 
 
+@fixed_noise()
 def supernet_under_one_hot_weights_is_the_network_in_training(space: Space) -> None:
     """One architecture picked in the supernet computes what its own network computes, by batch statistics."""
     x, layout = images(), space.layout()
@@ -79,6 +81,7 @@ def candidates_outside_live_never_run(space: Space) -> None:
         require(needed <= ran, f"live candidates must run, but {sorted(needed - ran)} did not")
 
 
+@fixed_noise()
 def live_gives_what_zero_weights_give(space: Space) -> None:
     """`live` only saves work: leaving candidates out equals running them with weight 0."""
     x, layout, supernet = images(), space.layout(), build_supernet(space).train()
@@ -89,6 +92,7 @@ def live_gives_what_zero_weights_give(space: Space) -> None:
         require_close(left_out, zeroed, "candidates that are not live must count as weight 0")
 
 
+@fixed_noise()
 def combining_by_the_mix_gives_what_weights_give(space: Space) -> None:
     """A mix that combines a choice's outputs itself is asked in the same places as plain weights are read."""
     x, layout, supernet = images(), space.layout(), build_supernet(space).train()
@@ -96,6 +100,7 @@ def combining_by_the_mix_gives_what_weights_give(space: Space) -> None:
     require_close(supernet(x, _Combining(plain)), supernet(x, plain), "`Mix.combine` must serve where weights do")
 
 
+@fixed_noise()
 def every_site_reads_its_own_weights(space: Space) -> None:
     """Weights [sites, choices, width] that are equal act as one table; changing one site's changes the output."""
     x, layout, supernet = images(), space.layout(), build_supernet(space).train()
@@ -162,6 +167,7 @@ def stages_are_one_per_resolution(space: Space) -> None:
     require(len(evaluated) == len(mine), f"an evaluation network must have {len(mine)} stages, got {len(evaluated)}")
 
 
+@fixed_noise()
 def samples_survive_json_and_rebuild(space: Space) -> None:
     """A genotype file is enough to rebuild the network."""
     layout, x = space.layout(), images()

@@ -19,6 +19,9 @@ BATCH = 4
 SMALLER = {"cells": 3, "cells_per_stage": 1, "channels": 4, "nodes": 3}
 """Sizes that keep every kind of part a space has; a space without one of these fields keeps its own."""
 
+ALIKE = frozenset({"s1", "s2", "s3", "s4", "nb1shot1-1", "nb1shot1-3"})
+"""Spaces made of the same parts as another one: suites that go through every combination leave them to `exhaustive`."""
+
 
 def require(holds: bool, contract: str) -> None:
     """Fails with the broken contract, also where Python runs without asserts."""
