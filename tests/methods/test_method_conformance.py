@@ -14,6 +14,7 @@ from softcell.testing import ALIKE, RaggedSpace, check_name, checks_for, tiny_sp
 FOUND = tuple(METHODS)
 PLACES = (*SPACES, "ragged")
 
+
 def marks(space: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.exhaustive] if space in ALIKE else []
 

@@ -42,7 +42,9 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("check", SPACE_CHECKS, ids=check_name)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in SUBSETS else []) for n in FOUND])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in SUBSETS else []) for n in FOUND]
+)
 def test_every_space_keeps_its_contracts(name: str, check: Callable[[Space], None]) -> None:
     check(tiny_space(name))
 

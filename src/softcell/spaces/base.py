@@ -122,8 +122,8 @@ class Space(ABC):
     """A search space. Subclasses are frozen dataclasses: their fields are its settings (depth, width, candidates…).
 
     `small` holds the settings for a laptop: less of everything, nothing of another kind. `evaluation` holds the sizes
-    of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary` tells whether they can carry
-    an auxiliary tower.
+    of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary` tells
+    whether they can carry an auxiliary tower.
     """
 
     name: ClassVar[str]
