@@ -1,0 +1,187 @@
+"""`python -m studies.snas`: does a derived network need training? SNAS at three levels beside DARTS (Table 1).
+
+Every search leaves out the same 5,000 training images, on which it and its child are measured: the derived network with
+the supernet's weights and batch-norm statistics, as they are. Beside it, the child after its statistics were averaged
+anew, and the parameters of the network that would be trained. DARTS is of first order. All searches run side by side on
+one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes); the same command goes on.
+What is unfinished is recorded as not measured.
+
+python -m studies.snas --data-root DIR --epochs 25 --minutes 9
+python -m studies.snas --data digits --epochs 2 --held 100 --scale small --seeds 1 --levels mild      # a rehearsal
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.evidence.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
+from rich.console import Console
+from rich.table import Table
+
+from softcell.api import layered
+from softcell.arch import Genotype
+from softcell.data import load
+from softcell.engine import RunFolder, resolve_device
+from softcell.engine.files import atomic_write_text
+from softcell.engine.interrupt import Interrupt
+from softcell.engine.lanes import interleave
+from softcell.report import curves_svg
+from softcell.report.svg import to_svg
+from softcell.search import SearchRecipe, resolve, stored_recipe
+from softcell.search.search import searching
+from softcell.settings import assignments
+from softcell.spaces.count import count_genotype, evaluation_space
+
+LEVELS = ("mild", "moderate", "aggressive")
+CURVES = ("train_accuracy", "val_accuracy", "child_accuracy", "entropy")
+
+
+def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
+    given: dict[str, Any] = {
+        "data": options.data,
+        "data_root": options.data_root,
+        "scale": options.scale,
+        "epochs": options.epochs,
+        "device": options.device,
+        "precision": options.precision,
+        "seed": seed,
+        "child_every": 1,
+    }
+    given = layered({key: value for key, value in given.items() if value is not None}, assignments(options.set))
+    left = len(load(options.data, options.data_root).train) - options.held
+    if arm == "darts":
+        split = {"held": options.held, "weights": left // 2, "validation": left - left // 2}
+        return resolve({**given, "method": "darts", "split": split})
+    split = {"held": options.held, "weights": left}
+    return resolve({**given, "method": "snas", "split": split, "resource": {"preset": arm.removeprefix("snas-")}})
+
+
+def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
+    return Path(options.runs) / f"{arm}-{Path(options.data).stem}-{seed}"
+
+
+def run_all(arms: list[str], options: argparse.Namespace) -> None:
+    """Goes on with everything that is not finished, side by side, until it is or the time is over."""
+    deadline, starts = Deadline(options.minutes), []
+    for seed in range(options.seeds):
+        for arm in arms:
+            folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
+            begun = (folder / "run.json").is_file()
+            if begun and RunFolder.open(folder).manifest["status"] == "finished":
+                continue
+            if begun:
+                kept = ("threads", "precision")  # decided when the run began
+                recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
+            starts.append(partial(searching, recipe, folder, resume=begun, on_event=deadline))
+    device = resolve_device(options.device)
+    with Interrupt():
+        found = interleave(starts, device, options.at_once or (len(starts) if device.type == "cuda" else 1))
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
+
+
+def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What one search gave, or how far it has come."""
+    folder = folder_of(arm, seed, options)
+    rows = epochs_of(folder)
+    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs": options.epochs, "epochs_done": len(rows)}
+    if not (folder / "run.json").is_file() or RunFolder.open(folder).manifest["status"] != "finished":
+        return {**row, "result": NOT_MEASURED}
+    manifest, genotype = RunFolder.open(folder).manifest, Genotype.load(folder)
+    results, dataset = manifest["results"], load(options.data, options.data_root)
+    cost = count_genotype(evaluation_space("darts", options.data), genotype, dataset.shape, dataset.num_classes)
+    row["result"] = {
+        "search_accuracy": results["val_accuracy"],
+        "child_accuracy": results["child_accuracy"],
+        "child_accuracy_bn": results["child_accuracy_bn"],
+        "loss_of_child": results["val_accuracy"] - results["child_accuracy"],
+        "split": results["val_split"],
+        "parameters": cost.parameters,
+        "multiply_adds": cost.multiply_adds,
+        "entropy": rows[-1]["entropy"],
+        "genotype": genotype.to_dict(),
+        "curves": {key: [r.get(key) for r in rows] for key in CURVES},
+        "recipe": manifest["recipe"],
+        "hardware": manifest["hardware"],
+        "versions": manifest["versions"],
+    }
+    atomic_write_text(options.out / f"{arm}-{seed}.svg", to_svg(genotype, f"{arm} on {options.data}, seed {seed}"))
+    return row
+
+
+def summarise(rows: list[dict[str, Any]], arms: list[str]) -> dict[str, Any]:
+    keys = ("search_accuracy", "child_accuracy", "child_accuracy_bn", "loss_of_child", "parameters", "entropy")
+    found: dict[str, Any] = {}
+    for arm in arms:
+        done = [row["result"] for row in rows if row["arm"] == arm and row["result"] != NOT_MEASURED]
+        found[arm] = {key: spread([float(r[key]) for r in done]) for key in keys} if done else NOT_MEASURED
+    return found
+
+
+def draw(rows: list[dict[str, Any]], arms: list[str], options: argparse.Namespace) -> None:
+    """Accuracies of search and child, and entropies (Figure 4), as means over the seeds."""
+    for name, keys in (("accuracy", ("val_accuracy", "child_accuracy")), ("entropy", ("entropy",))):
+        history: list[dict[str, Any]] = [{"epoch": e} for e in range(options.epochs)]
+        labels = []
+        for arm in arms:
+            done = [r["result"]["curves"] for r in rows if r["arm"] == arm and r["result"] != NOT_MEASURED]
+            for key in keys if done else ():
+                label = arm if len(keys) == 1 else f"{arm} {'child' if key == 'child_accuracy' else 'search'}"
+                labels.append(label)
+                for epoch, values in enumerate(zip(*(curves[key] for curves in done), strict=True)):
+                    if None not in values:
+                        history[epoch][label] = statistics.fmean(values)
+        if labels:
+            title = f"{name} on {options.data}, mean over seeds"
+            atomic_write_text(options.out / f"{name}.svg", curves_svg(history, labels, title))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.snas", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="cifar10", help="dataset")
+    parser.add_argument("--data-root", help="where named data lie")
+    parser.add_argument("--epochs", type=int, default=25, help="of every search")
+    parser.add_argument("--seeds", type=int, default=2, help="searches per arm")
+    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS, help="constraint levels of SNAS")
+    parser.add_argument("--held", type=int, default=5000, help="training images left out, to be measured on")
+    parser.add_argument("--scale", help="small or paper; by default as suits the data")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--precision", help="auto, float32 or bfloat16")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
+    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--runs", type=Path, default=Path("runs/snas-study"), help="where the searches lie")
+    parser.add_argument("--out", type=Path, default=Path("results/snas"), help="where record and drawings go")
+    options = parser.parse_args(arguments)
+    arms = [*(f"snas-{level}" for level in options.levels), "darts"]
+    run_all(arms, options)
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = [measured(arm, seed, options) for seed in range(options.seeds) for arm in arms]
+    summary = summarise(rows, arms)
+    draw(rows, arms, options)
+    published = {"snas": "88.54 → 90.67 (150 epochs)", "darts": "87.67 → 54.66 (second order)"}
+    record = options.out / f"children-{Path(options.data).stem}.json"
+    write_record(record, "studies.snas", rows=rows, summary=summary, published=published)
+    table = Table(title=f"{options.data}: accuracy on the {options.held:,} images left out, mean over seeds")
+    for column in ("arm", "done", "search", "child", "child, norms anew", "parameters (trained size)", "entropy"):
+        table.add_column(column, justify="right")
+    for arm in arms:
+        done = f"{sum(r['arm'] == arm and r['result'] != NOT_MEASURED for r in rows)}/{options.seeds}"
+        if summary[arm] == NOT_MEASURED:
+            table.add_row(arm, done, NOT_MEASURED)
+            continue
+        means = {key: value["mean"] for key, value in summary[arm].items()}
+        shares = (f"{means[k]:.2%}" for k in ("search_accuracy", "child_accuracy", "child_accuracy_bn"))
+        table.add_row(arm, done, *shares, f"{means['parameters']:,.0f}", f"{means['entropy']:.3f}")
+    console = Console()
+    console.print(table)
+    console.print(f"written: {record}")
+
+
+if __name__ == "__main__":
+    main()
