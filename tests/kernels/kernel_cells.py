@@ -12,7 +12,9 @@ from softcell.arch import Live, WeightMix
 from softcell.nn.drop import DropPath
 from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
-from softcell.spaces.fused import FusedCell, modules_only, plan
+from softcell.spaces.fused import modules_only
+from softcell.spaces.fused_cell import FusedCell
+from softcell.spaces.fused_plan import plan
 
 SPACES = {
     "darts": {"cells": 4, "channels": 3, "nodes": 2},
@@ -40,6 +42,7 @@ class OneSite(WeightMix):
 
     def __init__(self, table: Tensor, live: Live | None = None) -> None:
         self._table, self._live = table, live
+        self._picked = frozenset()
 
     def weights(self, site: int) -> Tensor:
         return self._table

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from softcell.arch import WeightMix
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
 from softcell.spaces import build_space
-from softcell.spaces.fused import Entry, Unfit, modules_only, plan, serves
+from softcell.spaces.fused import modules_only, serves
+from softcell.spaces.fused_plan import Entry, Unfit, plan
 
 CELLS = [("darts", 0), ("darts", 1), ("shared", 0), ("shared", 1), ("nb201", 0)]
 

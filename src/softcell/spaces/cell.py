@@ -21,7 +21,8 @@ from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.drop import DropPath
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.bottleneck import Bottleneck, narrowed
-from softcell.spaces.fused import Entry, Fused, serves
+from softcell.spaces.fused import Fused, serves
+from softcell.spaces.fused_plan import Entry
 
 SpecOf = Callable[[int], Spec]
 """What the candidates that leave a node are built for."""

@@ -1,0 +1,138 @@
+"""A mixed cell that runs through `softcell.kernels`: a program and the modules whose weights and statistics it reads.
+
+Nothing is owned here: weights and running statistics stay in the modules, under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softcell.kernels.cell import Program, mixed_cell
+from softcell.kernels.compose import Recipe, compose, compose_gradient, flat_kernels
+
+
+def _as_vector(weight: Tensor) -> Tensor:
+    """A weight [c_out, c_in, k, k] as a vector ordered (c_out, tap, c_in): a view of one that is channels-last."""
+    return weight.permute(0, 2, 3, 1).reshape(-1)
+
+
+def _like(vector: Tensor, weight: Tensor) -> Tensor:
+    """The reverse of `_as_vector`: a view, with the weight's strides where its memory has the same order."""
+    c_out, c_in, height, width = weight.shape
+    if height * width == 1 or c_in == 1:  # any order of the dimensions is the same memory
+        offset = vector.storage_offset()
+        return vector.as_strided(weight.shape, weight.stride(), offset)
+    return vector.view(c_out, height, width, c_in).permute(0, 3, 1, 2)
+
+
+class _Flat(torch.autograd.Function):
+    """The flat weights [size] of a cell from its modules' weights, whose gradients come in the same layout."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: FusedCell, *weights: Tensor) -> Tensor:
+        ctx.cell = cell
+        ctx.save_for_backward(*weights)
+        factors = torch.cat([_as_vector(w) for w in weights])
+        out = factors.new_empty(cell.program.size)
+        compose(factors, out, cell.recipes, cell.program.channels)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cell: FusedCell = ctx.cell
+        weights: list[Tensor] = list(ctx.saved_tensors)
+        if torch.is_grad_enabled():
+            again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
+            return None, *again
+        factors = torch.cat([_as_vector(w) for w in weights])
+        found = torch.empty_like(factors)
+        compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
+        parts = torch.split(found, [w.numel() for w in weights])
+        # Each gradient gets memory of its own: whoever clips or averages in place must not meet another's.
+        own = [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device) for w in weights]
+        torch._foreach_copy_(own, [_like(part, w) for part, w in zip(parts, weights, strict=True)])
+        return None, *own
+
+
+@dataclass(frozen=True, slots=True)
+class FusedCell:
+    """A program and the modules it reads."""
+
+    program: Program
+    recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
+    convolutions: tuple[nn.Conv2d, ...]
+    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm)
+    momentum: float
+
+    def __call__(self, states: Sequence[Tensor], mix: Tensor, factors: Tensor | None = None) -> list[Tensor]:
+        """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes.
+
+        factors [choices, n]: what drop-path scales each choice of each sample by.
+        """
+        c, device = self.program.channels, states[0].device
+        training = self.norms[0][1].training
+        dtype = compute_type(states[0])
+        with torch.autocast(device.type, enabled=False):
+            flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
+            running = None if training else self._running(device)
+            mix = mix.to(torch.promote_types(dtype, torch.float32))
+            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states)
+            if training:
+                rows = nodes[0].numel() // c
+                if rows <= 1:
+                    raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
+                self._update_running(moments, rows)
+        return [*states, *nodes]
+
+    def parameters(self) -> list[Tensor]:
+        """The convolutions' weights, in the order the recipes know them by."""
+        return [conv.weight for conv in self.convolutions]
+
+    def flatten(self, weights: Sequence[Tensor]) -> Tensor:
+        """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
+        return flat_kernels(torch.cat([_as_vector(w) for w in weights]), self.recipes, self.program.channels)
+
+    def _running(self, device: torch.device) -> Tensor:
+        """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
+        means = torch.stack([_present(m.running_mean) for _, m in self.norms])
+        variances = torch.stack([_present(m.running_var) for _, m in self.norms])
+        running = means.new_zeros(2, self.program.planes, self.program.channels)
+        where = _positions(tuple(plane for plane, _ in self.norms), device)
+        return running.index_copy_(1, where, torch.stack([means, variances]))
+
+    @torch.no_grad()
+    def _update_running(self, moments: Tensor, rows: int) -> None:
+        """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does."""
+        means = [moments[0, plane] for plane, _ in self.norms]
+        unbiased = moments[2] * (rows / (rows - 1))
+        variances = [unbiased[plane] for plane, _ in self.norms]
+        running = [_present(m.running_mean) for _, m in self.norms] + [_present(m.running_var) for _, m in self.norms]
+        torch._foreach_mul_(running, 1 - self.momentum)
+        torch._foreach_add_(running, means + variances, alpha=self.momentum)
+        torch._foreach_add_([_present(m.num_batches_tracked) for _, m in self.norms], 1)
+
+
+_POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _positions(planes: tuple[int, ...], device: torch.device) -> Tensor:
+    key = (planes, device)
+    if key not in _POSITIONS:
+        _POSITIONS[key] = torch.tensor(planes, device=device)
+    return _POSITIONS[key]
+
+
+def _present(buffer: Tensor | None) -> Tensor:
+    assert buffer is not None  # norms without running statistics are refused
+    return buffer
+
+
+def compute_type(x: Tensor) -> torch.dtype:
+    """What is computed in where `x` arrives."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
