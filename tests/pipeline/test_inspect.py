@@ -34,9 +34,13 @@ def test_every_broken_file_is_named_and_left_out(tmp_path: Path) -> None:
     (root / "class-0" / "empty.jpg").write_bytes(b"")
     whole = (root / "class-1" / "0.png").read_bytes()
     (root / "class-1" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    noise = Image.effect_noise((64, 64), 90).convert("RGB")
+    noise.save(root / "class-1" / "half.jpg")  # a header that can be read, and half of the pixels
+    whole = (root / "class-1" / "half.jpg").read_bytes()
+    (root / "class-1" / "half.jpg").write_bytes(whole[: len(whole) // 2])
     found = inspect_folder(root)
-    assert [name for name, _ in found.broken] == ["class-0/empty.jpg", "class-1/cut.png"]
-    assert "2 broken files" in "\n".join(found.lines())
+    assert [name for name, _ in found.broken] == ["class-0/empty.jpg", "class-1/cut.png", "class-1/half.jpg"]
+    assert "3 broken files" in "\n".join(found.lines())
     links = make_links(found, tmp_path / "links")
     assert len(load(links).train) + len(load(links).test) == 24
 

@@ -13,7 +13,7 @@ from pipeline_images import folder
 
 from softcell.api import Network
 from softcell.cli.main import run as softcell
-from softcell.engine.events import OnEvent
+from softcell.engine.events import EpochEnded, Event, OnEvent, Started
 from softcell.errors import UserError
 from softcell.pipeline import Plan, Wishes, run
 from softcell.pipeline import run as pipeline
@@ -28,6 +28,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_TRAIN_EPOCHS", 2)
     monkeypatch.setattr(module, "PROBE_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "LATENCY_ROUNDS", 1)
+    monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
 
 
@@ -46,9 +47,10 @@ def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
 class Screen:
     """Counts what is shown, and stops the run at one of the moments."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
-        self.moment, self.stop_at = 0, stop_at
+    def __init__(self, stop_at: int | None = None, *, stop_in_training: bool = False) -> None:
+        self.moment, self.stop_at, self.stop_in_training = 0, stop_at, stop_in_training
         self.lines: list[str] = []
+        self.starts: list[tuple[str, int]] = []
 
     def _tick(self) -> None:
         self.moment += 1
@@ -69,7 +71,14 @@ class Screen:
     def job(self, heading: str) -> Iterator[OnEvent]:
         self.lines.append(heading)
         self._tick()
-        yield lambda event: self._tick()
+        yield self._event
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.starts.append((self.lines[-1], event.epoch))
+        if self.stop_in_training and isinstance(event, EpochEnded) and self.lines[-1].startswith("train"):
+            raise KeyboardInterrupt
+        self._tick()
 
 
 def wishes(data: Path) -> Wishes:
@@ -124,15 +133,32 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_end(data: Path, tmp_path: Pa
     # Before the search, within it, within trainings, and between all of them; each process gets further.
     assert screen.moment > 60
     plan = Plan.create(tmp_path / "stopped", wishes(data))
-    for at in (1, 3, 9, 12, 6, 14, 12, 4):
+    for at in (1, 3, 9, 12, 6, 14, 12, None):
         with pytest.raises(KeyboardInterrupt):
-            pipeline(plan, Screen(stop_at=at))
+            pipeline(plan, Screen(at, stop_in_training=at is None))
         plan = Plan.open(plan.folder)  # as a new process would
         assert plan.status == "interrupted"
-    assert pipeline(plan, Screen()).summary is not None
+    screen = Screen()
+    assert pipeline(plan, screen).summary is not None
+    heading, epoch = screen.starts[0]
+    assert heading.startswith("train") and epoch >= 1  # it went on within the training, and did not begin it again
     assert comparable(plan) == comparable(whole)
     assert Plan.open(plan.folder).status == "finished"
     assert not list(plan.folder.glob("measuring*")) and not list(plan.folder.glob("*.tmp"))
+
+
+@pytest.mark.usefixtures("no_onnx")
+def test_a_search_that_has_become_slow_ends_early_and_its_epochs_count(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "OVERRUN", 0.0)
+    plan, screen = Plan.create(tmp_path / "slow", wishes(data)), Screen()
+    assert pipeline(plan, screen).summary is not None
+    assert any("ends after 1 of 2 epochs" in line for line in screen.lines)
+    manifest = json.loads((plan.folder / "search" / "run.json").read_text())
+    assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
+    assert len((plan.folder / "search" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert plan.training is not None and plan.training["epochs"] == 2
 
 
 def test_bad_requests_are_refused_before_anything_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import statistics
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from softcell.baseline import STRIDE
 from softcell.data import datasets, load
 from softcell.data.catalogue import loaded_once
 from softcell.data.dataset import TEST_FRACTION
-from softcell.engine import resolve_device
+from softcell.engine import RunFolder, resolve_device
 from softcell.engine.events import EpochEnded, Event, OnEvent
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
@@ -47,6 +47,8 @@ from softcell.spaces import Network, build_space
 
 SEARCH_SHARE = 0.3
 """Of the time: the search; the rest is for trainings."""
+OVERRUN = 1.2
+"""Times its expected length a search may take before it is ended early, to the good of the trainings."""
 SAFE = 0.97
 """Plans are made for this share of the time, since measured steps are a forecast."""
 LEAST_RESERVED, MOST_RESERVED = 15.0, 45.0
@@ -88,6 +90,25 @@ class _StoppedError(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
         self.exit_code = exit_code
+
+
+class _TimeIsUpError(Exception):
+    """A search has used its time and more; `epochs` of it are done and saved."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__(epochs)
+        self.epochs = epochs
+
+
+def _ending(shown: OnEvent, is_late: Callable[[], bool], num_epochs: int) -> OnEvent:
+    """Passes events on; ends a job that is late after the epoch it is in, which is saved by then."""
+
+    def event(happened: Event) -> None:
+        shown(happened)
+        if isinstance(happened, EpochEnded) and happened.epoch + 1 < num_epochs and is_late():
+            raise _TimeIsUpError(happened.epoch + 1)
+
+    return event
 
 
 def run(plan: Plan, screen: Screen) -> Outcome:
@@ -245,8 +266,20 @@ class _Run:
         folder = plan.folder / "search"
         recipe = build(SearchRecipe, plan.search["recipe"], "plan: search")
         heading = f"search {choice.method} in space {choice.space}, {recipe.epochs} epochs ({self._standing()})"
-        with self.screen.job(heading) as shown:
-            result = search_with(recipe, folder, resume=_begun(folder), on_event=self._saving(shown))
+        until = plan.search.setdefault("until", plan.used() + OVERRUN * plan.search["expected"])
+        plan.save()
+        try:
+            with self.screen.job(heading) as shown:
+                watched = self._saving(_ending(shown, lambda: plan.used() > until, recipe.epochs))
+                result = search_with(recipe, folder, resume=_begun(folder), on_event=watched)
+        except _TimeIsUpError as late:
+            # Steps have become slower than those that were measured. What was learned is kept: the search ends here.
+            self.screen.say(f"the search ends after {late.epochs} of {recipe.epochs} epochs: its time is up")
+            shorter = replace(recipe, epochs=late.epochs)
+            plan.search["recipe"] = shorter.to_dict()
+            RunFolder.open(folder).update(recipe=shorter.to_dict())
+            plan.save()
+            return self.search(choice)
         if result.genotype is None:
             raise _StoppedError(result.exit_code)
         return result.genotype
