@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle, islice
@@ -104,7 +105,18 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
         "busy_ms": sum(e.device_time for e in events) / 1e3,
         "kernels": len(events),
         "peak_gb": peak / 1e9,
+        "longest": _longest(events),
     }
+
+
+def _longest(events: list[Any], count: int = 25) -> list[dict[str, Any]]:
+    """The kernels that take most of a step, by name: what to look at next."""
+    spent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for e in events:
+        spent[e.name[:80]] += e.device_time / 1e3
+        calls[e.name[:80]] += 1
+    return [{"kernel": name, "ms": ms, "calls": calls[name]} for name, ms in spent.most_common(count)]
 
 
 def _milliseconds(task: Task, one: Any) -> float:
