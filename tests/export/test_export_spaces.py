@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -34,6 +35,17 @@ CASES = [
     pytest.param(name, marks=[pytest.mark.exhaustive] if name in ALIKE - {"s4"} else [])
     for name in subjects()
 ]
+
+
+ALIKE = {"s2", "s3"}
+"""DARTS with some of its candidates: what costs seconds is done for them in the exhaustive run."""
+COSTLY = [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in subjects()]
+
+
+def smaller(space: Space) -> Space:
+    """With two nodes where that can be set: graphs are translated node by node, and the kinds of nodes are the same."""
+    names = {field.name for field in dataclasses.fields(space)}  # type: ignore[arg-type]
+    return dataclasses.replace(space, nodes=2) if "nodes" in names else space  # type: ignore[type-var, call-arg]
 
 
 def model_of(network: nn.Module, shape: Shape = SHAPE) -> Model:
