@@ -22,7 +22,7 @@ from benchmarks.plain import make_plain
 from softcell.engine.distributed import World
 from softcell.engine.session import place
 from softcell.engine.timing import Stopwatch, Timing
-from softcell.methods import METHODS, Method
+from softcell.methods import METHODS, Method, fitted
 from softcell.nn.objective import CrossEntropy
 from softcell.search.steps import Players, bilevel
 from softcell.spaces import build_space
@@ -61,7 +61,7 @@ def players(case: Case, device: torch.device, *, plain: bool) -> Players:
         make_plain(supernet)
     kind = METHODS.get(case.method)
     assert issubclass(kind, Method)
-    method = kind(space.layout(), kind.Settings())
+    method = fitted(kind, kind.Settings(), supernet)
     if plain:
         supernet.to(device)
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.distributed import World
 from softcell.engine.optim import adam, sgd
-from softcell.methods import METHODS
+from softcell.methods import METHODS, fitted
 from softcell.nn.objective import CrossEntropy
 from softcell.search.steps import Players
 from softcell.settings import build
@@ -103,7 +103,7 @@ def players(
     built = build_space(space, TINY[space])
     supernet = built.supernet((1, 8, 8), 3).to(torch.float64)
     kind = METHODS.get("darts") if method is None else method
-    made = kind(built.layout(), build(kind.Settings, {})).to(torch.float64)
+    made = fitted(kind, build(kind.Settings, {}), supernet).to(torch.float64)
     with torch.no_grad():
         for logits in made.parameters():
             logits.copy_(torch.randn(logits.shape, dtype=torch.float64))

@@ -24,6 +24,11 @@ from softcell.errors import UserError
 class Rule(ABC):
     """One way to derive the picks of a table."""
 
+    @property
+    def never_picked(self) -> tuple[str, ...]:
+        """Candidates that are not derived where an edge has others."""
+        return ()
+
     @abstractmethod
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
         """strengths [choices, width] to picks, ordered by target, then source."""
@@ -50,6 +55,10 @@ class StrongestEach(Rule):
     """The strongest candidate of every choice, `none` among them unless excluded (NAS-Bench-201, chains, SNAS)."""
 
     exclude: tuple[str, ...] = ()
+
+    @property
+    def never_picked(self) -> tuple[str, ...]:
+        return self.exclude
 
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
         values = rows(table, strengths)
@@ -90,6 +99,10 @@ class TopInputs(Rule):
     def __post_init__(self) -> None:
         if self.inputs < 1:
             raise UserError(f"`inputs >= 1` must hold, but got inputs={self.inputs}")
+
+    @property
+    def never_picked(self) -> tuple[str, ...]:
+        return self.exclude
 
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
         values = rows(table, strengths)
@@ -149,6 +162,10 @@ class Positive(Rule):
     """
 
     exclude: tuple[str, ...] = ("none",)
+
+    @property
+    def never_picked(self) -> tuple[str, ...]:
+        return self.exclude
 
     def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
         values = rows(table, strengths)

@@ -8,7 +8,8 @@ combines a choice's outputs on its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Self
 
 from torch import Tensor
 
@@ -30,6 +31,26 @@ class Mix(ABC):
 
     def live(self, site: int) -> Live | None:
         """Which candidates of each choice must run at this site; None means all."""
+        return None
+
+    def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
+        """Sees all live outputs of a choice before `combine` gets them in parts.
+
+        Called where features and calibrating candidates arrive together: their outputs have different shapes, and are
+        combined kind by kind.
+        """
+        return None
+
+    def signature(self) -> Hashable | None:
+        """What of this mix is not in its numbers, for steps that are recorded; None: it cannot be recorded."""
+        return None
+
+    def copy(self) -> Self:
+        """The same mix in memory that stays; itself where its numbers are parameters, which change in place."""
+        return self
+
+    def take(self, other: Self) -> None:
+        """Takes the numbers of a mix of the same signature, in place."""
         return None
 
 
@@ -80,21 +101,20 @@ class WeightMix(Mix):
                 total = term if total is None else total + term
         return total
 
-    def signature(self) -> tuple[object, ...]:
-        """What of this mix is not in its numbers: which candidates run at each site, and which are picked."""
+    def signature(self) -> Hashable:
+        """Which candidates run at each site, and which are picked."""
         return (tuple(self.live(site) for site in range(len(self._weights))), self._picked)
 
-    def copy(self) -> WeightMix:
+    def copy(self) -> Self:
         """The same mix in memory of its own; sites that share weights still do."""
-        twin = object.__new__(WeightMix)
+        twin = object.__new__(type(self))
         known = {id(weights): weights.detach().clone() for weights in _all(self)}
         twin._weights = [known[id(weights)] for weights in self._weights]
         twin.tables = {name: known[id(weights)] for name, weights in self.tables.items()}
         twin._lives, twin._picked = self._lives, self._picked
         return twin
 
-    def take(self, other: WeightMix) -> None:
-        """Takes the numbers of a mix of the same signature, in place."""
+    def take(self, other: Self) -> None:
         for own, given in zip(_all(self), _all(other), strict=True):
             own.copy_(given)
 

@@ -11,12 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Plan, Rule, derive
+from softcell.spaces import Supernet
+from softcell.spaces.shapes import Shapes, output_shapes
 
 Regime = Literal["single-level", "bilevel", "unrolled"]
 
@@ -38,6 +40,10 @@ class Method(nn.Module, ABC):
     A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
     what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
     plan is made before it, from numbers that are one step old (`softcell.search.plans`).
+
+    A method whose parameters have the shape of feature maps sets `needs_shapes` and makes them in `fit`. A method that
+    derives from what the supernet does with images, not from parameters, *looks*: `looking` gives the mix for one pass
+    over the validation split, which adds to the tensors of `looked`.
     """
 
     name: ClassVar[str]
@@ -45,6 +51,7 @@ class Method(nn.Module, ABC):
     excludes: ClassVar[tuple[str, ...]] = ()
     regime: ClassVar[Regime] = "bilevel"
     home: ClassVar[str | None] = None
+    needs_shapes: ClassVar[bool] = False
     rule: ClassVar[Rule | None] = None
     Settings: ClassVar[type] = NoSettings
     recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -53,6 +60,9 @@ class Method(nn.Module, ABC):
         super().__init__()
         self.layout, self.settings = layout, settings
         self._plan: Plan | None = None
+
+    def fit(self, shapes: Shapes) -> None:
+        """Makes what depends on the shapes of the candidates' outputs; called once, before anything else."""
 
     @abstractmethod
     def relax(self) -> Mix:
@@ -65,6 +75,30 @@ class Method(nn.Module, ABC):
     def derive(self) -> Genotype:
         """The architecture found so far; by default the method's or the space's rule on the probabilities."""
         return derive(self.layout, self.probabilities(), self.rule, about={"method": self.name})
+
+    def looking(self) -> Mix | None:
+        """The mix for a pass over the validation split that `derive` rests on, begun anew; None: it needs none."""
+        return None
+
+    def looked(self) -> Sequence[Tensor]:
+        """Sums over images that a pass with the mix of `looking` has added to; the search adds those of all ranks."""
+        return ()
+
+    def findings(self) -> dict[str, Any]:
+        """What the derived architecture rests on, as JSON, for `run.json`."""
+        return {}
+
+    def remarks(self) -> Sequence[str]:
+        """What a user has to know about the derived architecture."""
+        return ()
+
+    def penalised(self, mix: Mix) -> dict[str, Tensor]:
+        """The probabilities that a resource penalty acts on, after a forward pass under `mix`."""
+        return self.probabilities()
+
+    def is_steerable(self) -> bool:
+        """Whether `penalised` carries gradients."""
+        return any(p.requires_grad for p in self.probabilities().values())
 
     def reading(self) -> Tensor | None:
         """Numbers [n] that the host reads to plan a step; None: this method needs no plan. On the device's clock."""
@@ -146,6 +180,17 @@ class Sampler(ABC):
     @abstractmethod
     def propose(self, number: int, scores: list[float]) -> Genotype:
         """Architecture `number`, given the validation accuracies of those before it."""
+
+
+M = TypeVar("M", bound=Method)
+
+
+def fitted(kind: type[M], settings: Any, supernet: Supernet) -> M:
+    """A method for the space and the image size of `supernet`."""
+    method = kind(supernet.layout, settings)
+    if kind.needs_shapes:
+        method.fit(output_shapes(supernet))
+    return method
 
 
 def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:

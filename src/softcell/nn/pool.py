@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from softcell.nn.candidates import Spec, candidate
@@ -17,6 +18,25 @@ class AveragePool(nn.AvgPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.contiguous() if input.is_cuda else input)
+
+
+_WINDOWS: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
+
+
+def adaptive_windows(size: int, wanted: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A [wanted, size] with which A @ x @ B.T is adaptive average pooling of x [..., size, size'].
+
+    Row i averages positions ⌊i·size/wanted⌋ to ⌈(i+1)·size/wanted⌉. By products, since torch's own adaptive pooling has
+    no deterministic gradient on CUDA. Kept, since copying it each step would stall a GPU.
+    """
+    key = (size, wanted, device, dtype)
+    if key not in _WINDOWS:
+        matrix = torch.zeros(wanted, size, dtype=dtype)
+        for i in range(wanted):
+            first, last = i * size // wanted, -(-(i + 1) * size // wanted)
+            matrix[i, first:last] = 1.0 / (last - first)
+        _WINDOWS[key] = matrix.to(device)
+    return _WINDOWS[key]
 
 
 def _shares(spec: Spec) -> bool:

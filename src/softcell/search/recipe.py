@@ -55,8 +55,13 @@ class WeightOptimiser:
 
 @dataclass(frozen=True)
 class ArchitectureOptimiser:
-    """Adam for the architecture parameters; `clip` 0 means no clipping."""
+    """Adam for the architecture parameters; `clip` 0 means no clipping.
 
+    `optimiser` "weights": they learn as the weights do instead, by an SGD with the settings and the learning rate of
+    `weights`; of what is said here only `clip` then holds.
+    """
+
+    optimiser: Literal["adam", "weights"] = "adam"
     lr: float = 3e-4
     beta1: float = 0.5
     beta2: float = 0.999

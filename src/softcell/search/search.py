@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from softcell.arch import Genotype, sample
-from softcell.data import Dataset, fingerprint, load, split
+from softcell.data import Batches, Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
@@ -22,7 +23,7 @@ from softcell.engine.lanes import Running, drain
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method
+from softcell.methods import METHODS, Method, fitted
 from softcell.registry import load_plugin
 from softcell.search.budget import Budget, with_latencies
 from softcell.search.guide import make_objective, supernet_stages
@@ -211,7 +212,7 @@ def _task(
     for name in unmet(kind, type(space), recipe.scale):
         tell(f"{recipe.method} wants `space.{name}`, but space {recipe.space!r} has no such setting: it goes without")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
-    method = session.place(kind(layout, settings))
+    method = session.place(fitted(kind, settings, supernet))
     resource, budget = _resource(recipe, space, method, dataset, session, tell)
     objective, about = make_objective(recipe.guide, lambda: supernet_stages(supernet, method), dataset.shape, session)
     return SearchTask(
@@ -224,10 +225,20 @@ def _task(
         weights=weights,
         validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,
+        looked=_looked(recipe, kind, feeds, dataset, parts, held),
         tell=tell,
         resource=resource,
         budget=budget,
     )
+
+
+def _looked(
+    recipe: SearchRecipe, kind: type[Method], feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
+) -> Batches:
+    """The validation split as it is, for methods that derive from a pass over it."""
+    if recipe.measured_split == "validation" or kind.looking is Method.looking:
+        return held
+    return feeds.plain(dataset.train, parts["validation"])
 
 
 def _resource(
@@ -242,7 +253,8 @@ def _resource(
     settings = recipe.resource
     if not settings.is_on:
         return None, None
-    check_steerable(method.probabilities(), recipe.method)
+    if not method.is_steerable():
+        check_steerable(method.probabilities(), recipe.method)
     shape, classes = dataset.shape, dataset.num_classes
     costs = count_candidates(space, shape, classes, printed_pooling=settings.pooling == "printed")
     if settings.latency_table is not None:

@@ -49,7 +49,7 @@ class Players:
         own = self.method.penalty(mix)
         if self.resource is None:
             return own
-        cost: Tensor = self.resource(self.method.probabilities(), mix)
+        cost: Tensor = self.resource(self.method.penalised(mix), mix)
         return cost if own is None else own + cost
 
     def learn_weights(self, gradients: Sequence[Tensor | None]) -> None:

@@ -15,7 +15,7 @@ from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.compiled import compile_regions
-from softcell.engine.distributed import World, average_, broadcast_module
+from softcell.engine.distributed import World, average_, broadcast_module, sum_
 from softcell.engine.optim import adam, load_optimiser, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import computing_in, in_precision
@@ -41,8 +41,8 @@ from softcell.spaces.fused import modules_only
 class SearchTask:
     """Supernet, method and optimisers, stepped by the recipe's regime.
 
-    `weights` feeds the weights, `validation` the architecture (unless single-level), `held` measures accuracy on the
-    validation split without augmentation.
+    `weights` feeds the weights, `validation` the architecture (unless single-level), `held` measures accuracy without
+    augmentation. `looked` is the validation split for methods that look at it to derive, often the same as `held`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class SearchTask:
         weights: Batches,
         validation: Batches,
         held: Batches,
+        looked: Batches,
         tell: Callable[[str], None],
         resource: ResourcePenalty | None = None,
         budget: Budget | None = None,
@@ -75,13 +76,7 @@ class SearchTask:
             method,
             objective,
             sgd(own, world.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay),
-            adam(
-                method.parameter_groups(a.lr, a.weight_decay),
-                world.device,
-                lr=a.lr,
-                betas=(a.beta1, a.beta2),
-                weight_decay=a.weight_decay,
-            ),
+            _architecture_optimiser(recipe, method, world),
             world,
             w.clip,
             a.clip,
@@ -96,6 +91,7 @@ class SearchTask:
         self._run = prepare_step(learn, recipe.engine, world, tell)
         self._plans = Plans(method)
         self._measure = Validation(supernet, held, recipe.engine, world, self._surroundings)
+        self._look = None if looked is held else Validation(supernet, looked, recipe.engine, world, self._surroundings)
 
     @property
     def num_epochs(self) -> int:
@@ -115,6 +111,8 @@ class SearchTask:
         w = self.recipe.weights
         rate = rate_at(epoch, self.num_epochs, w.lr, w.lr_min, w.schedule, warmup=w.warmup)
         set_lr(self.players.weight_optimiser, rate)
+        if self.recipe.architecture.optimiser == "weights":
+            set_lr(self.players.architecture_optimiser, rate)
         self._tally.begin_epoch()
         for sums in self.objective.gauges().values():
             sums.zero_()
@@ -206,7 +204,9 @@ class SearchTask:
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
         """What is measured once, after the last epoch, on the architecture found."""
-        results: dict[str, Any] = {}
+        results: dict[str, Any] = self.method.findings()
+        for remark in self.method.remarks():
+            self._tell(remark)
         if self.recipe.child_every:
             plain = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
             anew = measure_child(
@@ -296,13 +296,27 @@ class SearchTask:
     def _validate(self) -> dict[str, Any]:
         """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
         with torch.no_grad():
-            held = self._measure(self.method.relax())
+            looking = self.method.looking()
+            if looking is not None and self._look is not None:
+                self._look(looking)
+            together = looking is not None and self._look is None
+            held = self._measure(looking if looking is not None and together else self.method.relax())
+            for sums in self.method.looked():
+                sum_(sums, self.world)
         return {
             "val_loss": held.loss,
             "val_accuracy": held.accuracy,
             "val_split": self.recipe.measured_split,
             "val_count": held.count,
         }
+
+
+def _architecture_optimiser(recipe: SearchRecipe, method: Method, world: World) -> torch.optim.Optimizer:
+    w, a = recipe.weights, recipe.architecture
+    if a.optimiser == "weights":
+        return sgd(method.parameters(), world.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay)
+    groups = method.parameter_groups(a.lr, a.weight_decay)
+    return adam(groups, world.device, lr=a.lr, betas=(a.beta1, a.beta2), weight_decay=a.weight_decay)
 
 
 def _cycle(batches: Batches, first: int) -> Iterator[Draft]:

@@ -6,14 +6,14 @@ the mix, it costs the host next to nothing in every later epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.arch import Mix, WeightMix
+from softcell.arch import Mix
 from softcell.data import Batches
 from softcell.engine.capture import KEPT, CapturedStep, Engine, prepare_step
 from softcell.engine.distributed import World
@@ -35,7 +35,7 @@ class Validation:
         self._supernet, self._held, self._world, self._surroundings = supernet, held, world, surroundings
         self._meter = Meter().to(world.device)
         self._mix: Mix | None = None
-        self._kept: dict[object, WeightMix] = {}
+        self._kept: dict[Hashable, Mix] = {}
         # Silent: what cannot be recorded here could not be recorded in the search, which has said so.
         self._run = prepare_step(self._look, engine, world, lambda text: None)
 
@@ -44,11 +44,9 @@ class Validation:
         """Loss and accuracy over all images and all ranks, in evaluation mode, under `mix`."""
         self._supernet.eval()
         self._meter.reset()
-        key: object = None
         recorded = False
-        self._mix = mix
-        if isinstance(self._run, CapturedStep) and isinstance(mix, WeightMix):
-            key = mix.signature()
+        self._mix, key = mix, mix.signature()
+        if isinstance(self._run, CapturedStep) and key is not None:
             recorded = self._own(mix, key)
         size = self._held.batch_size
         for draft in self._held.drafts(0):
@@ -60,7 +58,7 @@ class Validation:
         self._supernet.train()
         return self._meter.read(self._world)
 
-    def _own(self, mix: WeightMix, key: object) -> bool:
+    def _own(self, mix: Mix, key: Hashable) -> bool:
         """Puts the mix into the buffers that its recording reads; no recording is begun for more than a few kinds."""
         if key not in self._kept:
             if len(self._kept) >= KEPT:

@@ -234,6 +234,9 @@ class MixedCell(nn.Module):
         factors: Tensor | None,
     ) -> Tensor | None:
         """The value of a node at which calibrating candidates may arrive (NOS, Eq 2-5)."""
+        if not isinstance(mix, WeightMix):
+            for choice in sorted({choice for choice, _, _ in outputs}):
+                mix.meet(site, choice, {k: x for c, k, x in outputs if c == choice})
         features, calibrations = block.sorted(outputs)
         if node in block.residual:
             x = runners[block.residual[node]].value()

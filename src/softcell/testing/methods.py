@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Genotype, Mix, Table, WeightMix, check_against, sample
-from softcell.methods import METHODS, Method, Sampler
+from softcell.methods import METHODS, Method, Sampler, fitted
 from softcell.settings import build, to_dict
 from softcell.spaces import Space, Supernet
 from softcell.testing.tools import NUM_CLASSES, SHAPE, build_supernet, images, require, require_close
@@ -295,7 +295,7 @@ def build_method(kind: type[Method], space: Space, seed: int = 0, progress: floa
     """The method with its default settings in float64, at the beginning of an epoch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        method = kind(space.layout(), kind.Settings()).double()
+        method = fitted(kind, kind.Settings(), build_supernet(space)).double()
     method.begin_epoch(progress)
     return method
 

@@ -1,0 +1,57 @@
+"""Sums over images in float64, whatever precision a run has; nothing waits for the host until they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+
+class Moments(nn.Module):
+    """Number, sum [size] and sum of products [size, size] of vectors, one per image."""
+
+    count: Tensor
+    total: Tensor
+    products: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("total", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("products", torch.zeros(size, size, dtype=torch.float64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves like any module, but `.float()` and `.to(dtype)` leave float64 alone."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            self._buffers[name] = buffer.double()
+        return self
+
+    @torch.no_grad()
+    def add(self, vectors: Tensor) -> None:
+        """vectors [n, size], in place."""
+        exact = vectors.double()
+        self.count += vectors.shape[0]
+        self.total += exact.sum(0)
+        self.products += exact.T @ exact
+
+    def reset(self) -> None:
+        for buffer in self.sums():
+            buffer.zero_()
+
+    def sums(self) -> list[Tensor]:
+        return [self.count, self.total, self.products]
+
+    def mean(self) -> Tensor:
+        """[size]; zeros where nothing was added."""
+        return self.total / self.count.clamp(min=1.0)
+
+    def mean_products(self) -> Tensor:
+        """[size, size]"""
+        return self.products / self.count.clamp(min=1.0)
+
+    def extra_repr(self) -> str:
+        return f"size={self.total.shape[0]}"

@@ -1,0 +1,225 @@
+"""IT-NAS: attention against the literal twin, what takes part, selection from moments, margins, recomputation."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+
+from reference_itnas import encoder
+
+from softcell.arch import Layout, Mix
+from softcell.arch.margins import margins
+from softcell.errors import UserError
+from softcell.methods import fitted
+from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
+from softcell.nn.lite_transformer import LiteTransformer
+from softcell.nn.moments import Moments
+from softcell.spaces import Supernet, build_space
+from softcell.spaces.shapes import output_shapes
+
+SIZES = {"nb201": {"cells_per_stage": 1, "channels": 4}, "darts": {"cells": 3, "channels": 2, "nodes": 2}}
+
+
+def make(space: str = "nb201", seed: int = 0, **settings: object) -> tuple[Supernet, ItNas]:
+    """Supernet and method in float64, attention spread out so that candidates differ."""
+    torch.manual_seed(seed)
+    supernet = build_space(space, SIZES[space]).supernet((1, 8, 8), 3).double().eval()
+    method = fitted(ItNas, ItNasSettings(**settings), supernet).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return supernet, method
+
+
+def images(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class Literal(Mix):
+    """The same network by the literal twin; keeps every image's indicator rows by site and choice."""
+
+    def __init__(self, method: ItNas) -> None:
+        self.method, self.rows = method, dict[tuple[int, int], Tensor]()
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        table = self.method.layout.table(self.method.layout.sites[site])
+        names = table.choices[choice].candidates
+        allowed = {k: x for k, x in outputs.items() if names[k] != "none" or self.method.layout.space == "nb201"}
+        module = self.method.transformers[f"{site}_{choice}"]
+        assert isinstance(module, LiteTransformer)
+        every, attention = encoder(module, allowed)
+        row = torch.zeros(every.shape[0], table.width, dtype=every.dtype)
+        row[:, list(allowed)] = attention[:, 0, 1:]
+        self.rows[site, choice] = row
+        return every[:, 0]
+
+
+def look(supernet: Supernet, method: ItNas, batches: list[Tensor]) -> None:
+    mix = method.looking()
+    with torch.no_grad():
+        for batch in batches:
+            supernet(batch, mix)
+
+
+@pytest.mark.parametrize("space", list(SIZES))
+@pytest.mark.parametrize("tokens", ["pooled", "flat"])
+def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens: str) -> None:
+    supernet, method = make(space, tokens=tokens)
+    x, literal = images(5), Literal(method)
+    with torch.no_grad():
+        torch.testing.assert_close(supernet(x, method.relax()), supernet(x, literal), rtol=1e-9, atol=1e-9)
+    look(supernet, method, [x])
+    for table in method.layout.tables:
+        sites = method.layout.sites_of(table.name)
+        expected = torch.stack(
+            [torch.stack([literal.rows[s, c] for s in sites]).mean((0, 1)) for c in range(len(table))]
+        )
+        torch.testing.assert_close(method.indicator()[table.name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_none_takes_part_where_it_can_be_derived_and_nowhere_else() -> None:
+    for space, takes_part in (("nb201", True), ("darts", False)):
+        supernet, method = make(space)
+        look(supernet, method, [images(3)])
+        for table in method.layout.tables:
+            attention = method.indicator()[table.name][table.columns("none")]
+            assert bool((attention > 0).all()) is takes_part
+            assert bool((attention == 0).all()) is not takes_part
+
+
+def test_a_table_of_ragged_choices_may_exclude_what_an_edge_has_nothing_else_than() -> None:
+    supernet = build_space("nb201", {**SIZES["nb201"], "candidates": ["none", "skip_connect"], "nodes": 3}).supernet(
+        (1, 8, 8), 3
+    )
+    layout = supernet.layout
+    alone = replace(layout.tables[0].choices[0], candidates=("none",))
+    table = replace(layout.tables[0], choices=(alone, *layout.tables[0].choices[1:]))
+    method = ItNas(Layout("toy", (table,), ("cell",), layout.rule), ItNasSettings())
+    shapes = {place: seen for place, seen in output_shapes(supernet).items() if place[0] == 0}
+    method.fit(
+        {place: replace(seen, by_candidate={0: None}) if place[1] == 0 else seen for place, seen in shapes.items()}
+    )
+    assert "0_0" not in method.transformers
+    assert method.relax().combine(0, 0, {0: None}) is None
+    mix = method.looking()
+    for choice in (1, 2):
+        mix.combine(0, choice, {0: None, 1: torch.randn(2, 4, 8, 8)})
+    assert method.indicator()["cell"][0].tolist() == [0.5, 0.0], "zeros alone: uniform over them and the IT"
+    assert method.findings()["selection"]["edges"]["cell"][0]["runner_up"] is None
+
+
+def test_selection_does_not_depend_on_how_images_are_grouped() -> None:
+    supernet, method = make("darts")
+    x = images(12)
+    look(supernet, method, [x])
+    whole, genotype = method.indicator(), method.derive()
+    for size in (1, 5):
+        look(supernet, method, list(x.split(size)))
+        assert method.derive() == genotype
+        assert int(method.moments["normal"].count) == 12, "a look begins anew"
+        for name, rows in method.indicator().items():
+            torch.testing.assert_close(rows, whole[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_inputs_with_the_strongest_attention_stay() -> None:
+    _, method = make("darts")
+    table = method.layout.table("normal")
+    rows = torch.full(table.shape, 0.01)
+    # Node 3 has inputs 0, 1, 2. Normalised, the edge from 1 is surest; by attention it is the weakest.
+    strongest = {0: 0.5, 1: 0.2, 2: 0.4}
+    for index in table.incoming(3):
+        source = table.choices[index].source
+        rows[index, 4] = strongest[source]
+        if source != 1:
+            rows[index, 5] = strongest[source] - 0.01
+    moments = method.moments["normal"]
+    assert isinstance(moments, Moments)
+    moments.add(rows.flatten()[None])
+    picks = [pick for pick in method.derive().cells["normal"].picks if pick.target == 3]
+    assert [(pick.source, pick.op) for pick in picks] == [(0, "sep_conv_3x3"), (2, "sep_conv_3x3")]
+
+
+def test_margins_and_their_errors_are_those_of_paired_differences() -> None:
+    table = build_space("nb201", SIZES["nb201"]).layout().tables[0]
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(50, *table.shape)) * 0.1 + rng.normal(size=(50, 1, 1))  # images differ in common
+    moments = Moments(rows[0].size)
+    for part in np.array_split(rows, 3):
+        moments.add(torch.from_numpy(part).flatten(1))
+    found = margins(table, moments.mean().view(table.shape), moments.mean_products(), 50)
+    for index, margin in enumerate(found):
+        mean = rows[:, index].mean(0)
+        second, best = np.argsort(mean)[-2:]
+        paired = rows[:, index, best] - rows[:, index, second]
+        names = table.choices[index].candidates
+        assert (margin.best, margin.runner_up) == (names[best], names[second])
+        assert margin.margin == pytest.approx(paired.mean())
+        assert margin.standard_error == pytest.approx(paired.std(ddof=1) / 50**0.5)
+        assert margin.close == (paired.mean() < 2 * margin.standard_error)
+    assert {m.close for m in found} == {True, False}, "both kinds must occur to be told apart"
+
+
+def test_moments_stay_float64_when_a_method_moves() -> None:
+    _, method = make()
+    method.float()
+    assert all(sums.dtype == torch.float64 for sums in method.looked())
+    assert all(p.dtype == torch.float32 for p in method.parameters())
+
+
+def test_recomputing_changes_no_gradient() -> None:
+    found = []
+    for recompute in (True, False):
+        supernet, method = make(recompute=recompute)
+        loss = supernet(images(3), method.relax()).square().sum()
+        found.append(torch.autograd.grad(loss, [*supernet.parameters(), *method.parameters()], allow_unused=True))
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_penalty_reaches_attention_and_weights() -> None:
+    supernet, method = make()
+    mix = method.relax()
+    supernet(images(3), mix)
+    found = method.penalised(mix)["cell"]
+    torch.testing.assert_close(found.sum(1), torch.ones(6, dtype=torch.float64))
+    wanted = [next(method.parameters()), next(supernet.parameters())]
+    gradients = torch.autograd.grad(found[:, 3].sum(), wanted)
+    assert all(bool(g.any()) for g in gradients)
+
+
+def test_attention_under_bfloat16_is_summed_exactly() -> None:
+    supernet, method = make()
+    supernet, method = supernet.float(), method.float()
+    mix = method.looking()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        supernet(images(3).float(), mix)
+    row = method.indicator()["cell"]
+    assert row.dtype == torch.float64
+    assert not torch.equal(row, row.bfloat16().double()), "short numbers would be seen"
+    own = 1 - row.sum(1)
+    assert bool(((own > 0) & (own < 1)).all())
+
+
+def test_a_mix_keeps_no_rows_that_nobody_reads() -> None:
+    supernet, method = make()
+    looking, plain = method.looking(), method.relax()
+    assert isinstance(looking, ItMix) and isinstance(plain, ItMix)
+    with torch.no_grad():
+        for mix in (looking, plain):
+            supernet(images(2), mix)
+    assert not looking.rows and not plain.rows
+
+
+@pytest.mark.parametrize(("setting", "message"), [({"pool": 0}, "method.pool >= 1"), ({"close": -1.0}, "close")])
+def test_bad_settings_are_refused(setting: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ItNasSettings(**setting)  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""The Lite-Transformer against its literal twin, closed forms and torch's own pooling."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+
+from reference_itnas import encoder
+
+from softcell.nn.lite_transformer import LiteTransformer
+from softcell.nn.pool import adaptive_windows
+
+SHAPES = [(3, 8, 8), (4, 5, 7), (5, 2, 2), (1, 1, 1)]
+
+
+def make(
+    shape: tuple[int, int, int] = (3, 8, 8), tokens: int = 4, seed: int = 0, **settings: object
+) -> LiteTransformer:
+    """In float64, every parameter random: fresh ones hide a forgotten scale or shift."""
+    torch.manual_seed(seed)
+    module = LiteTransformer(shape, tokens, **settings).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return module
+
+
+def maps(shape: tuple[int, int, int], tokens: int = 4, n: int = 2, zero: int | None = 1) -> dict[int, Tensor | None]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(n, *shape, dtype=torch.float64, generator=generator) for _ in range(tokens)]
+    return {k: None if k == zero else x for k, x in enumerate(made)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pool", [4, 2, None])
+def test_the_indicators_row_and_output_are_those_of_the_whole_transformer(
+    shape: tuple[int, int, int], pool: int | None
+) -> None:
+    module, outputs = make(shape, pool=pool, width=8), maps(shape)
+    output, attention = module(outputs)
+    every, matrix = encoder(module, outputs)
+    torch.testing.assert_close(output, every[:, 0], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(attention, matrix[:, 0], rtol=1e-10, atol=1e-12)
+    if shape != (1, 1, 1):  # a LayerNorm over one value makes all tokens alike
+        assert float(attention.detach().std()) > 1e-2, "the row must have something to compare"
+
+
+def test_gradients_are_those_of_the_whole_transformer() -> None:
+    module, outputs = make((3, 4, 6), width=8), maps((3, 4, 6))
+    inputs = [x.requires_grad_() for x in outputs.values() if x is not None]
+    wanted = [*inputs, *module.parameters()]
+    weight = torch.randn(2, 3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mine = torch.autograd.grad((module(outputs)[0] * weight).sum(), wanted)
+    literal = torch.autograd.grad((encoder(module, outputs)[0][:, 0] * weight).sum(), wanted)
+    for a, b in zip(mine, literal, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+        assert bool(a.any())
+
+
+def test_absent_candidates_take_no_part() -> None:
+    module, outputs = make(), maps((3, 8, 8))
+    some = {k: outputs[k] for k in (0, 3)}
+    output, attention = module(some)
+    every, matrix = encoder(module, some)
+    torch.testing.assert_close(output, every[:, 0])
+    assert attention.shape == (2, 5)
+    torch.testing.assert_close(attention[:, [0, 1, 4]], matrix[:, 0])
+    assert not attention[:, [2, 3]].any()
+
+
+def test_zeros_are_a_token_with_nothing_but_its_position() -> None:
+    module, outputs = make(), maps((3, 8, 8))
+    written = {k: torch.zeros(2, 3, 8, 8, dtype=torch.float64) if x is None else x for k, x in outputs.items()}
+    for a, b in zip(module(outputs), module(written), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_maps_of_another_form_are_tokens_too() -> None:
+    """Attentions over places, over channels and kernels of each sample, as the NOS space has them."""
+    module = make((3, 8, 8), values=False)
+    forms = [(2, 3, 8, 8), (2, 1, 8, 8), (2, 3, 1, 1), (2, 3, 3, 3)]
+    outputs = {k: torch.randn(form, dtype=torch.float64) for k, form in enumerate(forms)}
+    attention = module.attend(outputs)
+    wide = {k: F.adaptive_avg_pool2d(x, 4).expand(2, 3, 4, 4) for k, x in outputs.items()}
+    torch.testing.assert_close(attention, module.attend(wide))
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(8, 4), (7, 4), (3, 4), (1, 4), (9, 2)])
+def test_pooling_by_products_is_adaptive_average_pooling(size: int, wanted: int) -> None:
+    x = torch.randn(2, 3, size, 5, dtype=torch.float64)
+    a, b = (adaptive_windows(n, wanted, x.device, x.dtype) for n in (size, 5))
+    torch.testing.assert_close(a @ x @ b.T, F.adaptive_avg_pool2d(x, wanted))
+
+
+def test_attention_is_exact_also_where_maps_are_short() -> None:
+    """Attention of bfloat16 maps under autocast is that of the same numbers in float32, to float32's last places."""
+    torch.manual_seed(0)
+    module = LiteTransformer((4, 8, 8), 3)
+    short = {k: torch.randn(2, 4, 8, 8).bfloat16() for k in range(3)}
+    with torch.autocast("cpu", torch.bfloat16):
+        output, attention = module(short)
+    assert attention.dtype == torch.float32
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(attention, module.attend({k: x.float() for k, x in short.items()}), rtol=1e-6, atol=1e-7)
+
+
+def test_every_gradient_agrees_with_finite_differences() -> None:
+    module, outputs = make((2, 3, 3), tokens=2, width=3), maps((2, 3, 3), tokens=2, n=1, zero=None)
+    inputs = tuple(x.requires_grad_() for x in outputs.values() if x is not None)
+    assert torch.autograd.gradcheck(lambda a, b: module({0: a, 1: b}), inputs)

@@ -1,0 +1,140 @@
+"""Searches with IT-NAS: one pass selects, resuming changes nothing, penalties steer, a planted candidate is found."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import remains, same, settings, state_of, write_data
+
+from softcell.arch import Genotype
+from softcell.engine.events import Stepped
+from softcell.methods import METHODS, fitted
+from softcell.nn.candidates import candidate
+from softcell.search import resolve, search
+from softcell.spaces import build_space
+
+
+def recipe(data: Path, space: str = "nb201", **changes: Any) -> Any:
+    return resolve(settings(space, data, method="itnas", architecture={"optimiser": "weights", "clip": 5.0}), changes)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    search(recipe(data, epochs=2), folder)
+    return folder
+
+
+def test_margins_are_in_the_results_and_the_halves_are_halves(finished: Path) -> None:
+    manifest = json.loads((finished / "run.json").read_text())
+    assert manifest["recipe"]["split"] == {"weights": 0.5, "validation": 0.5}
+    assert manifest["recipe"]["regime"] == "single-level"
+    selection = manifest["results"]["selection"]
+    rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert selection["images"] == rows[-1]["val_count"], "every image of the validation half, once"
+    last = json.loads((finished / "architecture.jsonl").read_text().splitlines()[-1])
+    for edge, probabilities in zip(selection["edges"]["cell"], last["tables"]["cell"], strict=True):
+        assert edge["margin"] >= 0
+        assert edge["standard_error"] > 0
+        assert 0 < edge["strength"] <= max(probabilities), "the IT keeps some attention to itself"
+    assert selection["close_edges"] == sum(edge["close"] for edge in selection["edges"]["cell"])
+    picks = Genotype.load(finished).cells["cell"].picks
+    assert [pick.op for pick in picks] == [edge["best"] for edge in selection["edges"]["cell"]]
+
+
+def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Path) -> None:
+    """The trained state, looked at in batches of 16 (in the search) and of 5."""
+    stored = json.loads((finished / "run.json").read_text())["results"]["selection"]["edges"]["cell"]
+    state = state_of(finished)
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 2})
+    supernet = space.supernet((1, 8, 8), 3)
+    kind = METHODS.get("itnas")
+    method = fitted(kind, kind.Settings(), supernet)  # type: ignore[type-var]
+    supernet.load_state_dict(state["supernet"])
+    method.load_state_dict(state["method"])
+    before = method.margins()["cell"]  # type: ignore[attr-defined]
+    assert [m.to_dict() for m in before] == stored, "the state holds what was selected from"
+    search_module = sys.modules["softcell.search.search"]
+    dataset = search_module.load(str(data))
+    parts = search_module.split(dataset.train, {"weights": 0.5, "validation": 0.5}, 0)
+    batches = search_module.Feeds(dataset, 5, 0, torch.device("cpu"), torch.float32).plain(
+        dataset.train, parts["validation"]
+    )
+    supernet.eval()
+    mix = method.looking()
+    with torch.no_grad():
+        for batch in batches.epoch(0):
+            supernet(batch.images, mix)
+    for old, new in zip(before, method.margins()["cell"], strict=True):  # type: ignore[attr-defined]
+        assert (old.best, old.runner_up) == (new.best, new.runner_up)
+        assert new.margin == pytest.approx(old.margin, rel=1e-3, abs=1e-6)
+        assert new.standard_error == pytest.approx(old.standard_error, rel=1e-3)
+
+
+def test_a_broken_search_ends_as_if_it_never_was(data: Path, finished: Path, tmp_path: Path) -> None:
+    def stop(event: object) -> None:
+        if isinstance(event, Stepped) and (event.epoch, event.step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    broken = search(recipe(data, epochs=2), tmp_path / "broken", on_event=stop)
+    assert broken.genotype is None, "it was interrupted within the second epoch"
+    search(recipe(data, epochs=2), tmp_path / "broken", resume=True)
+    assert remains(tmp_path / "broken") == remains(finished)
+    assert same(state_of(tmp_path / "broken"), state_of(finished))
+
+
+def test_selection_stays_on_the_validation_half_where_accuracy_is_measured_elsewhere(
+    data: Path, tmp_path: Path
+) -> None:
+    parts = {"weights": 32, "validation": 20, "held": 12}
+    search(recipe(data, split=parts, epochs=1), tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert (results["selection"]["images"], results["val_split"]) == (20, "held")
+
+
+def test_a_resource_penalty_moves_attention_to_cheap_candidates(data: Path, tmp_path: Path) -> None:
+    costs = {}
+    for weight in (0.0, 30.0):
+        changes = {"resource": {"weight": weight, "form": "linear"}, "epochs": 2}
+        rows = search(recipe(data, **changes), tmp_path / str(weight)).metrics
+        costs[weight] = rows[-1]["expected_parameters"]
+    assert costs[30.0] < 0.8 * costs[0.0]
+
+
+class _Noise(nn.Module):
+    """Normal noise of the input's shape: it carries nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.randn_like(x)
+
+
+def test_attention_leaves_uniform_and_finds_the_planted_candidate(tmp_path: Path) -> None:
+    """Cells of one edge; of four candidates one passes the image on and three make noise, wherever it stands."""
+    for number in range(3):
+        candidate(f"noise_{number}")(lambda spec: _Noise())
+    images = write_data(tmp_path / "data.npz", train=192)
+    for place in (0, 2):
+        names = ["noise_0", "noise_1", "noise_2"]
+        names.insert(place, "skip_connect")
+        given = settings("nb201", images, method="itnas", epochs=8, batch_size=32)
+        given["space_settings"] = {"cells_per_stage": 1, "channels": 4, "nodes": 2, "candidates": names}
+        result = search(resolve(given, {"architecture": {"optimiser": "weights"}}), tmp_path / str(place))
+        found = json.loads((result.folder / "run.json").read_text())["results"]["selection"]["edges"]["cell"][0]
+        assert found["best"] == "skip_connect"
+        assert not found["close"]
+        assert found["strength"] > 1.5 * 0.2, "uniform is one fifth, the IT being the fifth token"
+        assert result.metrics[-1]["val_accuracy"] > 0.5
