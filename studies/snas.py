@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -35,6 +34,7 @@ from softcell.search import SearchRecipe, resolve, stored_recipe
 from softcell.search.search import searching
 from softcell.settings import assignments
 from softcell.spaces.count import count_genotype, evaluation_space
+from studies.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
 
 LEVELS = ("mild", "moderate", "aggressive")
 CURVES = ("train_accuracy", "val_accuracy", "child_accuracy", "entropy")

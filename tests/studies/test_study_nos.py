@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from studies import nos_guidance
 from studies.nos_parameters import ParameterCount
 
 from softcell.arch import sample
 from softcell.spaces.count import count_genotype
 from softcell.spaces.nos import NosSpace
+from studies import nos_guidance
 
 
 @pytest.mark.parametrize("space", [NosSpace(cells=4, channels=6, nodes=2), NosSpace(cells=3, channels=8, nodes=3)])

@@ -1,13 +1,13 @@
-"""`python -m benchmarks.evidence.entrannas`: full searches with EnTranNAS, EnTranNAS-DST and DARTS in one setting.
+"""`python -m studies.entrannas`: full searches with EnTranNAS, EnTranNAS-DST and DARTS in one setting.
 
 For each: wall-clock time and GPU-days, the supernet's accuracy, and that of the derived network with the supernet's
 weights, as they are and after its norms' statistics were averaged anew; both on the validation split. Drawings and a
 record go to `results/entrannas/`. Stop it at any time (or with --minutes); the same command goes on. What is unfinished
 is recorded as not measured.
 
-python -m benchmarks.evidence.entrannas --data-root DIR                      # CIFAR-10, 50 epochs
-python -m benchmarks.evidence.entrannas --data-root DIR --minutes 9          # one piece of it
-python -m benchmarks.evidence.entrannas --data digits --epochs 2 --scale small --batch-size 64   # a rehearsal
+python -m studies.entrannas --data-root DIR                      # CIFAR-10, 50 epochs
+python -m studies.entrannas --data-root DIR --minutes 9          # one piece of it
+python -m studies.entrannas --data digits --epochs 2 --scale small --batch-size 64   # a rehearsal
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
+from studies.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
 
 METHODS = ("entrannas", "entrannas-dst", "darts")
 SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
@@ -77,9 +77,7 @@ def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.evidence.entrannas", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m studies.entrannas", description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="cifar10", help="dataset")
     parser.add_argument("--data-root", help="where named data lie")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches, in order")
@@ -116,7 +114,7 @@ def main() -> None:
         done = [row["result"] for row in rows if row["method"] == method and row["result"] != NOT_MEASURED]
         summary[method] = {key: spread([r[key] for r in done]) for key in keys} if done else NOT_MEASURED
     name = f"search-{Path(options.data).stem}.json"
-    write_record(options.out / name, "benchmarks.evidence.entrannas", rows=rows, summary=summary)
+    write_record(options.out / name, "studies.entrannas", rows=rows, summary=summary)
     _print(rows, options.out / name)
 
 

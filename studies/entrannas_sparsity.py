@@ -1,4 +1,4 @@
-"""`python -m benchmarks.evidence.sparsity`: how λ of EnTranNAS-DST controls the number of connections (Eq 11).
+"""`python -m studies.entrannas_sparsity`: how λ of EnTranNAS-DST controls the number of connections (Eq 11).
 
 Searches with the small recipe on digits, every λ with every seed, on the CPU; thresholds and connections per node go to
 a record. Run it again to go on where it was stopped.
@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.evidence.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
 from softcell.arch import Genotype
 from softcell.search import resolve
+from studies.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
 
 WEIGHTS = (0.0, 0.01, 0.1, 1.0)
 
@@ -38,7 +38,7 @@ def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.sparsity", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m studies.entrannas_sparsity", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("results/entrannas/sparsity-digits.json"), help="the record")
     parser.add_argument("--runs", type=Path, default=Path("runs/sparsity"), help="where the searches lie")
     parser.add_argument("--seeds", type=int, default=2, help="searches per λ")
@@ -66,7 +66,7 @@ def main() -> None:
         done = [row["result"] for row in rows if row["lambda"] == weight and row["result"] != NOT_MEASURED]
         keys = ("connections_per_node", "mean_threshold", "supernet_accuracy", "derived_accuracy_bn")
         summary[f"{weight:g}"] = {key: spread([r[key] for r in done]) for key in keys} if done else NOT_MEASURED
-    write_record(options.out, "benchmarks.evidence.sparsity", recipe=recipe, rows=rows, summary=summary)
+    write_record(options.out, "studies.entrannas_sparsity", recipe=recipe, rows=rows, summary=summary)
     table = Table(title=f"EnTranNAS-DST on digits, {options.seeds} seeds")
     for column in ("λ", "connections per node", "threshold", "supernet", "derived (norms re-estimated)"):
         table.add_column(column, justify="right")

@@ -8,13 +8,10 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from benchmarks.evidence import entrannas, sparsity
-from benchmarks.evidence.runs import spread
 from search_toys import write_data
+from studies.runs import spread
+
+from studies import entrannas, entrannas_sparsity
 
 
 def test_searches_go_on_where_they_were_stopped_and_are_recorded_when_finished(
@@ -36,7 +33,7 @@ def test_searches_go_on_where_they_were_stopped_and_are_recorded_when_finished(
         assert found["gap_bn"] == found["supernet_accuracy"] - found["derived_accuracy_bn"]
         assert found["gpu_days"] is None, "it ran on a CPU"
         assert record["summary"]["entrannas"]["seconds"]["n"] == 1
-        assert record["command"][:3] == ["python", "-m", "benchmarks.evidence.entrannas"]
+        assert record["command"][:3] == ["python", "-m", "studies.entrannas"]
         assert "<svg" in (out / row["drawing"]).read_text()
 
 
@@ -52,7 +49,7 @@ def test_darts_is_measured_in_the_same_setting() -> None:
 def test_a_sweep_that_was_not_run_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["x", "--out", str(out), "--runs", str(tmp_path / "runs"), "--minutes", "-1"])
-    sparsity.main()
+    entrannas_sparsity.main()
     record = json.loads(out.read_text())
     assert set(record["summary"].values()) == {"not measured"}
     assert len(record["rows"]) == 8

@@ -1,1 +1,0 @@
-"""Runs whose records are kept in `results/`: each module is one command that can be stopped and started again."""
