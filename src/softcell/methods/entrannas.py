@@ -225,6 +225,8 @@ class _EngineTransit(Method):
         return torch.cat([found[table.name].flatten() for table in self.layout.tables])
 
     def plan(self, reading: Tensor) -> Plan:
+        # A search that has diverged is told by its loss: until then something has to run.
+        reading = torch.nan_to_num(reading, nan=1.0)
         pieces = torch.split(reading, [table.shape[0] * table.shape[1] for table in self.layout.tables])
         lives = {
             table.name: self._derived(table, piece.view(table.shape))
