@@ -17,6 +17,7 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.search import read_config, resolve, search, stored_recipe
 from softcell.spaces import SPACES
+from softcell.testing import ALIKE
 
 EVERYTHING = [(method, space) for method in METHODS for space in SPACES]
 
@@ -132,7 +133,13 @@ def test_a_run_is_described_by_its_run_json(tmp_path: Path) -> None:
     assert manifest["results"]["val_split"] == "validation"
 
 
-@pytest.mark.parametrize(("method", "space"), EVERYTHING)
+def marks(method: str, space: str) -> list[pytest.MarkDecorator]:
+    """A method at home, every space under DARTS; other pairs in the exhaustive run."""
+    own = space == (METHODS.get(method).home or "darts")
+    return [] if own or (method == "darts" and space not in ALIKE) else [pytest.mark.exhaustive]
+
+
+@pytest.mark.parametrize(("method", "space"), [pytest.param(m, s, marks=marks(m, s)) for m, s in EVERYTHING])
 def test_the_small_recipe_makes_an_epoch_on_digits_well_under_a_minute(method: str, space: str, tmp_path: Path) -> None:
     # Away from the space that a method searches by default, a tenth of the digits shows that the pair works.
     at_home = space == (METHODS.get(method).home or "darts")
