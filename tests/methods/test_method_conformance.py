@@ -16,7 +16,7 @@ PLACES = (*SPACES, "ragged")
 
 
 def marks(method: str, space: str) -> list[pytest.MarkDecorator]:
-    """Every method in its own space and the two smallest, every space under DARTS; other pairs in the exhaustive run."""
+    """A method in its own space and the two smallest, every space under DARTS; other pairs in the exhaustive run."""
     own = space in ("nb201", "ragged", METHODS.get(method).home or "darts")
     return [] if own or (method == "darts" and space not in ALIKE) else [pytest.mark.exhaustive]
 
