@@ -8,10 +8,11 @@ knows the largest size ever.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from softcell.engine.session import place
 from softcell.engine.timing import Stopwatch, Timing
 from softcell.methods import METHODS, Method, fitted
 from softcell.nn.objective import CrossEntropy
-from softcell.search.steps import Players, bilevel
+from softcell.search.steps import Players, bilevel, single_level
+from softcell.settings import build
 from softcell.spaces import build_space
 
 
@@ -37,6 +39,8 @@ class Case:
     shape: tuple[int, int, int]
     batch: int
     method: str = "darts"
+    method_settings: dict[str, Any] = field(default_factory=dict)
+    regime: str = "bilevel"
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{key}={value}" for key, value in self.settings.items()) or "paper size"
@@ -61,18 +65,23 @@ def players(case: Case, device: torch.device, *, plain: bool) -> Players:
         make_plain(supernet)
     kind = METHODS.get(case.method)
     assert issubclass(kind, Method)
-    method = fitted(kind, kind.Settings(), supernet)
+    method = fitted(kind, build(kind.Settings, case.method_settings), supernet)
     if plain:
         supernet.to(device)
     else:
         place(supernet, device)
     method.to(device)
+    architecture: torch.optim.Optimizer = torch.optim.Adam(
+        method.parameters(), lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3, foreach=True
+    )
+    if dict(kind.recipes["paper"].get("architecture", {})).get("optimiser") == "weights":
+        architecture = torch.optim.SGD(method.parameters(), lr=0.025, momentum=0.9, weight_decay=3e-4, foreach=True)
     return Players(
         supernet,
         method,
         CrossEntropy(),
         torch.optim.SGD(supernet.parameters(), lr=0.025, momentum=0.9, weight_decay=3e-4, foreach=True),
-        torch.optim.Adam(method.parameters(), lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3, foreach=True),
+        architecture,
         World(0, 1, 0, device),
         5.0,
         0.0,
@@ -85,10 +94,18 @@ def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     return images.to(device), torch.randint(10, (case.batch,), generator=generator).to(device)
 
 
-def once(actors: Players, data: tuple[Tensor, Tensor], device: torch.device) -> Timing:
+def step(actors: Players, data: tuple[Tensor, Tensor], regime: str) -> None:
+    """One search step: of both parts from one batch, or of the architecture and then of the weights."""
+    if regime == "single-level":
+        single_level(actors, *data)
+    else:
+        bilevel(actors, data, data)
+
+
+def once(actors: Players, data: tuple[Tensor, Tensor], device: torch.device, regime: str = "bilevel") -> Timing:
     watch = Stopwatch(device)
     with watch:
-        bilevel(actors, data, data)
+        step(actors, data, regime)
     return watch.timing
 
 
@@ -118,7 +135,11 @@ def peak_megabytes(case: Case, device: torch.device, *, plain: bool) -> float:
     """Peak memory of two steps in a process of its own; on the CPU less what an idle process needs."""
     request = json.dumps({"case": asdict(case), "device": device.type, "plain": plain})
     code = "import sys; from benchmarks.steps import report_peak; report_peak(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, request], capture_output=True, text=True, check=True)
+    # Freed tensors go back to the system at once: what the C library keeps for later is nobody's need.
+    surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, request], capture_output=True, text=True, check=True, env=surroundings
+    )
     return float(done.stdout.split()[-1])
 
 
@@ -130,12 +151,12 @@ def report_peak(request: str) -> None:
     data = batch(case, device)
     actors = players(case, device, plain=asked["plain"])
     if device.type == "cuda":
-        print(max(once(actors, data, device).peak_bytes for _ in range(2)) / 1e6)
+        print(max(once(actors, data, device, case.regime).peak_bytes for _ in range(2)) / 1e6)
         return
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from here on
     for _ in range(2):
-        bilevel(actors, data, data)
+        step(actors, data, case.regime)
     print((_resident("VmHWM") - before) / 1e3)
 
 

@@ -32,7 +32,9 @@ from softcell.export import export
 from softcell.registry import load_plugin
 from softcell.report.html import REPORT, write_report
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
+from softcell.search import indicators as _indicators
 from softcell.search.recipe import read_mapping
+from softcell.search.restored import restore
 from softcell.search.search import search as run_search
 from softcell.search.several import Keep, SeveralResult, read_seeds
 from softcell.search.several import search_seeds as run_seeds
@@ -47,6 +49,7 @@ __all__ = [
     "TrainResult",
     "UserError",
     "build_space",
+    "compare_indicators",
     "export",
     "free_folder",
     "load_network",
@@ -261,6 +264,26 @@ def train_with(
             drawings.draw_curves(folder, result.metrics, title)
             write_report([folder], folder / REPORT)
         return result
+
+
+def compare_indicators(
+    folder: str | Path,
+    by: Sequence[str] | None = None,
+    *,
+    images: int = 512,
+    epochs: int = 1,
+    device: str = "auto",
+    data_root: str | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """What indicators say of every candidate of a search's supernet, the best by each, and Kendall's tau between them.
+
+    by: `alpha`, `attention`, `perturbation`; all that there are when None. See `softcell.search.indicators`.
+    """
+    found = restore(folder, device=device, data_root=data_root)
+    values = _indicators.compute(found, by, images=images, epochs=epochs, tell=tell or (lambda text: None))
+    about = {"run": str(folder), "method": found.recipe.method, "space": found.recipe.space, "images": images}
+    return {**about, **_indicators.summary(found.supernet.layout, values)}
 
 
 def read_genotype(source: Genotype | str | Path) -> Genotype:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from search_toys import remains, same, settings, state_of, write_data
 
 from softcell.arch import Genotype
-from softcell.engine.events import Stepped
+from softcell.engine.events import Note, Stepped
 from softcell.methods import METHODS, fitted
 from softcell.nn.candidates import candidate
 from softcell.search import resolve, search
@@ -101,7 +101,10 @@ def test_selection_stays_on_the_validation_half_where_accuracy_is_measured_elsew
     data: Path, tmp_path: Path
 ) -> None:
     parts = {"weights": 32, "validation": 20, "held": 12}
-    search(recipe(data, split=parts, epochs=1), tmp_path / "run")
+    events: list[object] = []
+    search(recipe(data, split=parts, epochs=1), tmp_path / "run", on_event=events.append)
+    told = [event.text for event in events if isinstance(event, Note)]
+    assert any("selection from 20 images" in text and "of 6 edges are close" in text for text in told)
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     assert (results["selection"]["images"], results["val_split"]) == (20, "held")
 

@@ -16,6 +16,8 @@ from softcell.cli import (
     convert,
     demo,
     export,
+    gradcam,
+    indicators,
     info,
     latency,
     list_,
@@ -77,6 +79,8 @@ app.command(name="report", epilog=report.EPILOG)(report.report)
 app.command(name="watch", epilog=watch.EPILOG)(watch.watch)
 app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="sweep", epilog=sweep.EPILOG)(sweep.sweep)
+app.command(name="indicators", epilog=indicators.EPILOG)(indicators.indicators)
+app.command(name="gradcam", epilog=gradcam.EPILOG)(gradcam.gradcam)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
 app.command(name="study", epilog=study.EPILOG)(study.study)

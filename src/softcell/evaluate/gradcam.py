@@ -1,11 +1,17 @@
-"""Where a network looked: Grad-CAM (Selvaraju et al., 2017) of the feature map that the classifier reads."""
+"""Where a network looked: Grad-CAM (Selvaraju et al., 2017) of the feature map that the classifier reads.
+
+And where every candidate of one choice of a supernet looked (IT-NAS, Figure 4): Grad-CAM of the candidates' own maps.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from softcell.spaces import Network
+from softcell.arch import Live, Mix, WeightMix
+from softcell.spaces import Network, Supernet
 
 
 def grad_cam(network: Network, images: Tensor, classes: Tensor) -> Tensor | None:
@@ -22,6 +28,67 @@ def grad_cam(network: Network, images: Tensor, classes: Tensor) -> Tensor | None
         last.requires_grad_()
         scores = network.head(last).gather(1, classes[:, None]).sum()  # images do not mix: one backward pass for all
         (gradient,) = torch.autograd.grad(scores, last)
+    return _heat(gradient, last.detach())
+
+
+class _Watched(Mix):
+    """A mix that keeps the outputs of one choice at one site, and what they are combined to."""
+
+    def __init__(self, mix: Mix, site: int, choice: int) -> None:
+        self._mix, self._place = mix, (site, choice)
+        self.outputs: dict[int, Tensor] = {}
+        self.combined: Tensor | None = None
+
+    def live(self, site: int) -> Live | None:
+        # Plain weights know all candidates, whether they are picked at the moment or not.
+        watched = site == self._place[0] and isinstance(self._mix, WeightMix)
+        return None if watched else self._mix.live(site)
+
+    def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
+        self._mix.meet(site, choice, self._kept(site, choice, outputs))
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        result = self._mix.combine(site, choice, self._kept(site, choice, outputs))
+        if (site, choice) == self._place:
+            self.combined = result
+        return result
+
+    def _kept(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Mapping[int, Tensor | None]:
+        if (site, choice) != self._place:
+            return outputs
+        for k, x in outputs.items():
+            if x is not None and k not in self.outputs:
+                # Identity and shared pools hand the same tensor to other edges: here only this edge's use counts.
+                self.outputs[k] = x.view_as(x)
+        return {k: None if x is None else self.outputs[k] for k, x in outputs.items()}
+
+
+def candidate_cams(
+    supernet: Supernet, mix: Mix, site: int, choice: int, images: Tensor, classes: Tensor
+) -> dict[int, Tensor]:
+    """How much each place of each candidate's output at one site and choice speaks for a class, [n, h, w] in 0..1.
+
+    images: [n, c, h', w'], normalised. classes: int64 [n]. Candidates that make zeros are left out. Under plain weights
+    all candidates have the gradient of what they are combined to, up to their weight, which a map in 0..1 does not
+    show; so a candidate of weight 0 has a map too.
+    """
+    assert not supernet.training, "batch-norm must not mix the images of a batch"
+    watched = _Watched(mix, site, choice)
+    with torch.enable_grad():
+        scores = supernet(images.clone().requires_grad_(), watched).gather(1, classes[:, None]).sum()
+        maps = watched.outputs
+        if isinstance(mix, WeightMix) and watched.combined is not None:
+            gradients = list(torch.autograd.grad(scores, [watched.combined], allow_unused=True)) * len(maps)
+        else:
+            gradients = list(torch.autograd.grad(scores, list(maps.values()), allow_unused=True))
+    return {
+        k: _heat(torch.zeros_like(x) if gradient is None else gradient, x.detach())
+        for (k, x), gradient in zip(maps.items(), gradients, strict=True)
+    }
+
+
+def _heat(gradient: Tensor, maps: Tensor) -> Tensor:
+    """Grad-CAM [n, h, w] in 0..1 from maps [n, c, h, w] and the gradient of a class's score."""
     importance = gradient.mean(dim=(2, 3), keepdim=True)  # eq. 1: alpha [n, channels, 1, 1]
-    heat = torch.relu((importance * last.detach()).sum(dim=1))  # eq. 2
+    heat = torch.relu((importance * maps).sum(dim=1))  # eq. 2
     return heat / heat.amax(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(heat.dtype).tiny)

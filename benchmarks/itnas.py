@@ -1,0 +1,132 @@
+"""`python -m benchmarks.itnas`: memory and time of a search step of IT-NAS beside our own DARTS, in one run.
+
+Same space, batch and device. Aimed at: at most 6% more memory than DARTS (paper: 9.0 against 8.5 GB). On a GPU all run
+module by module, since fused cells serve plain weights alone; `darts, fused` shows what that leaves on the table.
+
+python -m benchmarks.itnas                       # small size on this machine's device
+python -m benchmarks.itnas --paper               # 8 cells, 16 channels, 32×32 (on a CPU: minutes; try --batch-size 8)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.evidence.runs import write_record
+from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
+from softcell.engine.device import resolve_device, set_threads
+
+LIMIT = 1.06
+"""What is aimed at, as a share of DARTS's memory."""
+BASE = "darts"
+VARIANTS: dict[str, dict[str, Any]] = {
+    BASE: {"method": "darts"},
+    "darts, single-level": {"method": "darts", "regime": "single-level"},
+    "itnas": {"method": "itnas", "regime": "single-level"},
+    "itnas without recomputing": {
+        "method": "itnas",
+        "regime": "single-level",
+        "method_settings": {"recompute": False},
+    },
+}
+
+
+def cases_of(base: Case, size: int) -> dict[str, Case]:
+    return {name: Case(base.space, base.settings, base.shape, size, **more) for name, more in VARIANTS.items()}
+
+
+def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Medians of steps after one warm-up; memory from a process of its own per variant."""
+    device, found = torch.device("cpu"), {}
+    for name, case in cases.items():
+        progress(name)
+        timings = []
+        if rounds:
+            data, actors = batch(case, device), players(case, device, plain=False)
+            once(actors, data, device, case.regime)
+            timings = [once(actors, data, device, case.regime) for _ in range(rounds)]
+            del actors
+        found[name] = {"peak_mb": peak_megabytes(case, device, plain=False)}
+        if timings:
+            found[name]["ms"] = 1e3 * statistics.median(t.cpu_seconds for t in timings)
+    return found
+
+
+def on_gpu(
+    cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str
+) -> dict[str, dict[str, float]]:
+    """Recorded steps of real search tasks, one after the other."""
+    from benchmarks.gpu import made_data, made_search, measure
+    from softcell.engine.session import open_session
+
+    found = {}
+    for name, case in {**cases, "darts, fused": cases[BASE]}.items():
+        progress(name)
+        with (
+            made_data() as path,
+            open_session(device="cuda", seed=0, precision=precision, deterministic=False, threads=0) as session,
+        ):
+            settings = {
+                "space_settings": case.settings,
+                "method_settings": case.method_settings,
+                "regime": case.regime,
+                "engine": "graph",
+                "precision": precision,
+                "fused": name == "darts, fused",
+            }
+            row = measure(made_search(path, case, session, **settings), rounds)
+        found[name] = {"ms": row["ms"], "peak_mb": 1e3 * row["peak_gb"], "kernels": row["kernels"]}
+        torch.cuda.empty_cache()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.itnas", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--paper", action="store_true", help="the paper's size instead of the small one")
+    parser.add_argument("--space", default="darts", choices=[case.space for case in SMALL], help="which space")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; 0: memory alone")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    options = parser.parse_args()
+    device, threads = resolve_device(options.device), set_threads(options.threads)
+    console = Console()
+    base = next(case for case in (PAPER if options.paper else SMALL) if case.space == options.space)
+    cases = cases_of(base, options.batch_size)
+    with console.status("steps") as status:
+        if device.type == "cuda":
+            found = on_gpu(cases, options.rounds, status.update, options.precision)
+        else:
+            found = on_cpu(cases, options.rounds, status.update)
+    own = found[BASE]["peak_mb"]
+    table = Table(title=f"one search step, {cases[BASE]}, {device.type}, {threads} threads")
+    for column in ("", "ms", "peak MB", "of DARTS", "aimed at"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = []
+    for name, row in found.items():
+        share = row["peak_mb"] / own
+        limit = LIMIT if name == "itnas" else None
+        met = None if limit is None else share <= limit
+        rows.append({"name": name, **row, "memory_share": share, "aimed_at": limit, "met": met})
+        aim = "" if limit is None else f"≤ {limit:.2f}" + (" ✓" if met else " missed")
+        time = f"{row['ms']:.0f}" if "ms" in row else "not measured"
+        table.add_row(name, time, f"{row['peak_mb']:.0f}", f"{share:.3f}", aim)
+    console.print(table)
+    if options.out is not None:
+        content = {"device": device.type, "threads": threads, "precision": options.precision, "rows": rows}
+        case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
+        write_record(options.out, "benchmarks.itnas", case=case, rounds=options.rounds, **content)
+        console.print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

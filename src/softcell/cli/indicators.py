@@ -1,0 +1,65 @@
+"""`softcell indicators`"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from softcell.cli import options as o
+from softcell.errors import UserError
+
+EPILOG = o.examples(
+    "softcell indicators runs/itnas-nb201-digits-1",
+    "softcell indicators runs/darts-nb201-cifar10-1 --by alpha --by attention --epochs 5",
+    "softcell indicators runs/snas-darts-digits-1 --by perturbation --images 2000 --out indicators.json",
+)
+
+
+def indicators(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a search; its supernet is looked at.")],
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="alpha, attention (IT-NAS) or perturbation (DARTS-PT); may be repeated; else all."),
+    ] = None,
+    images: Annotated[int, typer.Option(metavar="N", min=1, help="Validation images that perturbation uses.")] = 512,
+    epochs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Epochs of Lite-Transformers on another method's frozen supernet.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the JSON; else into the run.")
+    ] = None,
+    device: o.Device = None,
+    data_root: o.DataRoot = None,
+    overwrite: o.OverwriteFile = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Compare what indicators say of the candidates of one trained supernet, edge by edge.
+
+    alpha are the probabilities of the search's own method; attention is that of IT-NAS's indicator token, from one pass
+    over the validation split; perturbation is the accuracy that the supernet loses without a candidate.
+    """
+    from softcell.api import compare_indicators
+    from softcell.cli.console import console, write
+    from softcell.cli.progress import working
+    from softcell.cli.results import facts
+
+    screen, target = console(), out or run / "indicators.json"
+    if target.exists() and not overwrite:
+        raise UserError(f"{target} exists already; give another name with --out, or --overwrite to replace it")
+    with working(screen, "looking at candidates", quiet):
+        found = compare_indicators(run, by, images=images, epochs=epochs, device=device or "auto", data_root=data_root)
+    names = list(found["values"])
+    width = max(len(e["table"]) + len(e["edge"]) for e in found["edges"]) + 3
+    screen.print(" " * width + "".join(f"{name:<20}" for name in names), style="bold")
+    for edge in found["edges"]:
+        place = f"{edge['table']} {edge['edge']}"
+        screen.print(f"{place:<{width}}" + "".join(f"{edge['best'][name]:<20}" for name in names), markup=False)
+    for pair in found["edges"][0]["tau"]:
+        known = [edge["tau"][pair] for edge in found["edges"] if edge["tau"][pair] is not None]
+        mean = f"{sum(known) / len(known):.2f} (mean of {len(known)} edges)" if known else "not defined"
+        facts(screen, **{"tau": f"{pair}: {mean}"})
+    write(target, json.dumps(found, indent=2) + "\n", overwrite)
+    facts(screen, written=str(target))

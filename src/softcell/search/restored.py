@@ -1,0 +1,81 @@
+"""The trained supernet and method of a search run, for looking at them afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from softcell.arch import Mix, WeightMix
+from softcell.data import Dataset, load, split
+from softcell.data.feeds import Feeds
+from softcell.engine import RunFolder, resolve_device
+from softcell.engine.checkpoint import load_latest
+from softcell.engine.session import place
+from softcell.errors import UserError
+from softcell.methods import METHODS, Method, fitted
+from softcell.registry import load_plugin
+from softcell.search.recipe import SearchRecipe, resolve
+from softcell.settings import build
+from softcell.spaces import Supernet, build_space
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A search as its latest checkpoint has it, with its data and their split."""
+
+    folder: Path
+    recipe: SearchRecipe
+    dataset: Dataset
+    parts: Mapping[str, Tensor]
+    supernet: Supernet
+    method: Method
+    device: torch.device
+
+    def feeds(self, batch_size: int | None = None) -> Feeds:
+        dtype = next(self.supernet.parameters()).dtype
+        return Feeds(self.dataset, batch_size or self.recipe.batch_size, self.recipe.seed, self.device, dtype)
+
+    def looks(self) -> bool:
+        """Whether the method derives from images, by combining feature maps itself."""
+        return type(self.method).looking is not Method.looking
+
+    @torch.no_grad()
+    def mix(self) -> Mix:
+        """The mix that the method believes in: no sample of it, and all cells alike."""
+        return self.method.relax() if self.looks() else WeightMix(self.supernet.layout, self.method.probabilities())
+
+
+def restore(folder: str | Path, *, device: str = "auto", data_root: str | None = None) -> Restored:
+    """What the search in `folder` has learned so far; nothing in the folder changes."""
+    folder = Path(folder)
+    manifest = RunFolder.open(folder).manifest
+    if manifest["kind"] != "search":
+        raise UserError(f"a supernet comes from a search, but {folder} holds a {manifest['kind']} run")
+    for plugin in manifest["recipe"].get("plugins", ()):
+        load_plugin(plugin)
+    recipe = resolve(manifest["recipe"])
+    kind = METHODS.get(recipe.method)
+    if not issubclass(kind, Method):
+        raise UserError(f"{recipe.method} trains architectures one by one: {folder} has no supernet to look at")
+    loaded = load_latest(folder)
+    if loaded is None:
+        raise UserError(
+            f"{folder} has no checkpoint: its search never came that far, or only the best of several seeds was kept"
+        )
+    dataset = load(recipe.data, data_root or recipe.data_root, recipe.image_size)
+    where = resolve_device(device)
+    dtype = torch.float64 if recipe.precision == "float64" else torch.float32
+    with torch.random.fork_rng(devices=[]):
+        space = build_space(recipe.space, recipe.space_settings)
+        supernet = place(space.supernet(dataset.shape, dataset.num_classes), where, dtype)
+        settings: object = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
+        method = place(fitted(kind, settings, supernet), where, dtype)
+    state = loaded.state["task"]
+    supernet.load_state_dict(state["supernet"])
+    method.load_state_dict(state["method"])
+    supernet.eval()
+    return Restored(folder, recipe, dataset, split(dataset.train, recipe.split, recipe.seed), supernet, method, where)

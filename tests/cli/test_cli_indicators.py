@@ -1,0 +1,60 @@
+"""`softcell indicators` and `softcell gradcam` on a tiny search."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_calls import TINY, Softcell
+from PIL import Image
+
+from softcell.cli.main import run
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("itnas") / "run"
+    less = ("--set", "split.weights=128", "--set", "split.validation=64")
+    assert run(["search", "itnas", *TINY, *less, "--epochs", "1", "--out", str(folder), "--quiet"]) == 0
+    return folder
+
+
+def test_indicators_are_compared_and_written(call: Softcell, found: Path, tmp_path: Path) -> None:
+    answer = call("indicators", found, "--by", "attention", "--by", "perturbation", "--images", "32", "--out", "i.json")
+    assert answer.code == 0, answer.error
+    assert "cell 0->1" in answer.out
+    assert "attention ~ perturbation" in answer.out
+    record = json.loads((tmp_path / "i.json").read_text())
+    assert set(record["values"]) == {"attention", "perturbation", "perturbation_loss"}
+    assert len(record["values"]["attention"]["cell"]) == 6
+    again = call("indicators", found, "--out", "i.json")
+    assert again.code == 2
+    assert "exists already" in again.error
+
+
+def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path: Path) -> None:
+    Image.new("L", (20, 12), 128).save(tmp_path / "grey.png")
+    answer = call(
+        "gradcam", found, "--picture", "grey.png", "--image", "3", "--cell", "0", "--edge", "0->2", "--out", "c.png"
+    )
+    assert answer.code == 0, answer.error
+    assert "* selected" in answer.out
+    with Image.open(tmp_path / "c.png") as drawn:
+        assert drawn.width > 5 * 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cell", "7"), "--cell must be 0 to 2"),
+        (("--edge", "3->1"), "--edge must be one of 0->1"),
+        (("--class", "cat"), "--class must be one of"),
+        (("--image", "99999"), "--image must be below"),
+        (("--picture", "missing.png"), "missing.png"),
+    ],
+)
+def test_gradcam_says_what_is_wrong(call: Softcell, found: Path, arguments: tuple[str, ...], message: str) -> None:
+    answer = call("gradcam", found, *arguments, "--out", "x.png")
+    assert answer.code == 2
+    assert message in answer.error

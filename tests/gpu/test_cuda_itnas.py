@@ -1,0 +1,77 @@
+"""IT-NAS on a CUDA device: Lite-Transformers, their recomputation and the selecting pass inside recorded steps."""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
+
+from search_toys import settings
+
+from softcell.data import load, split
+from softcell.engine.session import open_session
+from softcell.search import resolve, search
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+]
+DEVICE = "cuda"
+WARM = 6
+
+
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_step_never_waits_and_can_be_recorded(space: str, precision: str, recompute: bool) -> None:
+    given = settings(space, "digits", method="itnas", device=DEVICE, engine="graph", threads=0)
+    more = {"method_settings": {"recompute": recompute}, "precision": precision, "resource": {"preset": "mild"}}
+    recipe = resolve(given, more)
+    told: list[Any] = []
+    with open_session(device=DEVICE, seed=0, precision=precision, deterministic=False, threads=0) as opened:
+        dataset = load(recipe.data)
+        parts = split(dataset.train, recipe.split, recipe.seed)
+        task = sys.modules["softcell.search.search"]._task(recipe, dataset, parts, opened, told.append)
+        task.begin_epoch(1)
+        told.clear()
+        ready = list(itertools.islice(task.batches(1, 0), WARM + 2))
+        for one in ready[:WARM]:
+            task.step(one)
+        before = next(task.method.parameters()).clone()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for one in ready[WARM:]:
+                task.step(one)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not torch.equal(before, next(task.method.parameters())), "a recorded step keeps learning"
+        assert task.failed() is None
+    assert told == []
+
+
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+def test_a_recorded_search_selects_as_an_eager_one(space: str, tmp_path: Path) -> None:
+    rows, genotypes = {}, {}
+    for engine in ("eager", "graph"):
+        given = settings(space, "digits", method="itnas", device=DEVICE, engine=engine, batch_size=64)
+        result = search(resolve(given, {"precision": "float64"}), tmp_path / engine)
+        rows[engine], genotypes[engine] = result.metrics, result.genotype
+    assert genotypes["eager"] == genotypes["graph"]
+    for plain, recorded in zip(rows["eager"], rows["graph"], strict=True):
+        for key, value in plain.items():
+            if isinstance(value, float) and key != "seconds":
+                assert recorded[key] == pytest.approx(value, rel=1e-6, abs=1e-8), key
+
+
+def test_a_deterministic_search_repeats(tmp_path: Path) -> None:
+    found = []
+    for name in ("a", "b"):
+        given = settings("darts", "digits", method="itnas", device=DEVICE, batch_size=64, deterministic=True, epochs=1)
+        found.append(search(resolve(given, {"precision": "float32"}), tmp_path / name))
+    assert found[0].genotype == found[1].genotype
+    assert found[0].metrics[-1]["entropy"] == found[1].metrics[-1]["entropy"]
