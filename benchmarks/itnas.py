@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from studies.runs import write_record
 
-from benchmarks.evidence.runs import write_record
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
 from softcell.engine.device import resolve_device, set_threads
 

@@ -1,0 +1,200 @@
+"""`python -m studies.itnas_positions`: how much of IT-NAS's ranking position encodings alone explain.
+
+After a search on NAS-Bench-201 cells the indicator is read three times from the same supernet and images: as it is,
+with all maps zeroed inside the attention (positions alone), and with every position replaced by their mean (content
+alone). Each search is repeated with the candidates in reverse order, so that a preference for a slot and one for a
+candidate can be told apart. A planted variant has three candidates of noise and one that passes the image on.
+
+python -m studies.itnas_positions                            # digits, on a CPU: minutes
+python -m studies.itnas_positions --data cifar10 --data-root DIR --scale paper --seeds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import kendalltau
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from softcell.methods.itnas import ItMix, ItNas
+from softcell.nn.candidates import candidate, known_candidates
+from softcell.nn.lite_transformer import LiteTransformer
+from softcell.search import resolve
+from softcell.search.restored import restore
+from studies.runs import NOT_MEASURED, Deadline, carry_on, spread, write_record
+
+CELL = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+PLANTED = ("noise_a", "noise_b", "skip_connect", "noise_c")
+KINDS = ("whole", "positions", "content")
+
+
+class _Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.randn_like(x)
+
+
+class Read(ItMix):
+    """Runs the supernet as it is and notes the attention that one part of the tokens alone would give."""
+
+    def __init__(self, method: ItNas, kind: str) -> None:
+        looking = method.looking()
+        assert isinstance(looking, ItMix)
+        super().__init__(method, looking._into)
+        self._kind = kind
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        if all(x is None for x in outputs.values()):
+            return None
+        module = self._method.transformers[f"{site}_{choice}"]
+        assert isinstance(module, LiteTransformer)
+        output, attention = module(outputs)
+        if self._kind == "positions":
+            attention = module.attend({k: None if x is None else torch.zeros_like(x) for k, x in outputs.items()})
+        elif self._kind == "content":
+            own = dict(module.named_parameters())
+            first, rest = own["positions"][:1], own["positions"][1:]
+            alike = torch.cat([first, rest.mean(0, keepdim=True).expand_as(rest)])
+            (attention,) = functional_call(module, {**own, "positions": alike}, (outputs, True))
+        self._note(site, choice, attention)
+        return output
+
+
+@torch.no_grad()
+def read(folder: Path, device: str) -> tuple[dict[str, Tensor], float]:
+    """Indicators [choices, width] of the cell by kind, and how much of the spread of attention is between images."""
+    found = restore(folder, device=device)
+    assert isinstance(found.method, ItNas)
+    result, between = {}, 0.0
+    batches = found.feeds().plain(found.dataset.train, found.parts["validation"])
+    for kind in KINDS:
+        mix = Read(found.method, kind)
+        for batch in batches.epoch(0):
+            found.supernet(batch.images, mix)
+        table = found.method.layout.tables[0]
+        rows = found.method.indicator()["cell"].cpu()
+        result[kind] = rows
+        if kind == "whole":
+            second = found.method._moments("cell").mean_products().diagonal().view(table.shape).cpu()
+            images = (second - rows**2).clamp(min=0).mean()
+            candidates = rows.var(dim=1, unbiased=False).mean()
+            between = float(images / (images + candidates))
+    return result, between
+
+
+def compare(rows: dict[str, Tensor]) -> dict[str, float]:
+    """Mean tau-b over edges of each part with the whole, and the share of edges with the same winner."""
+    whole, result = rows["whole"], {}
+    for kind in KINDS[1:]:
+        taus = [float(kendalltau(a, b).statistic) for a, b in zip(whole, rows[kind], strict=True)]
+        known = [tau for tau in taus if tau == tau]
+        result[f"tau_{kind}"] = sum(known) / len(known) if known else 0.0
+        result[f"same_winner_{kind}"] = float((whole.argmax(1) == rows[kind].argmax(1)).double().mean())
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m studies.itnas_positions", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="digits", help="dataset")
+    parser.add_argument("--data-root", help="where named data lie")
+    parser.add_argument("--scale", default="small", help="small or paper")
+    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
+    parser.add_argument("--seeds", type=int, default=3, help="searches per kind and order")
+    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--runs", type=Path, default=Path("runs/itnas-positions"), help="where the searches lie")
+    parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where the record goes")
+    options = parser.parse_args()
+    for name in PLANTED:
+        if name.startswith("noise") and name not in known_candidates():
+            candidate(name)(lambda spec: _Noise())
+    deadline, rows = Deadline(options.minutes), []
+    for task, names in (("cell", CELL), ("planted", PLANTED)):
+        for seed in range(options.seeds):
+            winners: dict[str, list[str]] = {}
+            for order in ("given", "reversed"):
+                row = study(task, names if order == "given" else names[::-1], seed, order, options, deadline)
+                rows.append(row)
+                winners[order] = row.get("winners", [])
+            if all(winners.values()):
+                pairs = list(zip(winners["given"], winners["reversed"], strict=True))
+                same = sum(a == b for a, b in pairs) / len(pairs)
+                slots = sum(names.index(a) == len(names) - 1 - names.index(b) for a, b in pairs) / len(pairs)
+                rows[-1] |= {"same_candidate_in_both_orders": same, "same_slot_in_both_orders": slots}
+    summary = {task: summarise([row for row in rows if row["task"] == task]) for task in ("cell", "planted")}
+    record = options.out / f"positions-{Path(options.data).stem}.json"
+    write_record(record, "studies.itnas_positions", rows=rows, summary=summary)
+    _print(summary, record)
+
+
+def study(
+    task: str, names: tuple[str, ...], seed: int, order: str, options: argparse.Namespace, deadline: Deadline
+) -> dict[str, Any]:
+    """One search and what its three readings say."""
+    space: dict[str, Any] = {"candidates": list(names)}
+    if task == "planted":
+        space["nodes"] = 2
+    given = {
+        "method": "itnas",
+        "space": "nb201",
+        "data": options.data,
+        "data_root": options.data_root,
+        "scale": options.scale,
+        "epochs": options.epochs,
+        "seed": seed,
+        "device": options.device,
+        "precision": "float32",
+        "space_settings": space,
+    }
+    folder = options.runs / f"{task}-{Path(options.data).stem}-{order}-{seed}"
+    recipe = resolve({key: value for key, value in given.items() if value is not None})
+    manifest = carry_on(recipe, folder, deadline)
+    row: dict[str, Any] = {"task": task, "seed": seed, "order": order, "candidates": list(names)}
+    if manifest is None:
+        return {**row, "result": NOT_MEASURED}
+    readings, between = read(folder, options.device)
+    winners = [names[k] for k in readings["whole"].argmax(1).tolist()]
+    found = {**compare(readings), "variance_between_images": between}
+    if task == "planted":
+        found["winner_is_right"] = sum(w == "skip_connect" for w in winners) / len(winners)
+        found["strength"] = float(readings["whole"][0, names.index("skip_connect")])
+        uniform = 1 / (len(names) + 1)
+        found["strength_over_uniform"] = found["strength"] / uniform
+    values = {kind: rows.tolist() for kind, rows in readings.items()}
+    accuracy = manifest["results"]["val_accuracy"]
+    return {**row, "winners": winners, "val_accuracy": accuracy, "readings": values, "result": found}
+
+
+def summarise(rows: list[dict[str, Any]]) -> Any:
+    done = [row for row in rows if row["result"] != NOT_MEASURED]
+    if not done:
+        return NOT_MEASURED
+    found = {key: spread([row["result"][key] for row in done]) for key in done[0]["result"]}
+    for key in ("same_candidate_in_both_orders", "same_slot_in_both_orders"):
+        known = [row[key] for row in done if key in row]
+        if known:
+            found[key] = spread(known)
+    return found
+
+
+def _print(summary: dict[str, Any], record: Path) -> None:
+    console = Console()
+    for task, found in summary.items():
+        shown = Table(title=f"{task}: mean ± std over searches")
+        shown.add_column("")
+        shown.add_column("", justify="right")
+        for key, value in {} if found == NOT_MEASURED else found.items():
+            error = "" if value["std"] is None else f" ± {value['std']:.2f}"
+            shown.add_row(key.replace("_", " "), f"{value['mean']:.2f}{error} (n={value['n']})")
+        console.print(shown if found != NOT_MEASURED else f"{task}: {NOT_MEASURED}")
+    console.print(f"written: {record}")
+
+
+if __name__ == "__main__":
+    main()
