@@ -407,6 +407,21 @@ def test_gauges_tell_every_threshold_and_the_connections_per_node() -> None:
     assert found["connections_cell"] == len(method.derive().cells["cell"].picks) / 2
 
 
+def test_costs_of_dst_are_those_of_what_is_derived() -> None:
+    """Several candidates on one edge cost as much as they do in the derived network, and thresholds feel it."""
+    method = dst({key: 0.3 * n for n, key in enumerate(KEYS)}, {2: -1.0, 3: 0.0})
+    found = method.penalised(method.relax())["cell"]
+    assert int(found.sum()) == len(method.derive().cells["cell"].picks)
+    assert set(found.unique().tolist()) <= {0.0, 1.0}
+    costs = torch.rand(RAGGED.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mine = torch.autograd.grad((found * costs).sum(), [method.alpha["cell"], method.beta["cell"]])
+    way = method.softened("cell") + method._pruned()["cell"]
+    theirs = torch.autograd.grad((way * costs).sum(), [method.alpha["cell"], method.beta["cell"]])
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+    assert bool((mine[1] < 0).all()), "a higher threshold costs less"
+
+
 def test_dst_leaves_none_out_wherever_there_is_something_else() -> None:
     table = Table(
         "cell", (Choice(0, 1, ("none", "skip_connect")), Choice(0, 2, ("none",)), Choice(1, 2, CANDIDATES)), (2,)

@@ -250,6 +250,7 @@ class _EngineTransit(Method):
 
     def _derived(self, table: Table, strengths: Tensor) -> Live:
         rule = self.rule or self.layout.rule
+        strengths = strengths.nan_to_num()  # a search that has diverged is told by its loss, with the step
         picks = rule(table, strengths)
         if not reaches_output(table, picks):
             # Deviation: where `none` may be picked a cell can break in two; its transit twins would end all learning,
@@ -318,11 +319,27 @@ class EnTranNasDst(_EngineTransit):
 
     def probabilities(self) -> dict[str, Tensor]:
         """q̂; an edge that is pruned away has 0 throughout."""
+        return {name: operation_normalised(q) for name, q in self._pruned().items()}
+
+    def penalised(self, mix: Mix) -> dict[str, Tensor]:
+        """1 for every connection that is derived, 0 for others; the gradient is that of p + q.
+
+        q̂ would not do: an edge's coefficients sum to 1 however many connections, each of full cost, are on it. Through
+        q a cost raises thresholds, through p it moves each edge to cheaper candidates, the last of a node included.
+        """
+        found = {}
+        for name, q in self._pruned().items():
+            way = self.softened(name) + q
+            found[name] = (q > 0).to(q.dtype) + (way - way.detach())
+        return found
+
+    def _pruned(self) -> dict[str, Tensor]:
+        """q (Eq 7 and 8), per table [choices, width]."""
         found = {}
         for table in self.layout.tables:
             members = self.get_buffer(f"members_{table.name}")
             p_hat = connection_normalised(self.softened(table.name), members)
-            found[table.name] = operation_normalised(pruned(p_hat, thresholds(self.beta[table.name]), members))
+            found[table.name] = pruned(p_hat, thresholds(self.beta[table.name]), members)
         return found
 
     def penalty(self, mix: Mix) -> Tensor | None:
