@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from math import lcm
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.testing import ALIKE, RaggedSpace, tiny_space
 
 SHAPE: Shape = (3, 9, 7)
+WIDTH = lcm(4, *(get_candidate(name).multiple for name in known_candidates()))
+"""A width that every candidate is built for."""
 CLASSES = ("a", "b", "quote \" ' \\ \n", "d", "e")
 
 
@@ -150,9 +153,9 @@ class EveryCandidate(nn.Module):
         super().__init__()
         list(SPACES)  # spaces bring their candidates
         names = [name for name in known_candidates() if not get_candidate(name).zero]
-        self.kept = nn.ModuleDict({name: get_candidate(name).build(Spec(4)) for name in names})
-        self.halved = nn.ModuleDict({name: get_candidate(name).build(Spec(4, 2)) for name in names})
-        self.stem = nn.Conv2d(3, 4, 1)
+        self.kept = nn.ModuleDict({name: get_candidate(name).build(Spec(WIDTH)) for name in names})
+        self.halved = nn.ModuleDict({name: get_candidate(name).build(Spec(WIDTH, 2)) for name in names})
+        self.stem = nn.Conv2d(3, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

@@ -28,13 +28,20 @@ class Spec:
     """What a candidate is built for.
 
     `affine`: whether batch-norm learns scale and shift (not in search). `pool_norm`: whether pools are followed by
-    batch-norm (DARTS supernets).
+    batch-norm (DARTS supernets). `channels_in`: the width that comes in where it is another one, as in chains; only
+    candidates that say `widens` are built for that. `norm`: whether blocks of attention have batch-norm at all.
     """
 
     channels: int
     stride: int = 1
     affine: bool = True
     pool_norm: bool = False
+    channels_in: int | None = None
+    norm: bool = True
+
+    @property
+    def c_in(self) -> int:
+        return self.channels if self.channels_in is None else self.channels_in
 
 
 Builder = Callable[[Spec], nn.Module]
@@ -47,8 +54,9 @@ class Candidate:
     """A registered operation.
 
     `zero`: its output is all zeros, so it never runs. `blind`: its output does not depend on its input (noise), so no
-    gradient passes. `shared(spec)`: its output depends on its input alone (no
-    weights, no noise), so it is computed once for all edges that leave a node.
+    gradient passes. `widens`: it can change the width. `shared(spec)`: its output depends on its input alone (no
+    weights, no noise), so it is computed once for all edges that leave a node. `multiple`: it is built for widths that
+    are a multiple of this (heads of attention).
 
     `kind` says what its module gives: a feature map; an attention, of a shape that broadcasts to
     [n, c, ⌈h/stride⌉, ⌈w/stride⌉]; a kernel per sample and channel [n, c, k, k].
@@ -60,6 +68,8 @@ class Candidate:
     shared: Callable[[Spec], bool] = lambda spec: False
     kind: Kind = "feature"
     blind: bool = False
+    widens: bool = False
+    multiple: int = 1
 
     @property
     def calibrates(self) -> bool:
@@ -84,6 +94,8 @@ def candidate(
     shared: bool | Callable[[Spec], bool] = False,
     kind: Kind = "feature",
     blind: bool = False,
+    widens: bool = False,
+    multiple: int = 1,
 ) -> Callable[[Builder], Builder]:
     """Registers the decorated function as the builder of candidate `name`."""
     if kind not in KINDS:
@@ -96,7 +108,7 @@ def candidate(
         if known is not None and known.build.__module__ != build.__module__:
             raise UserError(f"candidate {name!r} exists already (from {known.build.__module__}); choose another name")
         shares = shared if callable(shared) else (_always if shared else _never)
-        _REGISTRY[name] = Candidate(name, build, zero, shares, kind, blind)
+        _REGISTRY[name] = Candidate(name, build, zero, shares, kind, blind, widens, multiple)
         return build
 
     return register

@@ -121,7 +121,8 @@ class Network(nn.Module, ABC):
 class Space(ABC):
     """A search space. Subclasses are frozen dataclasses: their fields are its settings (depth, width, candidates…).
 
-    `small` holds the settings for a laptop: less of everything, nothing of another kind. `evaluation` holds the sizes
+    `small` holds the settings for a laptop: less of everything, nothing of another kind. `tiny` holds those of the
+    smallest size that still has every part, for the suites of `softcell.testing`, where theirs do not fit. `evaluation` holds the sizes
     of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary` tells
     whether they can carry an auxiliary tower.
     """
@@ -129,6 +130,7 @@ class Space(ABC):
     name: ClassVar[str]
     about: ClassVar[str] = ""
     small: ClassVar[Mapping[str, Any]] = {}
+    tiny: ClassVar[Mapping[str, Any]] = {}
     evaluation: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     has_auxiliary: ClassVar[bool] = False
 

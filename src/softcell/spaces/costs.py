@@ -18,6 +18,7 @@ from softcell.errors import UserError
 from softcell.nn.calibrate import Calibration
 from softcell.spaces.base import Shape, Space
 from softcell.spaces.cell import MixedCell
+from softcell.spaces.count import products_of
 
 
 def count_candidates(space: Space, shape: Shape, num_classes: int, *, printed_pooling: bool = False) -> CostTables:
@@ -79,7 +80,8 @@ class _Counter:
                     continue  # zeros cost nothing
                 spec, node = cell.spec_of(choice.source), nodes[choice.source]
                 # Behind a bottleneck narrower than the node.
-                size, target = (torch.Size([1, spec.channels, *n[2:]]) for n in (node, nodes[choice.target]))
+                size = torch.Size([1, spec.c_in, *node[2:]])
+                target = torch.Size([1, spec.channels, *nodes[choice.target][2:]])
                 key = (name, spec, size, target)
                 if key not in self._known:
                     alone = count_candidate(module, size, printed_pooling=self._printed)
@@ -103,10 +105,9 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
 
     kinds = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d)
     hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, kinds)]
-    products = FlopCounterMode(display=False)
     x = torch.zeros(size, device="meta")
     try:
-        with torch.no_grad(), products:
+        with products_of(module) as products:
             y = module(x)
     finally:
         for hook in hooks:
@@ -116,7 +117,7 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
     memory = sum(layer.memory for layer in layers)
     if not layers:
         memory = passing(y.shape[-2], y.shape[-1], x.shape[1], y.shape[1]).memory + parameters
-    return Resources(parameters, products.get_total_flops() // 2 + pooled, memory)
+    return Resources(parameters, products() + pooled, memory)
 
 
 def _with_application(alone: Resources, module: nn.Module, size: torch.Size, target: torch.Size) -> Resources:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from softcell.arch import Genotype
+from softcell.nn.attention_local import Attention
 from softcell.settings import merge
 from softcell.spaces.base import Shape, Space
 from softcell.spaces.registry import SPACES, build_space
@@ -29,18 +31,39 @@ class Cost:
         return self.parameters * 4 / 1e6
 
 
+@contextmanager
+def products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
+    """Counts the multiply-adds of what `module` computes within the context; the function given tells them.
+
+    Those of convolutions and matrix products are torch's count; attention over shifted maps tells its own.
+    """
+    apart: list[int] = []
+
+    def note(layer: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
+        assert isinstance(layer, Attention)
+        apart.append(y.shape[0] * layer.uncounted(y.shape[-2], y.shape[-1]))
+
+    hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, Attention)]
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            # Two operations, one multiplication and one addition, are one multiply-add.
+            yield lambda: counter.get_total_flops() // 2 + sum(apart)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def count_module(network: nn.Module, shape: Shape) -> Cost:
     """Costs of any module that maps one image [1, c, h, w] to logits; the module is not changed."""
     was_training = network.training
     network.eval()
     parameter = next(network.parameters())
     image = torch.zeros(1, *shape, device=parameter.device, dtype=parameter.dtype)
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
+    with products_of(network) as products:
         network(image)
     network.train(was_training)
-    # Two operations, one multiplication and one addition, are one multiply-add.
-    return Cost(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
+    return Cost(sum(p.numel() for p in network.parameters()), products())
 
 
 def count_genotype(space: Space, genotype: Genotype, shape: Shape, num_classes: int) -> Cost:

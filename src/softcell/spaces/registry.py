@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import softcell.nn.attention_blocks
 import softcell.nn.calibrate
 import softcell.nn.conv
 import softcell.nn.noise

@@ -12,6 +12,7 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.testing.tools import images, require, require_close
 
 CHANNELS = 6
+"""Of most; one that is built for multiples of something else gets the next one."""
 SIZES = ((8, 8), (9, 7), (5, 4))
 
 CandidateCheck = Callable[[str], None]
@@ -22,12 +23,12 @@ def halves_by_rounding_up(name: str) -> None:
 
     A feature candidate gives such a map; a calibrating one gives what can be applied to it.
     """
-    kind = get_candidate(name)
+    kind, channels = get_candidate(name), channels_for(name)
     for stride in (1, 2):
-        module = _build(name, Spec(CHANNELS, stride, affine=False, pool_norm=True))
+        module = _build(name, Spec(channels, stride, affine=False, pool_norm=True))
         for height, width in SIZES:
-            output = module(images((CHANNELS, height, width), batch=2))
-            expected = (2, CHANNELS, -(-height // stride), -(-width // stride))
+            output = module(images((channels, height, width), batch=2))
+            expected = (2, channels, -(-height // stride), -(-width // stride))
             if kind.calibrates:
                 require(isinstance(module, Calibration), f"{name} is of kind {kind.kind}: it must be a Calibration")
                 assert isinstance(module, Calibration)
@@ -42,10 +43,10 @@ def halves_by_rounding_up(name: str) -> None:
 
 def is_applied_linearly(name: str) -> None:
     """What a calibrating candidate makes is applied linearly: sums over edges are applied at once."""
-    module = _build(name, Spec(CHANNELS, 1, affine=False))
+    module = _build(name, Spec(channels_for(name), 1, affine=False))
     if not isinstance(module, Calibration):
         return
-    x, y = images((CHANNELS, 9, 7), seed=1), images((CHANNELS, 9, 7), seed=2)
+    x, y = images((channels_for(name), 9, 7), seed=1), images((channels_for(name), 9, 7), seed=2)
     a, b = module(x), module(y)
     apart = 2.0 * module.applied(x, a) - 3.0 * module.applied(x, b)
     require_close(module.applied(x, 2.0 * a - 3.0 * b), apart, f"{name}: `applied` must be linear in what was made")
@@ -55,7 +56,7 @@ def affine_is_asked_for(name: str) -> None:
     """Batch-norm learns scale and shift exactly when the spec says so."""
     for affine in (False, True):
         for stride in (1, 2):
-            module = _build(name, Spec(CHANNELS, stride, affine=affine, pool_norm=True))
+            module = _build(name, Spec(channels_for(name), stride, affine=affine, pool_norm=True))
             norms = [part for part in module.modules() if isinstance(part, nn.BatchNorm2d)]
             wrong = [norm for norm in norms if norm.affine != affine]
             require(not wrong, f"{name} must have affine={affine} in all its norms, but {wrong} differ")
@@ -65,7 +66,7 @@ def zero_means_zeros(name: str) -> None:
     """A candidate marked `zero` gives zeros; any other gives something."""
     kind = get_candidate(name)
     for stride in (1, 2):
-        output = _build(name, Spec(CHANNELS, stride, affine=False))(images((CHANNELS, 8, 8)))
+        output = _build(name, Spec(channels_for(name), stride, affine=False))(images((channels_for(name), 8, 8)))
         require(
             kind.zero == (not bool(output.any())),
             f"{name} says zero={kind.zero}, but its output is {'not ' if kind.zero else ''}all zeros",
@@ -77,14 +78,14 @@ def shared_means_the_same_for_every_edge(name: str) -> None:
     for stride in (1, 2):
         for affine in (False, True):
             for pool_norm in (False, True):
-                spec = Spec(CHANNELS, stride, affine=affine, pool_norm=pool_norm)
+                spec = Spec(channels_for(name), stride, affine=affine, pool_norm=pool_norm)
                 if not get_candidate(name).shared(spec):
                     continue
                 first, second = _build(name, spec, seed=0), _build(name, spec, seed=1)
                 require(
                     not list(first.parameters()), f"{name} says it is shared for {spec}, but it has weights of its own"
                 )
-                x = images((CHANNELS, 9, 7))
+                x = images((channels_for(name), 9, 7))
                 require_close(first(x), second(x), f"{name} says it is shared for {spec}, but two builds differ")
 
 
@@ -94,8 +95,8 @@ def gradients_reach_input_and_weights(name: str) -> None:
     if kind.zero:
         return
     for stride in (1, 2):
-        module = _build(name, Spec(CHANNELS, stride, affine=True, pool_norm=True))
-        x = images((CHANNELS, 8, 8)).requires_grad_()
+        module = _build(name, Spec(channels_for(name), stride, affine=True, pool_norm=True))
+        x = images((channels_for(name), 8, 8)).requires_grad_()
         output = module(x)
         if kind.blind:
             require(not output.requires_grad, f"{name} says it is blind, but a gradient passes through it")
@@ -108,9 +109,9 @@ def gradients_reach_input_and_weights(name: str) -> None:
 
 def input_stays_as_it_was(name: str) -> None:
     """The input is read by other candidates too, so nothing may write into it."""
-    x = images((CHANNELS, 8, 8))
+    x = images((channels_for(name), 8, 8))
     before = x.clone()
-    _build(name, Spec(CHANNELS, 1, affine=False, pool_norm=True))(x)
+    _build(name, Spec(channels_for(name), 1, affine=False, pool_norm=True))(x)
     require(torch.equal(x, before), f"{name} changes its input in place")
 
 
@@ -143,6 +144,12 @@ def _require_kind(name: str, output: Tensor, target: tuple[int, int, int, int]) 
             square and found[:2] == target[:2],
             f"{name} is a kernel: it must give {(*target[:2], 'k', 'k')} with an odd k, but gave {found}",
         )
+
+
+def channels_for(name: str, least: int = CHANNELS) -> int:
+    """The smallest width from `least` on that a candidate is built for."""
+    multiple = get_candidate(name).multiple
+    return -(-least // multiple) * multiple
 
 
 def _build(name: str, spec: Spec, seed: int = 0) -> nn.Module:

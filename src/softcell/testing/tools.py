@@ -38,7 +38,8 @@ def tiny_space(name: str) -> Space:
     """The registered space `name` in the smallest size that still has all its parts."""
     space = build_space(name, SPACES.get(name).small)
     known = {field.name for field in dataclasses.fields(space)}  # type: ignore[arg-type]
-    smaller: Space = dataclasses.replace(space, **{k: v for k, v in SMALLER.items() if k in known})  # type: ignore
+    sizes = {**{k: v for k, v in SMALLER.items() if k in known}, **space.tiny}
+    smaller: Space = dataclasses.replace(space, **sizes)  # type: ignore[type-var]
     return smaller
 
 

@@ -1,0 +1,192 @@
+"""Local multi-head self-attention with relative positions, and non-local self-attention (full-attention NAS, §III-A).
+
+Local (Ramachandran et al.: Stand-Alone Self-Attention in Vision Models, NeurIPS 2019): a pixel attends to the k × k
+pixels around it. With queries q, keys k and values v of one head, and r = row embedding + column embedding,
+
+    y_ij = Σ_ab softmax_ab( q_ij·k_ab + q_ij·r_{a-i,b-j} ) v_ab
+
+where a, b run over those of the k × k neighbours that lie in the image: what lies outside takes no part. As in that
+paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded Gaussian):
+one head, every position attends to all, no positions.
+
+A neighbourhood is never copied: the k² neighbours are k² shifted views, whose logits are written one after the other.
+Logits are made anew in the backward pass, so what is kept for it is q, k and v alone, whatever the extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.errors import UserError
+
+Window = tuple[Any, ...]
+"""An index into the last two axes of a map."""
+
+
+def shifted(extent: int, height: int, width: int) -> Iterator[tuple[int, Window, Window]]:
+    """By number of a neighbour the pixels that have it, and where it lies for them: equally large windows."""
+    reach = extent // 2
+    for number in range(extent * extent):
+        dy, dx = number // extent - reach, number % extent - reach
+        top, bottom = max(0, -dy), min(height, height - dy)
+        left, right = max(0, -dx), min(width, width - dx)
+        if top < bottom and left < right:
+            own = (..., slice(top, bottom), slice(left, right))
+            yield number, own, (..., slice(top + dy, bottom + dy), slice(left + dx, right + dx))
+
+
+def local_logits(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """[n, heads, k², h, w] in at least float32; -inf for neighbours outside the image."""
+    n, heads, _, height, width = q.shape
+    extent = rows.shape[-1]
+    by_row = torch.einsum("nedhw,edk->nekhw", q, rows)
+    by_column = torch.einsum("nedhw,edk->nekhw", q, columns)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    logits = torch.full(
+        (n, heads, extent * extent, height, width), -torch.inf, dtype=exact, device=q.device
+    )  # every pixel has itself for a neighbour, so no softmax is over nothing
+    for number, own, other in shifted(extent, height, width):
+        dots = (q[own] * k[other]).sum(2, dtype=exact)
+        positions = by_row[:, :, number // extent][own] + by_column[:, :, number % extent][own]
+        logits[:, :, number][own] = dots + positions
+    return logits
+
+
+class _LocalAttention(torch.autograd.Function):
+    """The two passes; backward consists of differentiable operations, so second derivatives are right too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, rows, columns)
+        weights = torch.softmax(local_logits(q, k, rows, columns), 2)
+        y = torch.zeros(v.shape, dtype=weights.dtype, device=v.device)
+        for number, own, other in shifted(rows.shape[-1], q.shape[-2], q.shape[-1]):
+            y[own] += weights[:, :, number, None][own] * v[other]
+        return y.to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, rows, columns = ctx.saved_tensors
+        extent, (height, width) = rows.shape[-1], q.shape[-2:]
+        weights = torch.softmax(local_logits(q, k, rows, columns), 2)
+        pulls = torch.zeros_like(weights)  # dL/dweights
+        dv = torch.zeros(v.shape, dtype=weights.dtype, device=v.device)
+        for number, own, other in shifted(extent, height, width):
+            pulls[:, :, number][own] = (grad[own] * v[other]).sum(2, dtype=weights.dtype)
+            dv[other] += weights[:, :, number, None][own] * grad[own]
+        slopes = weights * (pulls - (weights * pulls).sum(2, keepdim=True))  # dL/dlogits, 0 outside the image
+        dq, dk = torch.zeros_like(dv), torch.zeros_like(dv)
+        for number, own, other in shifted(extent, height, width):
+            slope = slopes[:, :, number, None][own]
+            dq[own] += slope * k[other]
+            dk[other] += slope * q[own]
+        grid = slopes.unflatten(2, (extent, extent))  # type: ignore[no-untyped-call]
+        by_row, by_column = grid.sum(3).to(q.dtype), grid.sum(2).to(q.dtype)
+        dq = dq + torch.einsum("nekhw,edk->nedhw", by_row, rows) + torch.einsum("nekhw,edk->nedhw", by_column, columns)
+        drows = torch.einsum("nekhw,nedhw->edk", by_row, q)
+        dcolumns = torch.einsum("nekhw,nedhw->edk", by_column, q)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), drows.to(rows.dtype), dcolumns.to(columns.dtype)
+
+
+def attend_local(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """q, k, v [n, heads, d, h, w] and embeddings [heads, d, extent] to [n, heads, d, h, w]."""
+    rows, columns = rows.to(q.dtype), columns.to(q.dtype)
+    if torch.is_grad_enabled():
+        result: Tensor = _LocalAttention.apply(q, k, v, rows, columns)  # type: ignore[no-untyped-call]
+        return result
+    return attend_shifted(q, k, v, rows, columns)
+
+
+def attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """`attend_local` without writing in place: for use without gradients, where a graph of it may be exported."""
+    extent, (height, width) = rows.shape[-1], q.shape[-2:]
+    reach = extent // 2
+    around = (reach, reach, reach, reach)
+    keys, values = F.pad(k, around), F.pad(v, around)
+    inside = F.pad(torch.ones(height, width, dtype=q.dtype, device=q.device), around)
+    by_row = torch.einsum("nedhw,edk->nekhw", q, rows)
+    by_column = torch.einsum("nedhw,edk->nekhw", q, columns)
+    places = [(dy, dx) for dy in range(extent) for dx in range(extent)]
+    logits = torch.stack(
+        [
+            ((q * keys[..., dy : dy + height, dx : dx + width]).sum(2) + by_row[:, :, dy] + by_column[:, :, dx])
+            .to(torch.promote_types(q.dtype, torch.float32))
+            .masked_fill(inside[dy : dy + height, dx : dx + width] == 0, -torch.inf)
+            for dy, dx in places
+        ],
+        2,
+    )
+    weights = torch.softmax(logits, 2)
+    y = torch.zeros_like(q, dtype=weights.dtype)
+    for number, (dy, dx) in enumerate(places):
+        y = y + weights[:, :, number, None] * values[..., dy : dy + height, dx : dx + width]
+    return y.to(v.dtype)
+
+
+def check_heads(width: int, heads: int) -> None:
+    """Raises `UserError` unless every head gets equally many of the `width` channels, at least one."""
+    if width % heads or width < heads:
+        raise UserError(
+            f"`heads` must divide the width of attention, but got {heads} heads for {width} channels (half of the "
+            f"block's {2 * width}); use a multiple of {2 * heads} channels, or candidates with fewer heads"
+        )
+
+
+class Attention(nn.Module):
+    """What both kinds share: 1×1 projections to queries, keys and values, and one of the result."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.queries, self.keys, self.values, self.project = (nn.Conv2d(width, width, 1, bias=False) for _ in range(4))
+
+    def uncounted(self, height: int, width: int) -> int:
+        """Multiply-adds for one image that are no convolution and no product of matrices."""
+        return 0
+
+
+class LocalAttention(Attention):
+    """[n, width, h, w] to the same: `heads` heads over `extent` × `extent` pixels; borders see fewer of them."""
+
+    def __init__(self, width: int, extent: int, heads: int) -> None:
+        check_heads(width, heads)
+        if extent < 1 or extent % 2 == 0:
+            raise UserError(f"the extent of local attention must be odd, so that a pixel is its centre, got {extent}")
+        super().__init__(width)
+        self.extent, self.heads = extent, heads
+        # Row and column embeddings of the full head dimension, added; the head dimension may be 1.
+        size = (heads, width // heads, extent)
+        self.rows, self.columns = (nn.Parameter(torch.randn(size) * 0.02) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, height, width = x.shape
+        heads = (n, self.heads, c // self.heads, height, width)
+        q, k, v = (part(x).reshape(heads) for part in (self.queries, self.keys, self.values))
+        y = attend_local(q, k, v, self.rows, self.columns)
+        return self.project(y.reshape(n, c, height, width))  # type: ignore[no-any-return]
+
+    def uncounted(self, height: int, width: int) -> int:
+        """Logits and weighted values of all neighbours; those of positions are products of matrices."""
+        down, across = (sum(_reached(self.extent, side)) for side in (height, width))
+        return 2 * self.width * down * across
+
+
+def _reached(extent: int, side: int) -> Iterator[int]:
+    """For every pixel of a line the number of its neighbours on it."""
+    reach = extent // 2
+    return (min(side, i + reach + 1) - max(0, i - reach) for i in range(side))
+
+
+class NonLocalAttention(Attention):
+    """[n, width, h, w] to the same: every position attends to all, by torch's own fused attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, height, width = x.shape
+        q, k, v = (part(x).flatten(2).transpose(1, 2)[:, None] for part in (self.queries, self.keys, self.values))
+        y = F.scaled_dot_product_attention(q, k, v, scale=1.0)  # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
+        return self.project(y[:, 0].transpose(1, 2).reshape(n, c, height, width))  # type: ignore[no-any-return]

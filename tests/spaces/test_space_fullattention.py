@@ -1,0 +1,188 @@
+"""The space of full-attention NAS: Table I, its size, its variants, and what its networks cost."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from softcell.arch import Genotype, Pick, WeightMix, count, derive, sample
+from softcell.arch.genotype import Cell
+from softcell.errors import UserError
+from softcell.nn.attention_local import LocalAttention
+from softcell.spaces import Network, build_space
+from softcell.spaces.costs import count_candidates
+from softcell.spaces.count import count_genotype, count_module
+from softcell.spaces.fullattention import CANDIDATES, FullAttentionSpace
+
+SPACE = FullAttentionSpace()
+FEW = ("local_sa_k3_h4", "non_local_sa")
+
+
+def shapes(network: Network, side: int) -> list[tuple[int, ...]]:
+    """Shapes that stem, stages, head and classifier give, for one image without memory."""
+    found: list[tuple[int, ...]] = []
+
+    def note(module: nn.Module, given: object, output: object) -> None:
+        last = output[-1] if isinstance(output, list) else output
+        assert isinstance(last, torch.Tensor)
+        found.append(tuple(last.shape[1:]))
+
+    for part in (network.skeleton.stem, *network.cells, network.skeleton.classifier):  # type: ignore[union-attr]
+        part.register_forward_hook(note)
+    with torch.device("meta"), torch.no_grad():
+        network.eval()(torch.zeros(1, 3, side, side))
+    return found
+
+
+def on_meta(space: FullAttentionSpace, side: int, genotype: Genotype | None = None) -> Network:
+    with torch.device("meta"):
+        return space.network(genotype or sample(space.layout(), 0), (3, side, side), 10)
+
+
+def test_shapes_are_those_of_table_1() -> None:
+    assert shapes(on_meta(SPACE, 32), 32) == [
+        (16, 32, 32),
+        (16, 32, 32),
+        (32, 16, 16),
+        (32, 16, 16),
+        (64, 8, 8),
+        (64, 8, 8),
+        (10,),
+    ]
+
+
+def test_every_layer_of_every_stage_chooses_on_its_own_among_the_seven_of_table_2() -> None:
+    layout = SPACE.layout()
+    assert count(layout) == 7**15
+    assert layout.sites == ("stage1", "stage2", "stage3", "stage4", "stage5")
+    assert all(choice.candidates == CANDIDATES for table in layout.tables for choice in table.choices)
+    assert CANDIDATES == (
+        *(f"local_sa_k{k}_h{h}" for k in (3, 5, 7) for h in (4, 8)),
+        "non_local_sa",
+    )
+
+
+def test_the_stem_is_local_attention_of_extent_3_with_8_heads() -> None:
+    (stem,) = [m for m in on_meta(SPACE, 32).skeleton.stem.modules() if isinstance(m, LocalAttention)]  # type: ignore[union-attr]
+    assert (stem.extent, stem.heads, stem.width) == (3, 8, 8)
+
+
+def test_the_tied_space_has_one_cell_for_stages_1_3_5_and_one_for_2_4() -> None:
+    tied = replace(SPACE, tied=True)
+    assert tied.layout().sites == ("normal", "reduction", "normal", "reduction", "normal")
+    assert count(tied.layout()) == 7**6
+    genotype = sample(tied.layout(), 1)
+    network = on_meta(SPACE, 32, genotype)  # a tied genotype needs no setting to be built
+    ops = [[pick.op for pick in cell.cell.picks] for cell in network.cells]  # type: ignore[union-attr]
+    assert ops[0] == ops[2] == ops[4] and ops[1] == ops[3]
+
+
+def test_the_deep_variant_repeats_stages_1_3_5_once() -> None:
+    deep = replace(SPACE, repeats=2)
+    assert deep.layout().sites == tuple(f"stage{i}" for i in (1, 1, 2, 3, 3, 4, 5, 5))
+    assert count(deep.layout()) == 7**15
+    found = shapes(on_meta(deep, 32, sample(SPACE.layout(), 0)), 32)
+    assert [shape[0] for shape in found] == [16, 16, 16, 32, 32, 32, 64, 64, 64, 10]
+
+
+@pytest.mark.parametrize(("side", "first"), [(64, 64), (127, 127), (128, 43), (224, 56), (227, 46), (448, 56)])
+def test_large_images_are_pooled_behind_the_stem(side: int, first: int) -> None:
+    found = shapes(on_meta(SPACE, side), side)
+    assert found[0] == (16, side, side) and found[1] == (16, first, first)
+
+
+def test_the_range_of_parameters_is_that_of_all_networks() -> None:
+    space = FullAttentionSpace(channels=16, layers=1, candidates=("local_sa_k3_h8", "local_sa_k7_h4", "non_local_sa"))
+    tables = space.layout().tables
+    everything = []
+    for ops in itertools.product(space.candidates, repeat=len(tables)):
+        cells = {t.name: Cell((Pick(0, 1, op),), (1,)) for t, op in zip(tables, ops, strict=True)}
+        network = on_meta(space, 8, Genotype(space.name, cells))
+        everything.append(sum(p.numel() for p in network.parameters()))
+    ends = [sum(p.numel() for p in on_meta(space, 8, g).parameters()) for g in space.extremes()]
+    assert ends == [min(everything), max(everything)]
+
+
+def test_parameters_at_the_papers_widths_follow_from_the_blocks_by_hand() -> None:
+    """Non-local everywhere: linear layers and four projections, norms with scale and shift, the stem's embeddings."""
+
+    def block(c_in: int, c: int) -> int:
+        h = c // 2
+        norms = 2 * h + 2 * c
+        widen = 0 if c_in == c else c_in * c + 2 * c
+        return c_in * h + 4 * h * h + h * c + norms + widen
+
+    for channels in (96, 80):
+        c = channels
+        chain = [(c, c)] * 3 + [(c, 2 * c)] + [(2 * c, 2 * c)] * 5 + [(2 * c, 4 * c)] + [(4 * c, 4 * c)] * 5
+        stem = block(3, c) + 2 * 3 * (c // 2)
+        by_hand = stem + sum(block(*widths) for widths in chain) + 4 * c * 10 + 10
+        space = replace(SPACE, channels=channels)
+        least, most = (count_genotype(space, g, (3, 32, 32), 10).parameters for g in space.extremes())
+        assert least == by_hand
+        embeddings = sum(2 * 7 * (c_out // 2) for _, c_out in chain)
+        assert most == by_hand + embeddings
+    assert [line.split(" over")[0] for line in SPACE.remarks()] == [
+        "parameters at 96 channels, 10 classes: 2,344,474 to 2,370,682",
+        "parameters at 80 channels, 10 classes: 1,630,530 to 1,652,370",
+    ]
+
+
+def test_multiply_adds_of_local_attention_are_those_of_its_loop() -> None:
+    """Per pixel and neighbour one product per channel for the logit and one for the value, and two of 1D positions."""
+    module = LocalAttention(8, 5, 4)
+    height, width = 6, 3
+    pairs = sum(
+        0 <= i + a < height and 0 <= j + b < width
+        for i in range(height)
+        for j in range(width)
+        for a in range(-2, 3)
+        for b in range(-2, 3)
+    )
+    projections, positions = 4 * 8 * 8 * height * width, 2 * 5 * 8 * height * width
+    assert count_module(module, (8, height, width)).multiply_adds == projections + positions + 2 * 8 * pairs
+
+
+def test_costs_tell_extents_apart_so_that_a_budget_can_steer() -> None:
+    space = FullAttentionSpace(layers=1)
+    first = count_candidates(space, (3, 16, 16), 10).of("flops", "stage1")[0, 0]
+    named = dict(zip(CANDIDATES, first.tolist(), strict=True))
+    assert named["local_sa_k3_h4"] < named["local_sa_k5_h4"] < named["local_sa_k7_h4"] < named["non_local_sa"]
+
+
+def test_norms_can_be_left_out() -> None:
+    space = FullAttentionSpace(layers=1, norm="none", candidates=FEW)
+    supernet = space.supernet((3, 8, 8), 5)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in supernet.modules())
+    layout = space.layout()
+    uniform = {t.name: torch.full(t.shape, 0.5) for t in layout.tables}
+    assert supernet(torch.randn(2, 3, 8, 8), WeightMix(layout, uniform)).isfinite().all()
+
+
+def test_several_candidates_in_a_layer_are_summed() -> None:
+    space = FullAttentionSpace(layers=1, candidates=FEW)
+    layout = space.layout()
+    cells = {t.name: Cell(tuple(Pick(0, 1, op) for op in FEW), (1,)) for t in layout.tables}
+    torch.manual_seed(0)
+    supernet = space.supernet((3, 8, 8), 5).double().eval()
+    child = supernet.child(Genotype(space.name, cells)).eval()
+    ones = {t.name: torch.ones(t.shape, dtype=torch.float64) for t in layout.tables}
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(child(x), supernet(x, WeightMix(layout, ones)))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match="multiple of 16"):
+        build_space("fullattention", {"channels": 24})
+    with pytest.raises(UserError, match="'sep_conv_3x3' cannot"):
+        build_space("fullattention", {"candidates": ["sep_conv_3x3"]})
+    with pytest.raises(UserError, match="`layers >= 1`"):
+        build_space("fullattention", {"layers": 0})
+    good = derive(SPACE.layout(), {t.name: torch.rand(t.shape) for t in SPACE.layout().tables})
+    uneven = {**good.cells, "stage1": Cell(good.cells["stage1"].picks[:1], (1,))}
+    with pytest.raises(UserError, match="equally many layers"):
+        on_meta(SPACE, 8, Genotype("fullattention", uneven))
