@@ -8,7 +8,7 @@ from torch import Tensor
 
 def local_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """x [n, c, h, w], matrices [c, c], embeddings [heads, d, extent]; gives [n, c, h, w]."""
-    n, c, height, width = x.shape
+    n, _c, height, width = x.shape
     heads, d, extent = rows.shape
     reach = extent // 2
     images = []

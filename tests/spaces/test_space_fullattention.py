@@ -60,10 +60,10 @@ def test_every_layer_of_every_stage_chooses_on_its_own_among_the_seven_of_table_
     assert count(layout) == 7**15
     assert layout.sites == ("stage1", "stage2", "stage3", "stage4", "stage5")
     assert all(choice.candidates == CANDIDATES for table in layout.tables for choice in table.choices)
-    assert CANDIDATES == (
+    assert (
         *(f"local_sa_k{k}_h{h}" for k in (3, 5, 7) for h in (4, 8)),
         "non_local_sa",
-    )
+    ) == CANDIDATES
 
 
 def test_the_stem_is_local_attention_of_extent_3_with_8_heads() -> None:

@@ -173,7 +173,11 @@ def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) 
     parts = [f"epoch {metrics['epoch'] + 1:>{digits}}/{num_epochs}"]
     if "architecture" in metrics:
         parts.append(f"architecture {metrics['architecture'] + 1}")
-    parts += [f"loss {_number(metrics['train_loss'], '.3f')}", f"train {_share(metrics['train_accuracy'])}"]
+    parts.append(f"loss {_number(metrics['train_loss'], '.3f')}")
+    if "train_accuracy" in metrics:
+        parts.append(f"train {_share(metrics['train_accuracy'])}")
+    elif "val_loss" in metrics:
+        parts.append(f"{metrics['val_split']} {_number(metrics['val_loss'], '.3f')}")
     if "val_accuracy" in metrics:
         parts.append(f"{metrics['val_split']} {_share(metrics['val_accuracy'])}")
     if "child_accuracy" in metrics:

@@ -135,7 +135,7 @@ def choose_size(sizes: list[tuple[int, int]]) -> tuple[tuple[int, int], str]:
     ), f"sizes differ: scaled and centre-cropped to {side}x{side}, from a median short side of {middle:g}"
 
 
-def _is_split(root: Path) -> bool:
+def is_split(root: Path) -> bool:
     """Whether `root`/train holds class folders; a class that happens to be called train holds images."""
     if not (root / "train").is_dir():
         return False
@@ -145,7 +145,7 @@ def _is_split(root: Path) -> bool:
 
 def _parts(root: Path) -> tuple[Scan, Scan, str]:
     """Training files, test files and a note on the test set."""
-    if not _is_split(root):
+    if not is_split(root):
         whole = scan(root)
     else:
         whole = scan(root / "train")

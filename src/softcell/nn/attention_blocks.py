@@ -51,9 +51,7 @@ def _linear(c_in: int, c_out: int, spec: Spec) -> nn.Module:
 
 def _pool(stride: int) -> nn.Module:
     # ceil_mode: sizes are halved by rounding up, as everywhere; a window at an odd border is the mean of what it has
-    return (
-        nn.Identity() if stride == 1 else AveragePool(stride, stride, ceil_mode=True, count_include_pad=False)
-    )
+    return nn.Identity() if stride == 1 else AveragePool(stride, stride, ceil_mode=True, count_include_pad=False)
 
 
 def local_block(spec: Spec, extent: int, heads: int) -> AttentionBlock:

@@ -6,8 +6,8 @@ pixels around it. With queries q, keys k and values v of one head, and r = row e
     y_ij = Σ_ab softmax_ab( q_ij·k_ab + q_ij·r_{a-i,b-j} ) v_ab
 
 where a, b run over those of the k × k neighbours that lie in the image: what lies outside takes no part. As in that
-paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded Gaussian):
-one head, every position attends to all, no positions.
+paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded
+Gaussian): one head, every position attends to all, no positions.
 
 A neighbourhood is never copied: the k² neighbours are k² shifted views, whose logits are written one after the other.
 Logits are made anew in the backward pass, so what is kept for it is q, k and v alone, whatever the extent.

@@ -7,7 +7,7 @@ network, and it may own modules of its own (a decoder, a frozen teacher).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ class Evaluated(NamedTuple):
 
 
 class Objective(nn.Module, ABC):
+    """`supervised`: whether it learns from labels, so that accuracy means something."""
+
+    supervised: ClassVar[bool] = True
+
     @abstractmethod
     def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
         """images [n, c, h, w], labels [n]."""

@@ -64,7 +64,12 @@ def make_objective(
 
 
 def supernet_stages(supernet: Supernet, method: Method) -> list[tuple[int, int]]:
-    """Heights and widths of the stages, from one image; running statistics stay as they are."""
+    """Heights and widths of the stages."""
+    return [(height, width) for _, height, width in supernet_maps(supernet, method)]
+
+
+def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
+    """Channels, heights and widths of the stages, from one image; running statistics stay as they are."""
     parameter = next(supernet.parameters())
     image = torch.zeros(1, *supernet.shape, device=parameter.device, dtype=parameter.dtype)
     was_training = supernet.training
@@ -72,7 +77,7 @@ def supernet_stages(supernet: Supernet, method: Method) -> list[tuple[int, int]]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         maps = supernet.features(image, method.relax())
     supernet.train(was_training)
-    return [(m.shape[-2], m.shape[-1]) for m in maps]
+    return [(m.shape[1], m.shape[2], m.shape[3]) for m in maps]
 
 
 def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[int, int]]:

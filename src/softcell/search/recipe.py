@@ -108,6 +108,31 @@ class Unrolled:
 
 
 @dataclass(frozen=True)
+class Pretrain:
+    """A first phase by context auto-regression, without labels, whose architecture logits the search starts from.
+
+    `epochs` 0: no such phase. `data`, `data_root`, `image_size`: what it learns from; None for the search's own. A
+    folder may hold images in any order. `architecture_lr`, `batch_size`: None for the search's own.
+    """
+
+    epochs: int = 0
+    data: str | None = None
+    data_root: str | None = None
+    image_size: int | None = None
+    batch_size: int | None = None
+    architecture_lr: float | None = None
+
+    def __post_init__(self) -> None:
+        not_negative("pretrain.epochs", self.epochs)
+        for name, least in (("batch_size", 1), ("image_size", 4)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"`pretrain.{name} >= {least}` must hold, but got {value}")
+        if self.architecture_lr is not None:
+            positive("pretrain.architecture_lr", self.architecture_lr)
+
+
+@dataclass(frozen=True)
 class SearchRecipe:
     """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
 
@@ -116,7 +141,8 @@ class SearchRecipe:
     `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
     over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
-    whole cells run in the kernels of `softcell.kernels`, where these know all candidates.
+    whole cells run in the kernels of `softcell.kernels`, where these know all candidates. `objective`: `classify`, or
+    `context` for context auto-regression, which needs no labels. `pretrain`: that as a first phase.
     """
 
     method: str = "darts"
@@ -140,6 +166,8 @@ class SearchRecipe:
     collapse: Collapse = field(default_factory=Collapse)
     resource: Resource = field(default_factory=Resource)
     guide: Guide = field(default_factory=Guide)
+    objective: Literal["classify", "context"] = "classify"
+    pretrain: Pretrain = field(default_factory=Pretrain)
     validate_every: int = 1
     child_every: int = 0
     device: str = "auto"
@@ -163,6 +191,10 @@ class SearchRecipe:
             raise UserError(
                 f"`weights.warmup < epochs` must hold, but got warmup={self.weights.warmup}, epochs={self.epochs}"
             )
+        if self.objective == "context" and self.pretrain.epochs:
+            raise UserError("a search by context auto-regression has no phase before it: set pretrain.epochs=0")
+        if self.objective == "context" and self.guide.teacher is not None:
+            raise UserError("a search is guided where it classifies; leave --guide away with objective=context")
         if self.image_size is not None and self.image_size < 4:
             raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,15 @@ from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
+from softcell.nn.context import ContextAutoRegression
+from softcell.nn.objective import Objective
 from softcell.registry import load_plugin
 from softcell.search.budget import Budget, with_latencies
-from softcell.search.guide import make_objective, supernet_stages
+from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.independent import IndependentTask
+from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read_logits, write_logits
 from softcell.search.recipe import SearchRecipe, resolve, unmet
+from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
 from softcell.settings import build, refuse_changes, without_auto
@@ -74,17 +79,62 @@ def searching(
     """`search`, giving way after every step, so that searches can share a device."""
     for plugin in recipe.plugins:
         load_plugin(plugin)
-    opened = open_session(
+    if recipe.pretrain.epochs:
+        return (yield from _in_phases(recipe, Path(out), resume, overwrite, on_event))
+    return (yield from _one_phase(recipe, Path(out), resume, overwrite, on_event))
+
+
+def _in_phases(
+    recipe: SearchRecipe, out: Path, resume: bool, overwrite: bool, on_event: OnEvent | None
+) -> Running[SearchResult]:
+    """A search by context auto-regression in `out`/phase-1, then the search itself from the logits it left.
+
+    Each is a run like any other, with checkpoints of its own, so that both can be stopped and gone on with anywhere.
+    """
+    first, place = first_phase(recipe), out / FIRST
+    with _session(recipe) as session:
+        world = session.world
+    if not resume:
+        # Data first: a wrong path must not leave a run folder behind.
+        load(recipe.data, recipe.data_root, recipe.image_size)
+        load_images(first)
+        manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
+        on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
+    on_main(lambda: RunFolder.open(out).update(status="running"), world)
+    tell = teller(on_event, world)
+    begun = resume and (place / "run.json").is_file()
+    if not begun or RunFolder.open(place).manifest["status"] != "finished":
+        tell(f"phase 1 of 2: context auto-regression on {first.data}, {first.epochs} epochs: {place}")
+        done = yield from _one_phase(first, place, begun, overwrite, on_event)
+        if done.genotype is None:
+            on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
+            return SearchResult(out, recipe, None, done.metrics, done.exit_code)
+    tell(f"phase 2 of 2: {recipe.method} on {recipe.data}, {recipe.epochs} epochs, from the logits of phase 1")
+    return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
+
+
+def _one_phase(
+    recipe: SearchRecipe,
+    out: Path,
+    resume: bool,
+    overwrite: bool,
+    on_event: OnEvent | None,
+    start: Path | None = None,
+) -> Running[SearchResult]:
+    with _session(recipe) as session, test_set_sealed():
+        # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
+        recipe = replace(recipe, threads=recipe.threads or session.threads)
+        return (yield from _search(recipe, out, session, resume, overwrite, on_event, start))
+
+
+def _session(recipe: SearchRecipe) -> AbstractContextManager[Session]:
+    return open_session(
         device=recipe.device,
         seed=recipe.seed,
         precision=recipe.precision,
         deterministic=recipe.deterministic,
         threads=recipe.threads,
     )
-    with opened as session, test_set_sealed():
-        # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
-        recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return (yield from _search(recipe, Path(out), session, resume, overwrite, on_event))
 
 
 def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
@@ -101,11 +151,18 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
 
 
 def _search(
-    recipe: SearchRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
+    recipe: SearchRecipe,
+    out: Path,
+    session: Session,
+    resume: bool,
+    overwrite: bool,
+    on_event: OnEvent | None,
+    start: Path | None,
 ) -> Running[SearchResult]:
+    """start: logits of an earlier phase to begin with; `out` is then there already."""
     world = session.world
     # Data first: a wrong path must not leave a run folder behind.
-    dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+    dataset = load_images(recipe)
     parts = split(dataset.train, recipe.split, recipe.seed)
     recipe = _with_precision(recipe, dataset, parts, session, on_event)
     task = _task(recipe, dataset, parts, session, on_event)
@@ -117,6 +174,12 @@ def _search(
     if recipe.scale != "small" and world.device.type == "cpu":
         tell = teller(on_event, world)
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
+    if start is not None:
+        assert isinstance(task, SearchTask)
+        read_logits(task.method, start)
+        folder_of = RunFolder.open(out)
+        known = {**folder_of.manifest["results"], **manifest()["results"]}
+        on_main(lambda: folder_of.update(recipe=recipe.to_dict(), results=known), world)
     if resume:
         _check_teacher(out, task.about)
     folder, outcome = yield from run_in_folder(
@@ -130,6 +193,9 @@ def _search(
     results = task.conclude(genotype)
 
     def conclude() -> None:
+        if isinstance(task, SearchTask) and not task.objective.supervised:
+            write_logits(task.method, out / LOGITS)
+            draw_reconstructions(task, dataset, parts[recipe.measured_split], session, out)
         atomic_write_text(out / "genotype.json", genotype.dumps())
         last: dict[str, Any] = next((row for row in reversed(outcome.metrics) if "val_accuracy" in row), {})
         folder.finish(
@@ -185,6 +251,12 @@ def _task(
     held = feeds.plain(dataset.train, parts[recipe.measured_split])
 
     tell = teller(on_event, world)
+    objective: Objective
+    if not issubclass(kind, Method) and recipe.objective == "context":
+        raise UserError(
+            f"method {recipe.method!r} compares networks by accuracy, which context auto-regression has none of; set "
+            "objective=classify and pretrain.epochs=0"
+        )
     if not issubclass(kind, Method):
         for name in _of_supernets(recipe):
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
@@ -214,7 +286,13 @@ def _task(
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(fitted(kind, settings, supernet))
     resource, budget = _resource(recipe, space, method, dataset, session, tell)
-    objective, about = make_objective(recipe.guide, lambda: supernet_stages(supernet, method), dataset.shape, session)
+    if recipe.objective == "context":
+        maps = supernet_maps(supernet, method)
+        objective, about = session.place(ContextAutoRegression(maps, dataset.shape)), {}
+    else:
+        objective, about = make_objective(
+            recipe.guide, lambda: supernet_stages(supernet, method), dataset.shape, session
+        )
     return SearchTask(
         recipe,
         supernet,

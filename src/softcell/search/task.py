@@ -16,6 +16,7 @@ from softcell.data.batches import Draft
 from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module, sum_
+from softcell.engine.meter import Meter
 from softcell.engine.optim import adam, load_optimiser, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import computing_in, in_precision
@@ -34,7 +35,7 @@ from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.search.validation import Validation
-from softcell.spaces import Supernet
+from softcell.spaces import Bound, Supernet
 from softcell.spaces.fused import modules_only
 
 
@@ -164,7 +165,7 @@ class SearchTask:
         trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "train_loss": trained.loss,
-            "train_accuracy": trained.accuracy,
+            **({"train_accuracy": trained.accuracy} if self.objective.supervised else {}),
             "lr": float(self.players.weight_optimiser.param_groups[0]["lr"]),
         }
         metrics |= {name: float(value) for name, value in self.method.gauges().items()}
@@ -175,7 +176,7 @@ class SearchTask:
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate()
         genotype = self.method.derive()
-        every = self.recipe.child_every
+        every = self.recipe.child_every if self.objective.supervised else 0
         if every and (last or (epoch + 1) % every == 0):
             child = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
             metrics |= {"child_accuracy": child.accuracy, "child_loss": child.loss}
@@ -207,7 +208,7 @@ class SearchTask:
         results: dict[str, Any] = self.method.findings()
         for remark in self.method.remarks():
             self._tell(remark)
-        if self.recipe.child_every:
+        if self.recipe.child_every and self.objective.supervised:
             plain = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
             anew = measure_child(
                 self.supernet, genotype, self._held.epoch(0), self.world, reestimate=self._weights.epoch(0)
@@ -295,6 +296,8 @@ class SearchTask:
 
     def _validate(self) -> dict[str, Any]:
         """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
+        if not self.objective.supervised:
+            return self._validate_objective()
         with torch.no_grad():
             looking = self.method.looking()
             if looking is not None and self._look is not None:
@@ -309,6 +312,30 @@ class SearchTask:
             "val_split": self.recipe.measured_split,
             "val_count": held.count,
         }
+
+    @torch.no_grad()
+    def _validate_objective(self) -> dict[str, Any]:
+        """The objective's own loss on the validation split; what it draws is the same each time and disturbs nothing.
+
+        A method that derives from a pass over the split makes it here.
+        """
+        device, looking = self.world.device, self.method.looking()
+        mix = self.method.relax() if looking is None else looking
+        meter = Meter().to(device)
+        self.supernet.eval()
+        self.objective.eval()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._surroundings():
+            torch.manual_seed(self.recipe.seed)
+            for batch in self._held.epoch(0):
+                if batch.labels.shape[0]:
+                    loss = self.objective(Bound(self.supernet, mix), batch.images, batch.labels).loss
+                    meter.update(loss, None, batch.labels)
+        self.supernet.train()
+        self.objective.train()
+        for sums in self.method.looked():
+            sum_(sums, self.world)
+        measured = meter.read(self.world)
+        return {"val_loss": measured.loss, "val_split": self.recipe.measured_split, "val_count": measured.count}
 
 
 def _architecture_optimiser(recipe: SearchRecipe, method: Method, world: World) -> torch.optim.Optimizer:

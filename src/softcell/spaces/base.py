@@ -122,9 +122,9 @@ class Space(ABC):
     """A search space. Subclasses are frozen dataclasses: their fields are its settings (depth, width, candidates…).
 
     `small` holds the settings for a laptop: less of everything, nothing of another kind. `tiny` holds those of the
-    smallest size that still has every part, for the suites of `softcell.testing`, where theirs do not fit. `evaluation` holds the sizes
-    of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary` tells
-    whether they can carry an auxiliary tower.
+    smallest size that still has every part, for the suites of `softcell.testing`, where theirs do not fit. `evaluation`
+    holds the sizes of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`);
+    `has_auxiliary` tells whether they can carry an auxiliary tower.
     """
 
     name: ClassVar[str]

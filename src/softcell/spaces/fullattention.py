@@ -10,8 +10,8 @@ Zhou, Wang, Huo, Wang: Full-attention based Neural Architecture Search using Con
     stage 5 3 layers            4C     8×8
     average pool, linear
 
-Non-local attention over an image of 448×448 would be one over 200,704 positions: from 128 pixels on the stem is followed
-by average pooling, so that stage 1 is at most 56×56.
+Non-local attention over an image of 448×448 would be one over 200,704 positions: from 128 pixels on the stem is
+followed by average pooling, so that stage 1 is at most 56×56.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ PRINTED = {96: 2.52e6, 80: 1.75e6}
 class FullAttentionSpace(Space):
     """Five stages of `layers` layers, `channels` wide in the first.
 
-    `tied`: one choice per layer for stages 1, 3 and 5, another for 2 and 4. `repeats`: how often stages 1, 3 and 5 stand
-    in a row (2: the paper's eight stages). `norm`: batch-norm after each linear layer, or none.
+    `tied`: one choice per layer for stages 1, 3 and 5, another for 2 and 4. `repeats`: how often stages 1, 3 and 5
+    stand in a row (2: the paper's eight stages). `norm`: batch-norm after each linear layer, or none.
     """
 
     name: ClassVar[str] = "fullattention"
@@ -134,11 +134,12 @@ class FullAttentionSpace(Space):
         layout = self.layout()
         found = []
         for sign in (-1.0, 1.0):
-            strengths = {}
+            strengths: dict[str, Tensor] = {}
             for stage, specs in zip(self.stages(), self.specs(self.layers, affine=True), strict=True):
                 rows = [[sign * _parameters(op, spec) for op in self.candidates] for spec in specs]
                 name = table_name(stage, tied=self.tied)
-                strengths[name] = strengths.get(name, 0) + torch.tensor(rows, dtype=torch.float64)
+                own = torch.tensor(rows, dtype=torch.float64)
+                strengths[name] = strengths[name] + own if name in strengths else own
             found.append(derive(layout, strengths))
         return found[0], found[1]
 

@@ -1,0 +1,136 @@
+"""Context auto-regression: a network learns to see what is missing (full-attention NAS, §III-C).
+
+Several smaller, possibly overlapping rectangles of an image are hidden, up to a quarter of it in all. The network's
+features of what is left are decoded by a series of up-sampling layers, and the L1 distance to the true content is taken
+over the hidden pixels alone. No labels are needed, and the network is seen as `features` only, so that every method in
+every space can learn from it.
+
+Settled, since the paper does not say: 1 to 8 rectangles; with m of them each covers at most 1/(4m) of the image, so
+that their union stays within a quarter wherever they fall; hidden pixels are 0, the mean colour of normalised images.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.errors import UserError
+from softcell.nn.drop import uniform_for_batch
+from softcell.nn.norm import BatchNorm2d
+from softcell.nn.objective import Evaluated, Features, Objective
+
+MOST_MASKS = 8
+COVERED = 4
+"""At most one part in so many of an image is hidden."""
+STRETCH = 2.0
+"""The sides of a rectangle are at most this unequal."""
+_NUMBERS = 4  # random numbers of a rectangle: its area, its shape, its place
+LEAST_WIDTH = 16
+
+
+def rectangles(numbers: Tensor, height: int, width: int) -> Tensor:
+    """Uniform numbers [n, 1 + 4 · most] to rectangles int64 [n, most, 4]: top, left, height, width; 0 high: none."""
+    most = (numbers.shape[1] - 1) // _NUMBERS
+    pixels = height * width // COVERED
+    if pixels < 1:
+        raise UserError(f"context auto-regression needs images of at least {COVERED} pixels, got {height}x{width}")
+    count = 1 + (numbers[:, :1] * min(most, pixels)).long().clamp(max=min(most, pixels) - 1)  # [n, 1]
+    area, shape, y, x = numbers[:, 1:].unflatten(1, (most, _NUMBERS)).unbind(2)  # type: ignore[no-untyped-call]
+    largest = pixels // count  # whole pixels, so that m rectangles never cover more than the quarter
+    wanted = (largest * (0.5 + 0.5 * area)).floor().long().clamp(min=1)
+    stretch = torch.exp((2.0 * shape - 1.0) * math.log(STRETCH))
+    high = torch.sqrt(wanted * stretch).round().long().clamp(min=1, max=height)
+    high = torch.minimum(high, wanted)
+    wide = (wanted // high).clamp(min=1, max=width)
+    top = (y * (height - high + 1)).long().clamp(min=0)
+    left = (x * (width - wide + 1)).long().clamp(min=0)
+    top, left = torch.minimum(top, height - high), torch.minimum(left, width - wide)
+    used = torch.arange(most, device=numbers.device)[None] < count
+    return torch.stack([top, left, high * used, wide * used], 2)
+
+
+def covered(boxes: Tensor, height: int, width: int) -> Tensor:
+    """Rectangles [n, m, 4] to the pixels that at least one of them covers: bool [n, 1, height, width]."""
+    top, left, high, wide = (part[..., None] for part in boxes.unbind(2))
+    rows, columns = torch.arange(height, device=boxes.device), torch.arange(width, device=boxes.device)
+    down, across = (rows >= top) & (rows < top + high), (columns >= left) & (columns < left + wide)
+    return (down[..., None] & across[:, :, None]).any(1, keepdim=True)
+
+
+def draw_masks(images: Tensor) -> Tensor:
+    """Hidden pixels of a batch [n, c, h, w], other ones at every call: bool [n, 1, h, w]."""
+    height, width = images.shape[-2:]
+    return covered(rectangles(uniform_for_batch(images, 1 + _NUMBERS * MOST_MASKS), height, width), height, width)
+
+
+def missing_l1(predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
+    """The mean over hidden values of |predicted - images|; maps [n, c, h, w], hidden bool [n, 1, h, w]."""
+    exact = torch.promote_types(predicted.dtype, torch.float32)
+    apart = (predicted.to(exact) - images.to(exact)).abs() * hidden
+    return apart.sum() / (hidden.sum() * images.shape[1])
+
+
+class Decoder(nn.Module):
+    """The last feature map to an image, through a series of up-sampling layers: by 2, 3×3 convolution, norm, ReLU.
+
+    sizes: heights and widths of the feature maps, the image's own first; a step between two that is more than twofold
+    is divided up.
+    """
+
+    def __init__(self, channels: int, image_channels: int, sizes: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.sizes = _steps(sizes)
+        layers: list[nn.Module] = []
+        for _ in self.sizes:
+            narrower = max(LEAST_WIDTH, channels // 2)
+            layers.append(
+                nn.Sequential(nn.Conv2d(channels, narrower, 3, padding=1, bias=False), BatchNorm2d(narrower), nn.ReLU())
+            )
+            channels = narrower
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Conv2d(channels, image_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, size in zip(self.layers, self.sizes, strict=True):
+            x = layer(F.interpolate(x, size=size, mode="nearest"))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def _steps(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The sizes that are gone through from the smallest map to the image, none more than about twice the one before."""
+    ordered = [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]][::-1]
+    found: list[tuple[int, int]] = []
+    for (h, w), (height, width) in itertools.pairwise(ordered):
+        number = max(1, round(math.log2(max(height / h, width / w))))
+        for step in range(number - 1, -1, -1):
+            found.append((-(-height // 2**step), -(-width // 2**step)))
+    return found
+
+
+class ContextAutoRegression(Objective):
+    """L1 on what is hidden; gives no logits.
+
+    stages: shapes (channels, height, width) of the network's feature maps, the largest first. image: that of an image.
+    """
+
+    supervised: ClassVar[bool] = False
+
+    def __init__(self, stages: Sequence[tuple[int, int, int]], image: tuple[int, int, int]) -> None:
+        super().__init__()
+        sizes = [image[1:], *(stage[1:] for stage in stages)]
+        self.decoder = Decoder(stages[-1][0], image[0], sizes)
+
+    def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
+        hidden = draw_masks(images)
+        return Evaluated(missing_l1(self.rebuild(network, images, hidden), images, hidden), None)
+
+    def rebuild(self, network: Features, images: Tensor, hidden: Tensor) -> Tensor:
+        """The image as it is imagined from what is not hidden: [n, c, h, w]."""
+        seen = images.masked_fill(hidden, 0.0)
+        return self.decoder(network.features(seen)[-1])  # type: ignore[no-any-return]

@@ -1,0 +1,131 @@
+"""Searches in two phases: logits carry over, stopping inside either goes on bit for bit, and any folder will do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from search_toys import remains, settings, write_data
+
+from softcell.engine.events import Event, Stepped
+from softcell.errors import UserError
+from softcell.search import resolve, search
+from softcell.search.phases import FIRST, LOGITS, first_phase
+from softcell.search.several import search_seeds
+
+TINY = {"channels": 16, "layers": 1, "candidates": ["local_sa_k3_h4", "non_local_sa"]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("phases") / "data.npz", train=32)
+
+
+def recipe(data: Path, space: str = "fullattention", **changes: Any) -> Any:
+    base = settings("nb201", data, method="fullattention", epochs=1, batch_size=8)
+    if space == "fullattention":
+        base |= {"space": "fullattention", "space_settings": TINY}
+    return resolve(base, {"pretrain": {"epochs": 1, "architecture_lr": 0.3}, **changes})
+
+
+def test_phase_2_starts_from_the_logits_of_phase_1_and_from_nothing_else_of_it(data: Path, tmp_path: Path) -> None:
+    """With a rate of next to nothing the logits stay where phase 1 left them; weights are those of a search alone."""
+    still = {"architecture": {"lr": 1e-30, "weight_decay": 0.0}}
+    result = search(recipe(data, **still), tmp_path / "both")
+    logits = load_file(tmp_path / "both" / FIRST / LOGITS)
+    assert any(table.abs().max() > 0.1 for table in logits.values())
+    (row,) = [json.loads(line) for line in (tmp_path / "both" / "architecture.jsonl").read_text().splitlines()]
+    for name, table in row["tables"].items():
+        torch.testing.assert_close(torch.tensor(table), torch.softmax(logits[f"alpha.{name}"], 1).double().float())
+    assert result.genotype is not None and "val_accuracy" in result.metrics[-1]
+    first = [json.loads(line) for line in (tmp_path / "both" / FIRST / "metrics.jsonl").read_text().splitlines()]
+    assert "val_loss" in first[0] and not any("accuracy" in key for key in first[0])
+    picture = Image.open(tmp_path / "both" / FIRST / "reconstructions.png")
+    assert picture.size == (8 * 100, 3 * 100)  # 8 images of 96 pixels in frames; original, shown, filled in
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+def test_a_search_stopped_inside_either_phase_goes_on_bit_for_bit(phase: int, data: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert search(recipe(data), whole).exit_code == 0
+    seen: list[int] = []
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Stepped):
+            seen.append(1)
+            if len(seen) == (1 if phase == 1 else 3):  # two steps in an epoch
+                os.kill(os.getpid(), signal.SIGINT)
+
+    halved = search(recipe(data), tmp_path / "halved", on_event=stop)
+    assert halved.genotype is None and halved.exit_code != 0
+    assert (tmp_path / "halved" / FIRST / LOGITS).exists() == (phase == 2)
+    assert json.loads((tmp_path / "halved" / "run.json").read_text())["status"] == "interrupted"
+    assert search(recipe(data), tmp_path / "halved", resume=True).exit_code == 0
+    assert remains(tmp_path / "halved") == remains(whole)
+    assert remains(tmp_path / "halved" / FIRST) == remains(whole / FIRST)
+
+
+def test_the_best_of_several_seeds_is_that_of_phase_2(data: Path, tmp_path: Path) -> None:
+    result = search_seeds(recipe(data), tmp_path / "seeds", [0, 1], keep="best")
+    assert result.exit_code == 0 and result.best in (0, 1)
+    scores = {seed: one.metrics[-1]["val_accuracy"] for seed, one in result.results.items()}
+    assert scores[result.best] == max(scores.values())
+
+
+@pytest.mark.parametrize(("method", "space"), [("darts", "nb201"), ("snas", "fullattention")])
+def test_other_methods_and_spaces_learn_from_context_too(method: str, space: str, data: Path, tmp_path: Path) -> None:
+    alone = {"objective": "context", "pretrain": {"epochs": 0}, "method": method, "method_settings": {}}
+    result = search(recipe(data, space, **alone), tmp_path / "run")
+    assert result.genotype is not None and result.metrics[-1]["val_loss"] > 0
+
+
+def test_phase_1_learns_from_any_folder_of_images(data: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(24):
+        file = tmp_path / "photos" / ("." if number % 2 else "deep/er") / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (12, 9 + number % 3, 3), dtype=np.uint8)).save(file)
+    both = recipe(data, pretrain={"epochs": 1, "data": str(tmp_path / "photos"), "image_size": 8})
+    assert search(both, tmp_path / "run").exit_code == 0
+    first = json.loads((tmp_path / "run" / FIRST / "run.json").read_text())
+    assert first["recipe"]["data"] == str(tmp_path / "photos")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match="at least 2 images"):
+        search(recipe(data, pretrain={"epochs": 1, "data": str(empty)}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_ablations_are_settings(data: Path) -> None:
+    alone = recipe(data, pretrain={"epochs": 0}, method_settings={"init_scale": 1e-3})
+    assert alone.pretrain.epochs == 0 and alone.method_settings["init_scale"] == 1e-3
+    tied = recipe(data, space_settings={**TINY, "tied": True})
+    assert tied.space_settings["tied"] and first_phase(tied).space_settings["tied"]
+
+
+def test_the_papers_recipe() -> None:
+    both = resolve({"method": "fullattention", "data": "cifar10"})
+    first = first_phase(both)
+    assert (both.epochs, both.architecture.lr, both.weights.lr, both.weights.lr_min) == (50, 1e-4, 0.025, 0.0)
+    assert (first.epochs, first.architecture.lr, first.architecture.weight_decay) == (20, 3e-4, 1e-3)
+    assert (first.objective, first.data, both.batch_size, both.regime) == ("context", "cifar10", 64, "bilevel")
+    assert both.space == "fullattention" and both.space_settings["channels"] == 16
+
+
+def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="pretrain.epochs=0"):
+        recipe(data, objective="context")
+    with pytest.raises(UserError, match="compares networks by accuracy"):
+        search(recipe(data, method="random", method_settings={}), tmp_path / "random")
