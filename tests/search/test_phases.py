@@ -125,7 +125,7 @@ def test_the_papers_recipe() -> None:
 
 
 def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="pretrain.epochs=0"):
+    with pytest.raises(UserError, match=r"pretrain\.epochs=0"):
         recipe(data, objective="context")
     with pytest.raises(UserError, match="compares networks by accuracy"):
         search(recipe(data, method="random", method_settings={}), tmp_path / "random")

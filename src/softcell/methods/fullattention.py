@@ -59,7 +59,7 @@ class FullAttention(Method):
             "batch_size": 96,
             "weights": {"lr": 0.1, "lr_min": 0.0},
             "architecture": {"lr": 0.02},
-            "pretrain": {"epochs": 2, "architecture_lr": 0.04},
+            "pretrain": {"epochs": 1, "architecture_lr": 0.04},
         },
     }
 

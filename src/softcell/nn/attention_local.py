@@ -10,12 +10,15 @@ paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neur
 Gaussian): one head, every position attends to all, no positions.
 
 A neighbourhood is never copied: the k² neighbours are k² shifted views, whose logits are written one after the other.
-Logits are made anew in the backward pass, so what is kept for it is q, k and v alone, whatever the extent.
+Logits are made anew in the backward pass, so what is kept for it is q, k and v alone, whatever the extent. Of maps so
+small that a neighbourhood is a good part of them (h·w <= 4·k², or 8×8) all pairs of pixels are taken in products of matrices,
+and those too far apart left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,9 +96,26 @@ class _LocalAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), drows.to(rows.dtype), dcolumns.to(columns.dtype)
 
 
+DENSE, SMALL = 4, 64
+"""Maps of at most this many neighbourhoods, or pixels, are computed as a whole."""
+_SHIFTS_ONLY: list[bool] = []
+
+
+@contextmanager
+def shifts_only() -> Iterator[None]:
+    """Within this context maps of any size go by shifted views, whose products are what `uncounted` tells."""
+    _SHIFTS_ONLY.append(True)
+    try:
+        yield
+    finally:
+        _SHIFTS_ONLY.pop()
+
+
 def attend_local(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """q, k, v [n, heads, d, h, w] and embeddings [heads, d, extent] to [n, heads, d, h, w]."""
     rows, columns = rows.to(q.dtype), columns.to(q.dtype)
+    if q.shape[-2] * q.shape[-1] <= max(SMALL, DENSE * rows.shape[-1] ** 2) and not _SHIFTS_ONLY:
+        return attend_dense(q, k, v, rows, columns)
     if torch.is_grad_enabled():
         result: Tensor = _LocalAttention.apply(q, k, v, rows, columns)  # type: ignore[no-untyped-call]
         return result
@@ -126,6 +146,35 @@ def attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tenso
     for number, (dy, dx) in enumerate(places):
         y = y + weights[:, :, number, None] * values[..., dy : dy + height, dx : dx + width]
     return y.to(v.dtype)
+
+
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """`attend_local` from all pairs of pixels [n, heads, h·w, h·w]."""
+    height, width = q.shape[-2:]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    # [n, heads, i, j, a] and [n, heads, i, j, b]: what the row and the column of a neighbour add.
+    by_row = torch.einsum("nedij,edia->neija", q, _lined_up(rows, height))
+    by_column = torch.einsum("nedij,edjb->neijb", q, _lined_up(columns, width))
+    dots = (q.flatten(3).transpose(2, 3) @ k.flatten(3)).unflatten(3, (height, width))  # type: ignore[no-untyped-call]
+    positions = (by_row[..., None] + by_column[..., None, :]).flatten(2, 3)
+    reach = rows.shape[-1] // 2
+    near = _near(height, reach, q.device)[:, None, :, None] & _near(width, reach, q.device)[None, :, None, :]
+    logits = (dots + positions).to(exact).masked_fill(~near.flatten(0, 1), -torch.inf)
+    weights = torch.softmax(logits.flatten(3), 3).to(v.dtype)
+    return (v.flatten(3) @ weights.transpose(2, 3)).unflatten(3, (height, width))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _lined_up(embeddings: Tensor, side: int) -> Tensor:
+    """[heads, d, extent] to those from each of `side` places i to each a, [heads, d, i, a]; 0 beyond the extent."""
+    reach = embeddings.shape[-1] // 2
+    wide = F.pad(embeddings, (side, side))
+    return torch.stack([wide[..., side + reach - i : 2 * side + reach - i] for i in range(side)], 2)
+
+
+def _near(side: int, reach: int, device: torch.device) -> Tensor:
+    """Whether places of a line are within reach of each other: bool [side, side]."""
+    places = torch.arange(side, device=device)
+    return (places[:, None] - places[None]).abs() <= reach
 
 
 def check_heads(width: int, heads: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from softcell.arch import Genotype
-from softcell.nn.attention_local import Attention
+from softcell.nn.attention_local import Attention, shifts_only
 from softcell.settings import merge
 from softcell.spaces.base import Shape, Space
 from softcell.spaces.registry import SPACES, build_space
@@ -46,7 +46,7 @@ def products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
     hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, Attention)]
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), counter:
+        with torch.no_grad(), shifts_only(), counter:
             # Two operations, one multiplication and one addition, are one multiply-add.
             yield lambda: counter.get_total_flops() // 2 + sum(apart)
     finally:
