@@ -114,9 +114,33 @@ RECIPES: dict[str, dict[str, Any]] = {
         "cutout": 0,
         "jitter": 0.4,
     },
+    # Full-attention NAS, §IV-C and D: standard augmentation, nothing else
+    "fullattention-cifar": {
+        "epochs": 500,
+        "batch_size": 64,
+        "lr": 0.04,
+        "weight_decay": 4e-4,
+        "drop_path": 0.0,
+        "cutout": 0,
+    },
+    "fullattention-imagenet": {
+        "epochs": 200,
+        "batch_size": 64,
+        "lr": 0.04,
+        "weight_decay": 3e-5,
+        "label_smoothing": 0.1,
+        "drop_path": 0.0,
+        "cutout": 0,
+    },
 }
 """By name what a recipe changes in the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
-SIZES = {"nos-cifar": "cifar", "nos-cifar100": "cifar", "nos-imagenet": "imagenet"}
+SIZES = {
+    "nos-cifar": "cifar",
+    "nos-cifar100": "cifar",
+    "nos-imagenet": "imagenet",
+    "fullattention-cifar": "cifar",
+    "fullattention-imagenet": "imagenet",
+}
 """By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
 
 

@@ -11,8 +11,8 @@ Gaussian): one head, every position attends to all, no positions.
 
 A neighbourhood is never copied: the k² neighbours are k² shifted views, whose logits are written one after the other.
 Logits are made anew in the backward pass, so what is kept for it is q, k and v alone, whatever the extent. Of maps so
-small that a neighbourhood is a good part of them (h·w <= 4·k², or 8×8) all pairs of pixels are taken in products of matrices,
-and those too far apart left out.
+small that a neighbourhood is a good part of them (h·w <= 4·k², or 8×8) all pairs of pixels are taken in products of
+matrices, and those too far apart left out.
 """
 
 from __future__ import annotations
