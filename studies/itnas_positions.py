@@ -74,6 +74,7 @@ def read(folder: Path, device: str) -> tuple[dict[str, Tensor], float]:
     result, between = {}, 0.0
     batches = found.feeds().plain(found.dataset.train, found.parts["validation"])
     for kind in KINDS:
+        torch.manual_seed(0)  # noise candidates draw the same for every reading
         mix = Read(found.method, kind)
         for batch in batches.epoch(0):
             found.supernet(batch.images, mix)
