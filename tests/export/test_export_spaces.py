@@ -29,7 +29,7 @@ CLASSES = ("a", "b", "quote \" ' \\ \n", "d", "e")
 
 def subjects() -> dict[str, Space]:
     # A kernel per image is 25 products in ONNX, so one block of NOS is enough of them.
-    few = {"nos": build_space("nos", {"cells": 3, "channels": 4, "nodes": 1})}
+    few = {name: build_space(name, {"cells": 3, "channels": 4, "nodes": 1}) for name in ("nos", "s4")}
     return {**{name: tiny_space(name) for name in SPACES}, "ragged": RaggedSpace(), **few}
 
 

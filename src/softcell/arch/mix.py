@@ -8,18 +8,27 @@ combines a choice's outputs on its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Self
 
 from torch import Tensor
 
-from softcell.arch.choice import Layout
+from softcell.arch.choice import Layout, Pick, Table
 
 Live = tuple[tuple[int, ...], ...]
 """For every choice of a table the candidate indices that run."""
 
 Plan = tuple[Live | None, ...]
 """For every site the candidates that run there; None: all. What the host must know of a mix before a step."""
+
+
+def live_of(table: Table, picks: Iterable[Pick]) -> Live:
+    """For every choice the candidates that are picked."""
+    taken = {(pick.source, pick.target, pick.op) for pick in picks}
+    return tuple(
+        tuple(k for k, op in enumerate(choice.candidates) if (choice.source, choice.target, op) in taken)
+        for choice in table.choices
+    )
 
 
 class Mix(ABC):

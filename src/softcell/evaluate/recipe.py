@@ -132,6 +132,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "drop_path": 0.0,
         "cutout": 0,
     },
+    # IT-NAS, A.3: the network that was searched in ProxylessNAS's chain
+    "proxyless-imagenet": {
+        "epochs": 240,
+        "batch_size": 1024,
+        "lr": 0.5,
+        "weight_decay": 4e-5,
+        "label_smoothing": 0.1,
+        "drop_path": 0.0,
+        "cutout": 0,
+        "jitter": 0.4,
+    },
 }
 """By name what a recipe changes in the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
 SIZES = {
@@ -140,6 +151,7 @@ SIZES = {
     "nos-imagenet": "imagenet",
     "fullattention-cifar": "cifar",
     "fullattention-imagenet": "imagenet",
+    "proxyless-imagenet": "imagenet",
 }
 """By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
 

@@ -34,12 +34,13 @@ class Method(nn.Module, ABC):
     `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`,
     others of its own, such as a dataset's name) to what its recipe changes in the defaults of `SearchRecipe`; settings
     of a space in it hold for spaces that have them. `excludes` names candidates that the method leaves out of its
-    tables wherever an edge has others. `home` names the space that is searched when none is asked for; None leaves it
-    to the recipe's default.
+    tables wherever an edge has others. `learns` is False where there are no parameters at all. `home` names the space
+    that is searched when none is asked for; None leaves it to the recipe's default.
 
     A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
     what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
-    plan is made before it, from numbers that are one step old (`softcell.search.plans`).
+    plan is made before it, from numbers that are one step old (`softcell.search.plans`). A method whose host decides
+    alone what runs (a random path) gives it in `draw`.
 
     A method whose parameters have the shape of feature maps sets `needs_shapes` and makes them in `fit`. A method that
     derives from what the supernet does with images, not from parameters, *looks*: `looking` gives the mix for one pass
@@ -50,6 +51,7 @@ class Method(nn.Module, ABC):
     about: ClassVar[str] = ""
     excludes: ClassVar[tuple[str, ...]] = ()
     regime: ClassVar[Regime] = "bilevel"
+    learns: ClassVar[bool] = True
     home: ClassVar[str | None] = None
     needs_shapes: ClassVar[bool] = False
     rule: ClassVar[Rule | None] = None
@@ -107,6 +109,17 @@ class Method(nn.Module, ABC):
     def plan(self, reading: Tensor) -> Plan:
         """What runs in a step, from a copy of `reading` on the host."""
         raise NotImplementedError(f"{type(self).__name__} has a `reading`, so it needs `plan` too")
+
+    def draw(self, step: int) -> Plan | None:
+        """What runs in step number `step` of the run, where the host decides that alone; None: it does not.
+
+        It must depend on `step` and on what the seed gave the method, so that a resumed run draws the same.
+        """
+        return None
+
+    def num_plans(self) -> int | None:
+        """How many different plans `draw` can give; None: so few that each is worth a recording."""
+        return None
 
     def planned(self) -> Plan:
         """The plan that is being followed; where there is none, one is made at once, which waits for the device."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, WeightMix
 from softcell.arch.anneal import Schedule, temperature_at
+from softcell.arch.mix import live_of
 from softcell.arch.simplex import masked_softmax
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, logits_like
@@ -129,15 +130,6 @@ def engine_sites(layout: Layout, engines: Engines) -> frozenset[int]:
                 f"{list(layout.sites_of(name))}, got {sorted(sites)}"
             )
     return sites
-
-
-def live_of(table: Table, picks: tuple[Pick, ...]) -> Live:
-    """For every choice the candidates that are picked."""
-    taken = {(pick.source, pick.target, pick.op) for pick in picks}
-    return tuple(
-        tuple(k for k, op in enumerate(choice.candidates) if (choice.source, choice.target, op) in taken)
-        for choice in table.choices
-    )
 
 
 def reaches_output(table: Table, picks: tuple[Pick, ...]) -> bool:

@@ -54,7 +54,7 @@ class Budget:
     def __init__(
         self,
         settings: Resource,
-        penalty: ResourcePenalty,
+        penalty: ResourcePenalty | None,
         space: Space,
         shape: Shape,
         num_classes: int,
@@ -78,13 +78,19 @@ class Budget:
             self._known = genotype, found
         return self._known[1]
 
+    def is_met(self, genotype: Genotype) -> bool:
+        found = self.measure(genotype)
+        return all(found[kind] <= limit for kind, limit in self.limits.items())
+
     def end_epoch(self, epoch: int, genotype: Genotype) -> dict[str, float]:
         """Moves the multipliers; gives metrics of the derived network."""
         found = self.measure(genotype)
         metrics = {f"derived_{kind}": value for kind, value in found.items()}
-        if all(found[kind] <= limit for kind, limit in self.limits.items()):
+        if self.is_met(genotype):
             self.last_met = epoch
         for index, (kind, limit) in enumerate(self.limits.items()):
+            if self._penalty is None:
+                break
             before = float(self._penalty.multipliers[index])
             metrics[f"multiplier_{kind}"] = before
             after = moved(before, found[kind], limit, self._num_epochs, self._settings.form)
@@ -108,7 +114,7 @@ class Budget:
         """For the run's results, what was allowed and what came out; and a message where a budget was missed."""
         found = self.measure(genotype)
         results: dict[str, object] = {f"derived_{kind}": value for kind, value in found.items()}
-        results["budget_met"] = all(found[kind] <= limit for kind, limit in self.limits.items())
+        results["budget_met"] = self.is_met(genotype)
         missed = [kind for kind, limit in self.limits.items() if found[kind] > limit]
         if not missed:
             return results, None

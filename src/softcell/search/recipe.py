@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from softcell.arch.evolve import Evolution
 from softcell.engine.migrate import FORMAT, migrate
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, Sampler
@@ -138,6 +139,8 @@ class SearchRecipe:
 
     `split`: `weights` and `validation` are what the two learn from; the search and its children are measured on
     `validation`, or on `held` where that is named, which then nothing learns from.
+    `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
+    and the best within the budgets is derived instead of the method's own.
     `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
     over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
@@ -165,6 +168,7 @@ class SearchRecipe:
     unrolled: Unrolled = field(default_factory=Unrolled)
     collapse: Collapse = field(default_factory=Collapse)
     resource: Resource = field(default_factory=Resource)
+    evolution: Evolution = field(default_factory=Evolution)
     guide: Guide = field(default_factory=Guide)
     objective: Literal["classify", "context"] = "classify"
     pretrain: Pretrain = field(default_factory=Pretrain)

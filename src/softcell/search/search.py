@@ -331,13 +331,16 @@ def _resource(
     settings = recipe.resource
     if not settings.is_on:
         return None, None
-    if not method.is_steerable():
+    steerable = method.is_steerable()
+    penalised = steerable or settings.eta > 0 or not recipe.evolution.is_on
+    if penalised and not steerable:
         check_steerable(method.probabilities(), recipe.method)
     shape, classes = dataset.shape, dataset.num_classes
     costs = count_candidates(space, shape, classes, printed_pooling=settings.pooling == "printed")
     if settings.latency_table is not None:
         costs = with_latencies(costs, settings.latency_table)
-    penalty = session.place(ResourcePenalty(settings, costs))
+    # Where no gradient reaches the architecture, evolution keeps to the budgets.
+    penalty = session.place(ResourcePenalty(settings, costs)) if penalised else None
     if not settings.budgets():
         return penalty, None
     trained = evaluation_space(recipe.space, recipe.data, settings.network)
@@ -352,5 +355,6 @@ def _of_supernets(recipe: SearchRecipe) -> list[str]:
         "resource": recipe.resource.is_on,
         "drop_path": recipe.drop_path > 0,
         "child_every": recipe.child_every > 0,
+        "evolution": recipe.evolution.is_on,
     }
     return [name for name, is_given in given.items() if is_given]

@@ -13,7 +13,7 @@ from softcell.arch import Genotype
 from softcell.arch.simplex import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
-from softcell.engine.capture import CapturedStep, prepare_step
+from softcell.engine.capture import KEPT, CapturedStep, prepare_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module, sum_
 from softcell.engine.meter import Meter
@@ -28,6 +28,7 @@ from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
 from softcell.search.child import measure_child
 from softcell.search.collapse import SKIP, CollapseWatch, share
+from softcell.search.evolution import select
 from softcell.search.guide import probe, read_gauges
 from softcell.search.hypergradient import Unrolling
 from softcell.search.plans import Plans
@@ -68,6 +69,7 @@ class SearchTask:
         supernet.use_drop_path(recipe.drop_path)
         self.supernet, self.method, self.objective = supernet, method, objective
         self._weights, self._validation, self._held = weights, validation, held
+        self._looked = looked
         for module in (supernet, method, objective):
             broadcast_module(module, world)
         w, a = recipe.weights, recipe.architecture
@@ -83,14 +85,17 @@ class SearchTask:
             a.clip,
             resource,
         )
+        self._selection: dict[str, Any] = {}
         self._tally = Tally(world.device)
         self._collapse = CollapseWatch(recipe.collapse, tell)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         if recipe.engine == "compile" and compile_regions(supernet.regions(), tell):
             self._cells = modules_only  # the compiler makes its own kernels
-        self._run = prepare_step(learn, recipe.engine, world, tell)
-        self._plans = Plans(method)
+        # A recording pays where it is replayed: not for paths of which hardly one comes twice.
+        kinds = method.num_plans()
+        self._run = prepare_step(learn, "eager" if kinds is not None and kinds > KEPT else recipe.engine, world, tell)
+        self._plans, self._number = Plans(method), 0
         self._measure = Validation(supernet, held, recipe.engine, world, self._surroundings)
         self._look = None if looked is held else Validation(supernet, looked, recipe.engine, world, self._surroundings)
 
@@ -120,6 +125,7 @@ class SearchTask:
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:
         """Drafts of training batches, each with that of the next validation batch where the regime wants one."""
+        self._number = epoch * self._weights.num_batches + start
         train = self._weights.drafts(epoch, start)
         if self.recipe.regime == "single-level":
             return train
@@ -134,10 +140,13 @@ class SearchTask:
         return self._weights.finish(*own), self._validation.finish(*held) if held else None
 
     def step(self, batch: Draft) -> None:
+        plan = self.method.draw(self._number)
+        self._number += 1
         if not isinstance(self._run, CapturedStep):
-            self._run(*batch)
+            with self.method.following(plan):
+                self._run(*batch)
             return
-        plan = self._plans.next()
+        plan = self._plans.next() if plan is None else plan
         with self.method.following(plan):
             self._run(*batch, key=plan)
 
@@ -201,11 +210,17 @@ class SearchTask:
 
     def derive(self) -> Genotype:
         """The architecture found; where a collapse ended the search, the last one from before it."""
-        return self._collapse.kept or self.method.derive()
+        own = self._collapse.kept or self.method.derive()
+        if not self.recipe.evolution.is_on:
+            return own
+        found, self._selection = select(
+            self.recipe, self.supernet, own, self._weights, self._looked, self._budget, self.world, self._tell
+        )
+        return found
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
         """What is measured once, after the last epoch, on the architecture found."""
-        results: dict[str, Any] = self.method.findings()
+        results: dict[str, Any] = {**self.method.findings(), **self._selection}
         for remark in self.method.remarks():
             self._tell(remark)
         if self.recipe.child_every and self.objective.supervised:

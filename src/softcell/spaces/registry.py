@@ -8,6 +8,7 @@ from typing import Any
 import softcell.nn.attention_blocks
 import softcell.nn.calibrate
 import softcell.nn.conv
+import softcell.nn.mbconv
 import softcell.nn.noise
 import softcell.nn.pool  # noqa: F401  (registers its candidates)
 from softcell.registry import Registry

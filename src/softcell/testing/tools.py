@@ -16,7 +16,7 @@ SHAPE: Shape = (3, 9, 7)
 """Odd and not square: whatever assumes even or equal sides fails on it."""
 NUM_CLASSES = 5
 BATCH = 4
-SMALLER = {"cells": 3, "cells_per_stage": 1, "channels": 4, "nodes": 3}
+SMALLER = {"cells": 3, "cells_per_stage": 1, "channels": 4, "nodes": 3, "depths": (2, 1, 2, 1, 1, 1), "head": 16}
 """Sizes that keep every kind of part a space has; a space without one of these fields keeps its own."""
 
 ALIKE = frozenset({"s1", "s2", "s3", "s4", "nb1shot1-1", "nb1shot1-3"})

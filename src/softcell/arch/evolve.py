@@ -1,0 +1,168 @@
+"""Evolution of architectures: the selection of single-path one-shot search (SPOS, Guo et al., ECCV 2020, Algorithm 1).
+
+A population starts at random and is replaced generation by generation with children of the best: half of them by
+crossover of two, half by mutation of one. Nothing that breaks a limit enters it. Parents and children are described by
+strengths, from which the space's rule derives, so that every child is an architecture of the space, whatever the rule.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from softcell.arch.choice import Layout, Table
+from softcell.arch.derive import Rule
+from softcell.arch.genotype import Cell, Genotype
+from softcell.errors import UserError
+
+TRIES = 200
+"""How often a child within the limits is tried for before a generation makes do with fewer."""
+
+
+@dataclass(frozen=True)
+class Evolution:
+    """How long and how widely is selected; the defaults are SPOS's, `generations` 0 selects nothing.
+
+    `population` architectures per generation, of which the `parents` best of all so far have children; `mutation` is
+    the probability with which a choice of a mutated child is drawn anew. `norm_batches` training batches re-estimate
+    batch-norm for each architecture that is measured.
+    """
+
+    generations: int = 0
+    population: int = 50
+    parents: int = 10
+    mutation: float = 0.1
+    norm_batches: int = 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("generations", 0), ("population", 2), ("parents", 1), ("norm_batches", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"`evolution.{name} >= {least}` must hold, but got {getattr(self, name)}")
+        if not 0.0 < self.mutation <= 1.0:
+            raise UserError(f"`0 < evolution.mutation <= 1` must hold, but got {self.mutation}")
+
+    @property
+    def is_on(self) -> bool:
+        return self.generations > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evolved:
+    """The best architecture and its score; all that were scored, in order; the best score after each generation."""
+
+    best: Genotype
+    score: float
+    scored: dict[Genotype, float]
+    history: tuple[float, ...]
+
+
+def evolve(
+    layout: Layout,
+    settings: Evolution,
+    score: Callable[[Genotype], float],
+    allowed: Callable[[Genotype], bool],
+    seed: int,
+    on_generation: Callable[[int, float, int], None] = lambda number, best, scored: None,
+) -> Evolved:
+    """The architecture of the highest score found; every one is scored once. The same for the same seed."""
+    rng, scored = random.Random(f"evolution {seed}"), dict[Genotype, float]()
+    history: list[float] = []
+    population = _filled(settings.population, lambda: _random(layout, rng), allowed, set())
+    if not population:
+        raise UserError(
+            f"none of {TRIES} random architectures keeps to the limits; raise them, or make the network smaller"
+        )
+    for generation in range(settings.generations):
+        for genotype in population:
+            scored[genotype] = score(genotype)
+        ranked = sorted(scored, key=lambda g: -scored[g])  # stable: of equals the one found first
+        history.append(scored[ranked[0]])
+        on_generation(generation, history[-1], len(scored))
+        if generation + 1 == settings.generations:
+            break
+        population = _next(layout, settings, ranked[: settings.parents], set(scored), allowed, rng)
+        if not population:
+            break  # everything within the limits is known
+    best = max(scored, key=lambda g: scored[g])
+    return Evolved(best, scored[best], scored, tuple(history))
+
+
+def _next(
+    layout: Layout,
+    settings: Evolution,
+    parents: list[Genotype],
+    known: set[Genotype],
+    allowed: Callable[[Genotype], bool],
+    rng: random.Random,
+) -> list[Genotype]:
+    """The next generation: half crossed, the rest mutated, and random ones where too few new children are allowed."""
+    size = settings.population
+    found = _filled(size // 2, lambda: crossover(layout, rng.choice(parents), rng.choice(parents), rng), allowed, known)
+    makers = (lambda: mutate(layout, rng.choice(parents), settings.mutation, rng), lambda: _random(layout, rng))
+    for make in makers:
+        found += _filled(size - len(found), make, allowed, known | set(found))
+    return found
+
+
+def crossover(layout: Layout, first: Genotype, second: Genotype, rng: random.Random) -> Genotype:
+    """A child with each choice from one of its parents, by a fair coin."""
+    rows = {}
+    for table in layout.tables:
+        pair = [_strengths(table, parent.cells[table.name], rng) for parent in (first, second)]
+        rows[table.name] = torch.stack([pair[rng.random() < 0.5][i] for i in range(len(table))])
+    return _derived(layout, rows)
+
+
+def mutate(layout: Layout, parent: Genotype, probability: float, rng: random.Random) -> Genotype:
+    """A child in which each choice is drawn anew with `probability`."""
+    rows = {}
+    for table in layout.tables:
+        strengths = _strengths(table, parent.cells[table.name], rng)
+        for i in range(len(table)):
+            if rng.random() < probability:
+                strengths[i] = torch.tensor([2.0 * rng.random() for _ in range(table.width)], dtype=torch.float64)
+        rows[table.name] = strengths
+    return _derived(layout, rows)
+
+
+def _strengths(table: Table, cell: Cell, rng: random.Random) -> Tensor:
+    """Above 1 at the picks of a cell and below elsewhere, at random in between, so that ties are broken evenly."""
+    values = torch.tensor([[rng.random() for _ in range(table.width)] for _ in table.choices], dtype=torch.float64)
+    taken = {(pick.source, pick.target, pick.op) for pick in cell.picks}
+    for i, choice in enumerate(table.choices):
+        for k, op in enumerate(choice.candidates):
+            if (choice.source, choice.target, op) in taken:
+                values[i, k] += 1.0
+    return values
+
+
+def _derived(layout: Layout, strengths: dict[str, Tensor]) -> Genotype:
+    cells = {table.name: Cell(layout.rule(table, strengths[table.name]), table.output) for table in layout.tables}
+    return Genotype(layout.space, cells, settings=layout.settings)
+
+
+def _random(layout: Layout, rng: random.Random) -> Genotype:
+    rule = layout.rule
+    assert isinstance(rule, Rule)
+    cells = {table.name: Cell(rule.sample(table, rng), table.output) for table in layout.tables}
+    return Genotype(layout.space, cells, settings=layout.settings)
+
+
+def _filled(
+    number: int, make: Callable[[], Genotype], allowed: Callable[[Genotype], bool], known: set[Genotype]
+) -> list[Genotype]:
+    """Up to `number` new and allowed architectures."""
+    found: dict[Genotype, None] = {}
+    for _ in range(number):
+        for _ in range(TRIES):
+            genotype = make()
+            if genotype not in known and genotype not in found and allowed(genotype):
+                found[genotype] = None
+                break
+        else:
+            break
+    return list(found)

@@ -1,0 +1,112 @@
+"""SPOS: Single Path One-Shot Neural Architecture Search with Uniform Sampling (Guo et al., ECCV 2020; 1904.00420).
+
+    Eq 5-6   W = argmin E_{a ~ U(A)} L_train(N(a, W(a)))   -> `Spos.draw`: one uniform architecture per step
+    §3.3     a* = argmax ACC_val(N(a, W(a)))               -> evolution (`softcell.arch.evolve`)
+
+Only the supernet learns. Each step runs one architecture, drawn uniformly from the space, with coefficients of exactly
+1; it is drawn on the host before the step, from the run's seed and the step's number alone, so a resumed run goes on
+with the same ones and the device is never waited for. What is best is found afterwards by evolution, which measures
+architectures with the supernet's weights and batch-norm estimated anew, within the limits that are stated.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from softcell.arch import Layout, Mix, Plan, Rule, WeightMix, count
+from softcell.arch.mix import Live, live_of
+from softcell.methods.base import Masks, Method, Regime
+from softcell.methods.registry import register_method
+
+# IT-NAS, A.3, which trains this way too; SPOS itself has batch 1024 and a learning rate of 0.5 for 120 epochs.
+CHAIN = {
+    "epochs": 240,
+    "batch_size": 512,
+    "weights": {"lr": 0.25, "lr_min": 5e-4, "weight_decay": 4e-5},
+    "evolution": {"generations": 20},
+}
+
+
+def _forget_key(method: Spos, incompatible: object) -> None:
+    method._known_key = None
+
+
+@register_method
+class Spos(Method):
+    """Uniform single-path training; `probabilities` are uniform, since nothing is believed in before the selection."""
+
+    name: ClassVar[str] = "spos"
+    about: ClassVar[str] = "SPOS: one uniformly drawn architecture per step trains the supernet, evolution selects"
+    learns: ClassVar[bool] = False
+    regime: ClassVar[Regime] = "single-level"
+    home: ClassVar[str] = "proxyless"
+    recipes: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": CHAIN,
+        "imagenet": {**CHAIN, "split": {"weights": 0.1, "validation": 0.025}},
+        "small": {
+            "epochs": 8,
+            "batch_size": 64,
+            "weights": {"lr": 0.1, "weight_decay": 4e-5},
+            "split": {"weights": 0.8, "validation": 0.2},
+            "evolution": {"generations": 3, "population": 8, "parents": 4, "norm_batches": 2},
+        },
+    }
+
+    key: Tensor
+    basis: Tensor
+
+    def __init__(self, layout: Layout, settings: Any) -> None:
+        super().__init__(layout, settings)
+        self.masks = Masks(layout)
+        width = max(table.width for table in layout.tables)
+        self.register_buffer("key", torch.randint(2**31, (1,)))
+        self.register_buffer("basis", torch.eye(width), persistent=False)
+        self._known_key: int | None = None
+        self.register_load_state_dict_post_hook(_forget_key)  # type: ignore[no-untyped-call]
+
+    def probabilities(self) -> dict[str, Tensor]:
+        found = {}
+        for table in self.layout.tables:
+            mask = self.masks[table.name].to(self.basis.dtype)
+            found[table.name] = mask / mask.sum(1, keepdim=True)
+        return found
+
+    def draw(self, step: int) -> Plan:
+        if self._known_key is None:
+            self._known_key = int(self.key)  # waits for the device, once per run
+        return self._path(f"{self._known_key} {step}")
+
+    def num_plans(self) -> int:
+        return count(self.layout)
+
+    def reading(self) -> Tensor:
+        """The path that runs outside of steps, so that the supernet's accuracy is always that of the same one."""
+        return self.key
+
+    def plan(self, reading: Tensor) -> Plan:
+        return self._path(str(int(reading)))
+
+    def relax(self) -> Mix:
+        weights = self.probabilities()
+        picked = {}
+        for site, live in enumerate(self.planned()):
+            assert live is not None
+            picked[site] = live, self._ones(live, weights[self.layout.sites[site]].shape[1])
+        return WeightMix(self.layout, weights, picked=picked)
+
+    def _path(self, seed: str) -> Plan:
+        """One architecture, uniformly from the space; the same on every machine."""
+        rng, rule = random.Random(seed), self.layout.rule
+        assert isinstance(rule, Rule)
+        lives = {table.name: live_of(table, rule.sample(table, rng)) for table in self.layout.tables}
+        return tuple(lives[name] for name in self.layout.sites)
+
+    def _ones(self, live: Live, width: int) -> Tensor:
+        """1 at what is live, 0 elsewhere [choices, width], made of what is on the device already."""
+        rows = self.basis[:, :width]
+        nothing = torch.zeros_like(rows[0])
+        return torch.stack([sum((rows[k] for k in row[1:]), rows[row[0]]) if row else nothing for row in live])

@@ -1,0 +1,59 @@
+"""Selection by evolution on a trained supernet, whatever method trained it (SPOS, §3.3).
+
+An architecture is as good as its child: the derived network with the supernet's weights, batch-norm estimated anew on
+some training batches, measured on the validation split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from softcell.arch import Genotype
+from softcell.arch.evolve import evolve
+from softcell.data import Batches
+from softcell.engine.distributed import World
+from softcell.search.budget import Budget
+from softcell.search.child import measure_child
+from softcell.search.recipe import SearchRecipe
+from softcell.spaces import Supernet
+
+
+def select(
+    recipe: SearchRecipe,
+    supernet: Supernet,
+    own: Genotype,
+    weights: Batches,
+    held: Batches,
+    budget: Budget | None,
+    world: World,
+    tell: Callable[[str], None],
+) -> tuple[Genotype, dict[str, Any]]:
+    """The best architecture found within the budgets, and what is worth keeping of how it was found.
+
+    own: what the method itself derives, measured in the same way for comparison.
+    """
+    settings = recipe.evolution
+
+    def score(genotype: Genotype) -> float:
+        batches = islice(weights.epoch(0), settings.norm_batches)
+        return measure_child(supernet, genotype, held.epoch(0), world, reestimate=batches).accuracy
+
+    def allowed(genotype: Genotype) -> bool:
+        return budget is None or budget.is_met(genotype)
+
+    def note(generation: int, best: float, scored: int) -> None:
+        tell(f"evolution, generation {generation + 1} of {settings.generations}: best {best:.2%} of {scored} measured")
+
+    found = evolve(supernet.layout, settings, score, allowed, recipe.seed, note)
+    about: dict[str, Any] = {
+        "split": "validation",
+        "accuracy": found.score,
+        "accuracy_of_own": score(own),
+        "own": own.to_dict()["cells"],
+        "measured": len(found.scored),
+        "mean_accuracy": sum(found.scored.values()) / len(found.scored),
+        "best_by_generation": list(found.history),
+    }
+    return found.best, {"evolution": about}
