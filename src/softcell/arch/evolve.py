@@ -8,7 +8,7 @@ strengths, from which the space's rule derives, so that every child is an archit
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from softcell.arch.derive import Rule
 from softcell.arch.genotype import Cell, Genotype
 from softcell.errors import UserError
 
-TRIES = 200
+TRIES = 50
 """How often a child within the limits is tried for before a generation makes do with fewer."""
 
 
@@ -66,16 +66,23 @@ def evolve(
     score: Callable[[Genotype], float],
     allowed: Callable[[Genotype], bool],
     seed: int,
+    starts: Sequence[Genotype] = (),
     on_generation: Callable[[int, float, int], None] = lambda number, best, scored: None,
 ) -> Evolved:
-    """The architecture of the highest score found; every one is scored once. The same for the same seed."""
+    """The architecture of the highest score found; every one is scored once. The same for the same seed.
+
+    starts: architectures from which mutation leads on where random ones break the limits, such as the cheapest.
+    """
     rng, scored = random.Random(f"evolution {seed}"), dict[Genotype, float]()
     history: list[float] = []
     population = _filled(settings.population, lambda: _random(layout, rng), allowed, set())
+    within = [genotype for genotype in dict.fromkeys(starts) if genotype not in population and allowed(genotype)]
+    if len(population) < settings.population and within:
+        population += within
+        missing = settings.population - len(population)
+        population += _filled(missing, lambda: mutate(layout, rng.choice(within), 0.5, rng), allowed, set(population))
     if not population:
-        raise UserError(
-            f"none of {TRIES} random architectures keeps to the limits; raise them, or make the network smaller"
-        )
+        raise UserError("no architecture within the limits was found; raise them, or make the network smaller")
     for generation in range(settings.generations):
         for genotype in population:
             scored[genotype] = score(genotype)

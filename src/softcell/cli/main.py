@@ -12,6 +12,7 @@ import typer
 
 from softcell import __version__
 from softcell.cli import (
+    bench,
     compare,
     convert,
     demo,
@@ -81,6 +82,7 @@ app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
 app.command(name="sweep", epilog=sweep.EPILOG)(sweep.sweep)
 app.command(name="indicators", epilog=indicators.EPILOG)(indicators.indicators)
 app.command(name="gradcam", epilog=gradcam.EPILOG)(gradcam.gradcam)
+app.command(name="bench", epilog=bench.EPILOG)(bench.bench)
 app.command(name="show", epilog=show.EPILOG)(show.show)
 app.command(name="info", epilog=info.EPILOG)(info.info)
 app.command(name="study", epilog=study.EPILOG)(study.study)

@@ -59,7 +59,7 @@ def groups_csv(found: Comparison) -> str:
         runs = " ".join(run.label for run in group.runs)
         row = (group.method, group.space, group.data, group.measure, group.name, s.n, s.mean, s.std, low, high)
         rows.append((*row, min(values), max(values), *costs, " ".join(group.seeds), runs))
-    return _csv(header.split(), rows)
+    return plain_csv(header.split(), rows)
 
 
 def pairs_csv(found: Comparison) -> str:
@@ -70,7 +70,7 @@ def pairs_csv(found: Comparison) -> str:
         test = pair.test
         numbers = (None,) * 4 if test is None else (test.difference, *test.interval, test.p)
         rows.append((pair.first.name, pair.second.name, *numbers, pair.p_adjusted, pair.sentence))
-    return _csv(header.split(), rows)
+    return plain_csv(header.split(), rows)
 
 
 def runs_csv(found: Comparison) -> str:
@@ -81,10 +81,11 @@ def runs_csv(found: Comparison) -> str:
         for run, value in zip(group.runs, group.values, strict=True):
             costs = [run.results.get(what) for what in ("parameters", "multiply_adds")]
             rows.append((run.label, group.name, group.measure, run.seed, value, *costs))
-    return _csv(header.split(), rows)
+    return plain_csv(header.split(), rows)
 
 
-def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def plain_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows as CSV; None is an empty cell."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(header)

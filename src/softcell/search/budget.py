@@ -66,6 +66,7 @@ class Budget:
         self._latencies = None if settings.latency_table is None else read_latencies(settings.latency_table)
         self._known: tuple[Genotype | None, dict[str, float]] = None, {}
         self._least: dict[str, float] = {}
+        self.cheapest: list[Genotype] = []
         self.last_met: int | None = None
 
     def measure(self, genotype: Genotype) -> dict[str, float]:
@@ -102,7 +103,8 @@ class Budget:
         for kind, limit in self.limits.items():
             cheap = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
             cheap |= {name: -costs.of(kind, name).sum(0) for name in costs.read_tables()}
-            self._least[kind] = least = self.measure(derive(layout, cheap, rule))[kind]
+            self.cheapest.append(derive(layout, cheap, rule))
+            self._least[kind] = least = self.measure(self.cheapest[-1])[kind]
             if least > limit:
                 tell(
                     f"a budget of {shown(kind, limit)} may be out of reach: with the cheapest candidate on every edge "

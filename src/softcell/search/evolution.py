@@ -14,6 +14,7 @@ from softcell.arch import Genotype
 from softcell.arch.evolve import evolve
 from softcell.data import Batches
 from softcell.engine.distributed import World
+from softcell.errors import UserError
 from softcell.search.budget import Budget
 from softcell.search.child import measure_child
 from softcell.search.recipe import SearchRecipe
@@ -46,7 +47,12 @@ def select(
     def note(generation: int, best: float, scored: int) -> None:
         tell(f"evolution, generation {generation + 1} of {settings.generations}: best {best:.2%} of {scored} measured")
 
-    found = evolve(supernet.layout, settings, score, allowed, recipe.seed, note)
+    starts = [] if budget is None else budget.cheapest
+    try:
+        found = evolve(supernet.layout, settings, score, allowed, recipe.seed, starts, note)
+    except UserError as error:
+        tell(f"{error}; selecting without limits")
+        found = evolve(supernet.layout, settings, score, lambda genotype: True, recipe.seed, (), note)
     about: dict[str, Any] = {
         "split": "validation",
         "accuracy": found.score,

@@ -1,0 +1,307 @@
+"""`softcell bench`"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from softcell.cli import options as o
+from softcell.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from softcell.evaluate.nb201 import Nb201Table
+    from softcell.report.bench201 import Benched
+
+EPILOG = o.examples(
+    "softcell bench nb201 --table nb201.csv.gz runs/darts-nb201-cifar10-1/genotype.json",
+    "softcell bench nb201 --table nb201.csv.gz runs/darts-nb201-cifar10-1 runs/snas-nb201-cifar10-1 --svg figure2.svg",
+    "softcell bench nb201 --table nb201.csv.gz --method darts --seeds 3 --data cifar10 --data-root ~/data",
+    "softcell bench nb201 --table nb201.csv.gz --proxy naswot --proxy synflow --data cifar10 --data-root ~/data",
+    "softcell bench nb201 --table new.csv.gz --convert NATS-tss-v1_0-3ffb9-simple",
+)
+
+
+def bench(
+    benchmark: Annotated[Literal["nb201"], typer.Argument(help="NAS-Bench-201 is the one with a table.")],
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[WHAT]...", help="Architectures (file or notation), or folders of searches in nb201."),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV of accuracies, gzipped or not; else $SOFTCELL_NB201."),
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Search with this method first, with --seeds seeds.")] = None,
+    seeds: Annotated[int, typer.Option(metavar="K", help="With --method: how many seeds, from --seed on.")] = 3,
+    data: o.Data = None,
+    data_root: o.DataRoot = None,
+    epochs: o.Epochs = None,
+    seed: o.Seed = None,
+    device: o.Device = None,
+    scale: Annotated[str | None, typer.Option(help="With --method: the recipe, as in `softcell search`.")] = None,
+    set_: o.Set = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="With --method: folder of the searches.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="With --method: go on with the searches in --out.")] = False,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="naswot|synflow", help="Rank operations by Zero-Cost-PT too; repeatable."),
+    ] = None,
+    column: Annotated[
+        str, typer.Option(help="The accuracy of the trajectory; rankings use this dataset's valid and test.")
+    ] = "cifar10_test",
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="The trajectory over epochs as a picture.")] = None,
+    csv_: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="The trajectory as a table.")] = None,
+    convert: Annotated[
+        Path | None, typer.Option(metavar="FILES", help="Write --table from official NATS-Bench files.")
+    ] = None,
+    overwrite: o.OverwriteFile = False,
+    plugin: o.Plugin = None,
+    quiet: o.Quiet = False,
+) -> int:
+    """Look searches and architectures up in the table of NAS-Bench-201.
+
+    Tells valid and test accuracy on three datasets beside the optimum and a random cell, the accuracy of each epoch's
+    cell, and per edge how well the method's indicator ranks operations (Kendall's tau-b).
+    """
+    from softcell.cli.console import console
+    from softcell.evaluate.nb201 import COLUMNS, load_table
+
+    screen = console()
+    path = _table(table)
+    if convert is not None:
+        return _convert(screen, convert, path, overwrite)
+    if column not in COLUMNS:
+        raise UserError(f"--column must be one of {', '.join(COLUMNS)}, got {column!r}")
+    found = load_table(path)  # before hours of searching
+    names, folders = _sorted(what or [])
+    code = 0
+    if method is not None:
+        given = o.settings(
+            set_,
+            plugin,
+            method=method,
+            space="nb201",
+            data=data,
+            data_root=data_root,
+            epochs=epochs,
+            seed=seed,
+            device=device,
+            scale=scale,
+        )
+        folder, code = _search(screen, given, seeds, out, resume=resume, overwrite=overwrite, quiet=quiet)
+        if code:
+            return code
+        folders.append(str(folder))
+    if not names and not folders and not proxy:
+        raise UserError("nothing to look up: give an architecture, a folder of searches, --method or --proxy")
+    _look_up(screen, found, names)
+    if folders:
+        _report(screen, found, folders, column, svg, csv_, overwrite)
+    for name in proxy or ():
+        _proxy(screen, found, name, column, data or "digits", data_root, seed or 0)
+    return code
+
+
+def _table(given: Path | None) -> Path:
+    import os
+
+    known = os.environ.get("SOFTCELL_NB201")
+    if given is None and not known:
+        raise UserError("--table must name the CSV file of NAS-Bench-201 (or set SOFTCELL_NB201 to it)")
+    path = given or Path(str(known))
+    own = path / "nb201_200epochs.csv.gz"
+    return own if own.is_file() else path
+
+
+def _convert(screen: Console, source: Path, path: Path, overwrite: bool) -> int:
+    from softcell.cli.results import facts
+    from softcell.evaluate.nats import convert
+    from softcell.evaluate.nb201 import COMPLETE, load_table, write_table
+
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists already; give another name, or --overwrite to replace it")
+    write_table(path, convert(source))
+    found = load_table(path)
+    facts(screen, table=f"{path}, {len(found):,} of {COMPLETE:,} architectures")
+    return 0
+
+
+def _sorted(what: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Architectures, and folders of searches."""
+    folders = [item for item in what if Path(item).is_dir()]
+    return [item for item in what if item not in folders], folders
+
+
+def _search(
+    screen: Console, given: dict[str, Any], seeds: int, out: Path | None, *, resume: bool, overwrite: bool, quiet: bool
+) -> tuple[Path, int]:
+    from softcell import api
+    from softcell.cli.progress import Display
+
+    chosen, recipe, folder = api.seeds_recipe(given, seeds=seeds, out=out, resume=resume)
+    heading = f"search {recipe.method}, space nb201, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
+    with Display(screen, heading, quiet) as display:
+        result = api.search_seeds_with(
+            recipe,
+            folder,
+            chosen,
+            resume=resume,
+            overwrite=overwrite,
+            on_event=lambda one: display.beside(f"seed {one}", str(folder / f"seed-{one}")),
+        )
+    return folder, result.exit_code
+
+
+def _look_up(screen: Console, table: Nb201Table, names: Sequence[str]) -> None:
+    from softcell.arch.notation import to_nb201
+    from softcell.cli import inputs
+    from softcell.report.bench201 import accuracy_rows
+
+    if not names:
+        return
+    rows: list[tuple[str, str, dict[str, str]]] = []
+    for name in names:
+        genotype = inputs.genotype(name)
+        accuracies = table.lookup(genotype)
+        label = "architecture" if len(names) == 1 else f"architecture {len(rows) + 1}"
+        screen.print(f"{label}: {to_nb201(genotype)}", markup=False)
+        rows.append((label, "", {column: f"{value:.2f}" for column, value in accuracies.items()}))
+    _accuracies(screen, [*rows, *accuracy_rows(table, [])])
+
+
+def _accuracies(screen: Console, rows: Sequence[tuple[str, str, dict[str, str]]]) -> None:
+    from softcell.evaluate.nb201 import COLUMNS
+
+    heads = [f"{name} (n={n})" if n else name for name, n, _ in rows]
+    body = [[column.replace("_", " "), *(values[column] for _, _, values in rows)] for column in COLUMNS]
+    _print(screen, "accuracy in NAS-Bench-201 after 200 epochs, %", ["", *heads], body)
+
+
+def _report(
+    screen: Console,
+    table: Nb201Table,
+    folders: Sequence[str],
+    column: str,
+    svg: Path | None,
+    csv_: Path | None,
+    overwrite: bool,
+) -> None:
+    from softcell.cli.console import write
+    from softcell.cli.results import facts
+    from softcell.report import bench201
+    from softcell.report.tables import plain_csv
+
+    runs = bench201.bench_runs(table, folders)
+    _accuracies(screen, bench201.accuracy_rows(table, runs))
+    _trajectory(screen, runs, column)
+    dataset = column.rsplit("_", 1)[0]
+    rows = bench201.tau_rows(table, runs, (f"{dataset}_valid", f"{dataset}_test"))
+    if rows:
+        _taus(screen, rows)
+    if svg is not None:
+        write(svg, bench201.trajectory_svg(runs, column), overwrite)
+        facts(screen, written=str(svg))
+    if csv_ is not None:
+        lines = bench201.trajectory_rows(runs, column)
+        header = list(dict.fromkeys(key for line in lines for key in line))
+        write(csv_, plain_csv(header, [[line.get(key) for key in header] for line in lines]), overwrite)
+        facts(screen, written=str(csv_))
+
+
+def _trajectory(screen: Console, runs: Sequence[Benched], column: str) -> None:
+    from softcell.report.bench201 import groups, trajectory_rows
+
+    lines, methods = trajectory_rows(runs, column), list(groups(runs))
+    if len(lines) > 10:  # every tenth part of the way
+        lines = [lines[round(i * (len(lines) - 1) / 9)] for i in range(10)]
+    body = [[f"{line['epoch']:.0f}", *(f"{line[m]:.2f}" if m in line else "–" for m in methods)] for line in lines]
+    title = f"{column.replace('_', ' ')} of the cell that each epoch derives, mean over seeds, %"
+    _print(screen, title, ["epoch", *methods], body)
+
+
+def _taus(screen: Console, rows: Sequence[tuple[str, str, str, list[float]]]) -> None:
+    import math
+
+    from softcell.evaluate.nb201 import EDGES
+    from softcell.evaluate.ranking import mean_tau
+
+    def text(value: float) -> str:
+        return "–" if math.isnan(value) else f"{value:+.2f}"
+
+    for ranking, meaning in _RANKED.items():
+        body = [
+            [f"{name}, {column.replace('_', ' ')}", *map(text, values), text(mean_tau(values))]
+            for name, column, ranked, values in rows
+            if ranked == ranking
+        ]
+        title = f"Kendall's tau-b per edge: indicator against {meaning} (– where nothing is told apart)"
+        _print(screen, title, ["", *(f"{s}→{t}" for s, t in EDGES), "mean"], body)
+
+
+_RANKED = {
+    "best": "the best accuracy of all cells with the operation",
+    "discretisation": "the accuracy of the derived cell with the operation",
+}
+
+
+def _proxy(
+    screen: Console, table: Nb201Table, name: str, column: str, data: str, data_root: str | None, seed: int
+) -> None:
+    """Zero-Cost-PT on an untrained supernet of the benchmark's size."""
+    from softcell.arch import derive
+    from softcell.data import load
+    from softcell.evaluate.nb201 import OPERATIONS
+    from softcell.evaluate.proxies import PROXIES, indicator
+    from softcell.evaluate.ranking import RANKINGS, taus
+    from softcell.spaces import build_space
+
+    if name not in PROXIES:
+        raise UserError(f"--proxy must be one of {', '.join(PROXIES)}, got {name!r}")
+    dataset = load(data, data_root, None)
+    images = proxy_images(dataset)
+    space = build_space("nb201", {"candidates": OPERATIONS})
+    found = indicator(space, name, images, dataset.num_classes, seed)
+    genotype = derive(space.layout(), found)
+    _look_up_found(screen, table, f"Zero-Cost-PT, {name}", genotype)
+    rows = []
+    for split in ("valid", "test"):
+        where = f"{column.rsplit('_', 1)[0]}_{split}"
+        values = taus(table, found["cell"].tolist(), genotype, where)
+        rows += [(f"Zero-Cost-PT, {name}", where, ranking, values[ranking]) for ranking in RANKINGS]
+    _taus(screen, rows)
+
+
+def _look_up_found(screen: Console, table: Nb201Table, name: str, genotype: Any) -> None:
+    from softcell.report.bench201 import accuracy_rows
+
+    found = {column: f"{value:.2f}" for column, value in table.lookup(genotype).items()}
+    _accuracies(screen, [(name, "", found), *accuracy_rows(table, [])])
+
+
+def proxy_images(dataset: Any, number: int = 32) -> Any:
+    """The first training images [n, c, h, w], normalised."""
+    import torch
+
+    from softcell.data.feeds import Feeds
+
+    feeds = Feeds(dataset, number, 0, torch.device("cpu"), torch.float32, rank=0, world=1)
+    return next(iter(feeds.plain(dataset.train, torch.arange(number)).epoch(0))).images
+
+
+def _print(screen: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, name in enumerate(header):
+        shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
+    for row in rows:
+        shown.add_row(*(Text(cell) for cell in row))
+    screen.print(Text(title, "bold underline"))
+    screen.print(shown, soft_wrap=False)
+    screen.print()

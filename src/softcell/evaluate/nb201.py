@@ -1,0 +1,180 @@
+"""The table of NAS-Bench-201: accuracies of all 15,625 cells, looked up, ranked and set beside optimum and chance.
+
+Dong, Yang, ICLR 2020; NATS-Bench, TPAMI 2021 (topology space). A table is a CSV file, gzipped or not, with a column
+`arch` and, in percent, `cifar10_valid`, `cifar10_test`, `cifar100_valid`, `cifar100_test`, `imagenet16_valid`,
+`imagenet16_test`; other columns are left alone. `softcell.evaluate.nats` makes one from the official files.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from softcell.arch import Genotype
+from softcell.arch.notation import from_nb201, to_nb201
+from softcell.engine.files import atomic_write_bytes
+from softcell.errors import UserError
+
+SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet-16-120"}
+COLUMNS = tuple(f"{name}_{split}" for name in SETS for split in ("valid", "test"))
+OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+EDGES = tuple((source, target) for target in range(1, 4) for source in range(target))
+COMPLETE = len(OPERATIONS) ** len(EDGES)
+
+Accuracies = Mapping[str, float]
+"""By column, in percent."""
+
+
+@dataclass(frozen=True)
+class Nb201Table:
+    """`values` [architectures, columns] in percent; `index` gives the row of an architecture's operations by edge."""
+
+    source: str
+    index: dict[tuple[str, ...], int]
+    values: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(len(self) == COMPLETE)
+
+    def lookup(self, genotype: Genotype) -> Accuracies:
+        """What the benchmark measured for an architecture."""
+        row = self.index.get(operations(genotype))
+        if row is None:
+            raise UserError(
+                f"{self.source} has no row for {to_nb201(genotype)}; it holds {len(self):,} of {COMPLETE:,} "
+                "architectures"
+            )
+        return dict(zip(COLUMNS, self.values[row].tolist(), strict=True))
+
+    def optimum(self) -> Accuracies:
+        """The best of each column, whichever architecture has it."""
+        return dict(zip(COLUMNS, self.values.max(0).tolist(), strict=True))
+
+    def chance(self) -> dict[str, tuple[float, float]]:
+        """Mean and deviation of each column over all architectures: those of one drawn uniformly."""
+        return {
+            c: (statistics.fmean(v), statistics.pstdev(v)) for c, v in zip(COLUMNS, self.values.T.tolist(), strict=True)
+        }
+
+    def best_accuracy(self, column: str) -> list[list[float]]:
+        """Per edge and operation the best accuracy of all architectures that have it there (Eq 9): [6][5].
+
+        NaN where the table holds none.
+        """
+        position = COLUMNS.index(column)
+        found = [[math.nan] * len(OPERATIONS) for _ in EDGES]
+        for ops, row in self.index.items():
+            value = float(self.values[row, position])
+            for edge, op in enumerate(ops):
+                k = OPERATIONS.index(op)
+                if not found[edge][k] >= value:
+                    found[edge][k] = value
+        return found
+
+    def discretisation(self, genotype: Genotype, column: str) -> list[list[float]]:
+        """Per edge and operation the accuracy of `genotype` with that operation there instead: [6][5]."""
+        own, position = operations(genotype), COLUMNS.index(column)
+        found = []
+        for edge in range(len(EDGES)):
+            rows = [self.index.get((*own[:edge], op, *own[edge + 1 :])) for op in OPERATIONS]
+            found.append([math.nan if row is None else float(self.values[row, position]) for row in rows])
+        return found
+
+
+def operations(genotype: Genotype) -> tuple[str, ...]:
+    """The operation of each edge, in the order of `EDGES`."""
+    if genotype.space != "nb201":
+        raise UserError(f"NAS-Bench-201 knows its own space alone, but this is a genotype of space {genotype.space!r}")
+    by_edge = {(pick.source, pick.target): pick.op for pick in genotype.cells["cell"].picks}
+    found = tuple(by_edge.get(edge, "none") for edge in EDGES)
+    foreign = sorted({op for op in found if op not in OPERATIONS})
+    foreign += [f"an edge {source}->{target}" for source, target in sorted(set(by_edge) - set(EDGES))]
+    if foreign or len(by_edge) != len(genotype.cells["cell"].picks):
+        raise UserError(
+            f"NAS-Bench-201 has the operations {', '.join(OPERATIONS)}, one on each of 6 edges between 4 nodes; this "
+            f"genotype has {', '.join(foreign) or 'several on one edge'}"
+        )
+    return found
+
+
+def load_table(path: str | Path) -> Nb201Table:
+    """Reads a table; anything that is none is refused with what is wrong about it."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(
+            f"--table must name a CSV file of NAS-Bench-201, but {path} "
+            f"{'is a folder' if file.is_dir() else 'does not exist'}; official NATS-Bench files are converted with "
+            "`softcell bench nb201 --convert FILES --table NEW.csv.gz`"
+        )
+    index: dict[tuple[str, ...], int] = {}
+    values: list[list[float]] = []
+    try:
+        with _opened(file) as stream:
+            reader = csv.DictReader(stream)
+            missing = [name for name in ("arch", *COLUMNS) if name not in (reader.fieldnames or ())]
+            if missing:
+                raise UserError(f"{file}: a table of NAS-Bench-201 needs the columns {', '.join(missing)}")
+            for number, row in enumerate(reader, start=2):
+                where = f"{file}, line {number}"
+                ops = operations(_parsed(where, row["arch"]))
+                if ops in index:
+                    raise UserError(f"{where}: {row['arch']} stands twice in the table")
+                index[ops] = len(values)
+                values.append([_percent(where, column, row[column]) for column in COLUMNS])
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{file}: cannot be read as CSV ({error})") from error
+    if not values:
+        raise UserError(f"{file}: a table of NAS-Bench-201 must have at least one row")
+    return Nb201Table(str(file), index, np.array(values))
+
+
+def write_table(path: str | Path, rows: Mapping[str, Accuracies]) -> None:
+    """Writes a table of accuracies by architecture string, gzipped where the name says so."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(("index", "arch", *COLUMNS))
+    for number, (arch, accuracies) in enumerate(rows.items()):
+        writer.writerow((number, arch, *(f"{accuracies[column]:.6f}" for column in COLUMNS)))
+    data = stream.getvalue().encode("utf-8")
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write_bytes(file, gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
+
+
+def _opened(file: Path) -> IO[str]:
+    with file.open("rb") as stream:
+        packed = stream.read(2) == b"\x1f\x8b"
+    if packed:
+        return gzip.open(file, "rt", encoding="utf-8", newline="")
+    return file.open(encoding="utf-8", newline="")
+
+
+def _parsed(where: str, text: str | None) -> Genotype:
+    try:
+        return from_nb201(text or "")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _percent(where: str, column: str, text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value <= 100.0:
+        raise UserError(f"{where}: {column} must be an accuracy in percent, got {text!r}")
+    return value

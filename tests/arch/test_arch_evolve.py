@@ -1,0 +1,101 @@
+"""Evolution: it stays within rule and limits, finds planted optima and repeats itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from softcell.arch import Choice, Genotype, Layout, StrongestEach, Table, TopInputs, check_against, sample
+from softcell.arch.evolve import Evolution, crossover, evolve, mutate
+from softcell.errors import UserError
+
+CHAIN = Layout(
+    "toy",
+    (Table("chain", tuple(Choice(i, i + 1, ("a", "b", "c", "d")[: 3 + i % 2]) for i in range(8)), (8,)),),
+    ("chain",),
+    StrongestEach(),
+)
+CELL = Layout(
+    "toy",
+    (Table("cell", tuple(Choice(s, t, ("none", "x", "y")) for t in (2, 3, 4) for s in range(t)), (2, 3, 4)),),
+    ("cell",),
+    TopInputs(2),
+)
+
+
+def ops(genotype: Genotype) -> list[str]:
+    return [pick.op for cell in genotype.cells.values() for pick in cell.picks]
+
+
+@pytest.mark.parametrize("layout", [CHAIN, CELL], ids=["chain", "cell"])
+def test_children_are_architectures_of_the_space(layout: Layout) -> None:
+    rng = random.Random(0)
+    first, second = sample(layout, 1), sample(layout, 2)
+    for _ in range(30):
+        for child in (crossover(layout, first, second, rng), mutate(layout, first, 0.3, rng)):
+            check_against(child, layout)
+            (table,) = layout.tables
+            assert {p.target for p in child.cells[table.name].picks} == set(table.targets)
+            assert "none" not in ops(child)
+
+
+def test_a_crossed_child_has_each_layer_from_a_parent_and_both_give() -> None:
+    first, second, rng = sample(CHAIN, 1), sample(CHAIN, 2), random.Random(0)
+    seen = set()
+    for _ in range(20):
+        for a, b, c in zip(ops(first), ops(second), ops(crossover(CHAIN, first, second, rng)), strict=True):
+            assert c in (a, b)
+            seen.add((c == a, c == b))
+    assert {(True, False), (False, True)} <= seen
+
+
+def test_mutation_changes_about_as_many_layers_as_its_probability_says() -> None:
+    parent, rng = sample(CHAIN, 0), random.Random(0)
+    changed = sum(
+        a != b for _ in range(400) for a, b in zip(ops(parent), ops(mutate(CHAIN, parent, 0.2, rng)), strict=True)
+    )
+    expected = sum(0.2 * (1 - 1 / len(c.candidates)) for c in CHAIN.tables[0].choices) * 400
+    assert changed == pytest.approx(expected, rel=0.15)
+    assert ops(mutate(CHAIN, parent, 1e-12, rng)) == ops(parent)
+
+
+def test_evolution_finds_a_planted_optimum_that_random_search_of_equal_size_misses() -> None:
+    target = ops(sample(CHAIN, 99))
+
+    def score(genotype: Genotype) -> float:
+        return sum(a == b for a, b in zip(ops(genotype), target, strict=True)) / len(target)
+
+    settings = Evolution(generations=8, population=20, parents=5, mutation=0.2)
+    found = evolve(CHAIN, settings, score, lambda genotype: True, seed=3)
+    assert found.score == 1.0 and ops(found.best) == target
+    assert len(found.scored) <= 160 and list(found.history) == sorted(found.history)
+    assert max(score(sample(CHAIN, seed)) for seed in range(160)) < 1.0
+    again = evolve(CHAIN, settings, score, lambda genotype: True, seed=3)
+    assert list(again.scored.items()) == list(found.scored.items())
+
+
+def test_nothing_outside_the_limits_is_measured() -> None:
+    def allowed(genotype: Genotype) -> bool:
+        return ops(genotype).count("a") >= 2
+
+    def score(genotype: Genotype) -> float:
+        assert allowed(genotype)
+        return -float(ops(genotype).count("a"))
+
+    found = evolve(CHAIN, Evolution(generations=4, population=12), score, allowed, seed=0)
+    assert found.score == -2.0
+
+
+def test_a_space_that_is_exhausted_ends_the_evolution() -> None:
+    layout = Layout("toy", (Table("t", (Choice(0, 1, ("a", "b")),), (1,)),), ("t",), StrongestEach())
+    found = evolve(layout, Evolution(generations=5, population=4), lambda g: float(ops(g) == ["b"]), lambda g: True, 0)
+    assert len(found.scored) == 2 and ops(found.best) == ["b"]
+
+
+def test_limits_out_of_reach_and_wrong_settings_are_told() -> None:
+    with pytest.raises(UserError, match="keeps to the limits"):
+        evolve(CHAIN, Evolution(generations=1, population=4), lambda g: 0.0, lambda g: False, 0)
+    for wrong in ({"generations": -1}, {"population": 1}, {"parents": 0}, {"mutation": 0.0}, {"norm_batches": 0}):
+        with pytest.raises(UserError, match=r"evolution\."):
+            Evolution(**wrong)  # type: ignore[arg-type]

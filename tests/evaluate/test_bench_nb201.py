@@ -1,0 +1,273 @@
+"""The table of NAS-Bench-201: reading, looking up, ranking, converting; on a made one, and the real one where it is."""
+
+from __future__ import annotations
+
+import bz2
+import itertools
+import math
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
+
+from softcell.arch import Cell, Genotype, Pick, WeightMix
+from softcell.arch.notation import from_nb201
+from softcell.errors import UserError
+from softcell.evaluate.nats import convert
+from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Nb201Table, load_table, write_table
+from softcell.evaluate.proxies import indicator, naswot, synflow
+from softcell.evaluate.ranking import kendall, mean_tau, taus
+from softcell.spaces import build_space
+
+ARCH = text_of(("nor_conv_3x3", "skip_connect", "none", "avg_pool_3x3", "nor_conv_1x1", "skip_connect"))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Nb201Table:
+    return load_table(write_made(tmp_path_factory.mktemp("nb201") / "made.csv.gz"))
+
+
+@pytest.fixture(scope="module")
+def real() -> Nb201Table:
+    file = real_table()
+    if file is None:
+        pytest.skip("no table of NAS-Bench-201: set SOFTCELL_NB201 to nb201_200epochs.csv.gz or its folder")
+    return load_table(file)
+
+
+def test_an_architecture_is_found_by_its_operations(table: Nb201Table) -> None:
+    ops = ("nor_conv_3x3", "skip_connect", "none", "avg_pool_3x3", "nor_conv_1x1", "skip_connect")
+    assert table.is_complete
+    assert table.lookup(from_nb201(ARCH)) == {column: accuracy(ops, i) for i, column in enumerate(COLUMNS)}
+    without_none = [pick for pick in from_nb201(ARCH).cells["cell"].picks if pick.op != "none"]
+    assert table.lookup(Genotype("nb201", {"cell": Cell(tuple(without_none), (3,))})) == table.lookup(from_nb201(ARCH))
+
+
+def test_optimum_and_chance_are_those_of_the_whole_table(table: Nb201Table) -> None:
+    values = [row["cifar100_test"] for row in made_rows().values()]
+    mean = sum(values) / len(values)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+    assert table.optimum()["cifar100_test"] == max(values)
+    assert table.chance()["cifar100_test"] == pytest.approx((mean, deviation))
+
+
+def test_best_accuracy_goes_through_all_completions(table: Nb201Table) -> None:
+    found = table.best_accuracy("cifar10_test")
+    for edge, k in ((0, 0), (3, 2), (5, 4)):
+        completions = itertools.product(OPERATIONS, repeat=5)
+        best = max(accuracy((*rest[:edge], OPERATIONS[k], *rest[edge:]), 1) for rest in completions)
+        assert found[edge][k] == best
+
+
+def test_discretisation_accuracy_changes_one_edge_of_the_derived_cell(table: Nb201Table) -> None:
+    genotype = from_nb201(ARCH)
+    own = [pick.op for pick in genotype.cells["cell"].picks]
+    found = table.discretisation(genotype, "imagenet16_valid")
+    for edge, k in ((1, 3), (4, 0)):
+        changed = (*own[:edge], OPERATIONS[k], *own[edge + 1 :])
+        assert found[edge][k] == accuracy(changed, COLUMNS.index("imagenet16_valid"))
+    assert all(
+        row[OPERATIONS.index(op)] == table.lookup(genotype)["imagenet16_valid"]
+        for row, op in zip(found, own, strict=True)
+    )
+
+
+def tau_b(x: list[float], y: list[float]) -> float:
+    """Kendall's tau-b by its definition."""
+    pairs = [(x[i] - x[j], y[i] - y[j]) for i in range(len(x)) for j in range(i)]
+    score = sum((a * b > 0) - (a * b < 0) for a, b in pairs)
+    return score / math.sqrt(sum(a != 0 for a, _ in pairs) * sum(b != 0 for _, b in pairs))
+
+
+def test_kendall_is_tau_b_with_ties() -> None:
+    for x, y in (([1.0, 2, 3, 4, 5], [1.0, 3, 2, 5, 4]), ([1.0, 1, 2, 3, 3], [5.0, 4, 4, 1, 2])):
+        assert kendall(x, y) == pytest.approx(tau_b(x, y))
+    assert math.isnan(kendall([1.0, 1.0], [1.0, 2.0]))
+    assert math.isnan(kendall([1.0, 2.0], [math.nan, 2.0]))
+    assert mean_tau([0.5, math.nan, 1.0]) == 0.75 and math.isnan(mean_tau([math.nan]))
+
+
+def test_an_indicator_that_knows_the_worths_ranks_perfectly_and_its_negative_not_at_all(table: Nb201Table) -> None:
+    right = [[WORTH[op] for op in OPERATIONS] for _ in EDGES]
+    wrong = [[-value for value in row] for row in right]
+    for column in ("cifar10_valid", "cifar100_test"):
+        for ranking in ("best", "discretisation"):
+            assert taus(table, right, from_nb201(ARCH), column)[ranking] == pytest.approx([1.0] * 6)
+            assert taus(table, wrong, from_nb201(ARCH), column)[ranking] == pytest.approx([-1.0] * 6)
+    with pytest.raises(UserError, match="6 edges with 5 operations"):
+        taus(table, right[:4], from_nb201(ARCH), "cifar10_valid")
+
+
+def test_a_table_with_missing_rows_says_so(tmp_path: Path) -> None:
+    rows = dict(itertools.islice(made_rows().items(), 7))
+    write_table(tmp_path / "few.csv", rows)
+    few = load_table(tmp_path / "few.csv")
+    assert not few.is_complete
+    with pytest.raises(UserError, match=r"has no row .* 7 of 15,625"):
+        few.lookup(from_nb201(ARCH))
+    assert math.isnan(few.best_accuracy("cifar10_test")[0][3])
+
+
+HEADER = "arch," + ",".join(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arch,accuracy\n", "needs the columns cifar10_valid"),
+        (HEADER + "\n", "at least one row"),
+        (HEADER + "\nnonsense,1,1,1,1,1,1\n", "line 2"),
+        (HEADER + f"\n{ARCH},1,1,1,1,1,101\n", "imagenet16_test must be an accuracy in percent"),
+        (HEADER + f"\n{ARCH},1,1,x,1,1,1\n", "cifar100_valid must be"),
+        (HEADER + f"\n{ARCH},1,1,1,1,1\n", "imagenet16_test must be"),
+        (HEADER + f"\n{ARCH},1,1,1,1,1,1\n{ARCH},1,1,1,1,1,1\n", "stands twice"),
+        (HEADER + f"\n{ARCH.replace('none', 'sep_conv_3x3')},1,1,1,1,1,1\n", "sep_conv_3x3"),
+    ],
+)
+def test_wrong_tables_are_refused_with_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.csv"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_table(file)
+
+
+def test_files_that_are_no_table_are_refused(tmp_path: Path) -> None:
+    for content in (b"\x1f\x8bgarbage", bytes(range(128, 256))):
+        (tmp_path / "binary").write_bytes(content)
+        with pytest.raises(UserError, match="cannot be read as CSV"):
+            load_table(tmp_path / "binary")
+    with pytest.raises(UserError, match="does not exist"):
+        load_table(tmp_path / "absent.csv")
+    with pytest.raises(UserError, match="is a folder"):
+        load_table(tmp_path)
+
+
+def test_genotypes_of_other_spaces_are_not_looked_up(table: Nb201Table) -> None:
+    with pytest.raises(UserError, match="its own space alone"):
+        table.lookup(Genotype("darts", {"normal": Cell((Pick(0, 2, "none"),), (2,))}))
+    twice = Cell((Pick(0, 1, "none"), Pick(0, 1, "skip_connect")), (3,))
+    with pytest.raises(UserError, match="several on one edge"):
+        table.lookup(Genotype("nb201", {"cell": twice}))
+
+
+def info(ops: tuple[str, ...], key: str) -> dict[str, Any]:
+    """One architecture in the layout of the official files, with two seeds on CIFAR-10."""
+    names = {"cifar10-valid": ["x-valid", "ori-test"], "cifar10": ["ori-test"]}
+    names |= {name: ["x-valid", "x-test", "ori-test"] for name in ("cifar100", "ImageNet16-120")}
+    results = OrderedDict()
+    for number, (name, splits) in enumerate(names.items()):
+        for seed in (777, 888) if name == "cifar10" else (777,):
+            shift = 1.0 if seed == 888 else 0.0
+            values = {
+                f"{split}@{epoch}": 50.0 + number + shift + 0.1 * k + epoch / 1000
+                for k, split in enumerate(splits)
+                for epoch in (11, 199)
+            }
+            results[name, seed] = {"seed": seed, "eval_acc1es": values}
+    return {"12": {"all_results": {}}, key: {"arch_str": text_of(ops), "all_results": results}}
+
+
+EXPECTED = dict(zip(COLUMNS, (50.199, 51.699, 52.199, 52.299, 53.199, 53.299), strict=True))
+
+
+def test_folders_of_nats_bench_are_converted(tmp_path: Path) -> None:
+    cells = list(itertools.islice(itertools.product(OPERATIONS, repeat=6), 3))
+    for number, ops in enumerate(cells):
+        (tmp_path / f"{number:06d}.pickle.pbz2").write_bytes(bz2.compress(pickle.dumps(info(ops, "200"))))
+    (tmp_path / "meta.pickle.pbz2").write_bytes(b"not looked at")
+    found = convert(tmp_path)
+    assert list(found) == [text_of(ops) for ops in cells]
+    assert all(row == pytest.approx(EXPECTED) for row in found.values())
+    write_table(tmp_path / "out.csv.gz", found)
+    assert load_table(tmp_path / "out.csv.gz").lookup(from_nb201(text_of(cells[1]))) == pytest.approx(EXPECTED)
+
+
+def test_the_file_of_nas_bench_201_is_converted(tmp_path: Path) -> None:
+    ops = ("nor_conv_3x3",) * 6
+    torch.save({"meta_archs": [text_of(ops)], "arch2infos": {0: info(ops, "full")}}, tmp_path / "bench.pth")
+    assert convert(tmp_path / "bench.pth")[text_of(ops)] == pytest.approx(EXPECTED)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("a pickle has run code",)
+
+
+def test_files_that_would_run_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "000000.pickle.pbz2").write_bytes(bz2.compress(pickle.dumps({"200": Trap()})))
+    with pytest.raises(UserError, match=r"builtins\.print, which is not read"):
+        convert(tmp_path)
+    torch.save({"arch2infos": {0: Trap()}}, tmp_path / "bench.pth")
+    with pytest.raises(UserError, match="without running what is in it"):
+        convert(tmp_path / "bench.pth")
+    assert "has run code" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [{}, {"200": {}}, {"200": {"arch_str": ARCH, "all_results": {}}}, [1]])
+def test_official_files_without_accuracies_are_refused(content: Any, tmp_path: Path) -> None:
+    (tmp_path / "000000.pickle.pbz2").write_bytes(bz2.compress(pickle.dumps(content)))
+    with pytest.raises(UserError, match="not where NAS-Bench-201 has them"):
+        convert(tmp_path)
+    with pytest.raises(UserError, match="--convert takes"):
+        convert(tmp_path / "absent")
+
+
+def test_naswot_is_the_log_determinant_of_agreeing_relus() -> None:
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 2, "candidates": ("nor_conv_1x1",), "nodes": 2})
+    supernet, x = space.supernet((1, 4, 4), 3).double().train(), torch.randn(4, 1, 4, 4, dtype=torch.float64)
+    codes: list[torch.Tensor] = []
+    original = torch.relu
+    mix = WeightMix(space.layout(), {"cell": torch.ones(1, 1, dtype=torch.float64)})
+
+    def noted(value: torch.Tensor) -> torch.Tensor:
+        codes.append((original(value) > 0).flatten(1).double())
+        return original(value)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch, "relu", noted)
+        patch.setattr(torch.nn.functional, "relu", lambda value, inplace=False: noted(value))
+        supernet(x, mix)
+    kernel = sum(c @ c.T + (1 - c) @ (1 - c).T for c in codes)
+    assert naswot(supernet, mix, x) == pytest.approx(float(torch.linalg.slogdet(kernel).logabsdet))
+
+
+def test_synflow_is_the_sum_of_weight_times_gradient_of_absolute_weights() -> None:
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 2, "candidates": ("nor_conv_3x3",), "nodes": 2})
+    supernet = space.supernet((1, 4, 4), 3).double().eval()
+    for p in supernet.parameters():
+        p.data.abs_()
+    mix = WeightMix(space.layout(), {"cell": torch.ones(1, 1, dtype=torch.float64)})
+    ones = torch.ones(1, 1, 4, 4, dtype=torch.float64)
+    base = float(supernet(ones, mix).sum().detach())
+    found = synflow(supernet, mix, torch.zeros(2, 1, 4, 4, dtype=torch.float64))
+    total, step = 0.0, 1e-6
+    for p in supernet.parameters():  # θ · ∂R/∂θ of a whole tensor is how R answers to scaling it
+        kept = p.data.clone()
+        p.data.mul_(1 + step)
+        total += (float(supernet(ones, mix).sum().detach()) - base) / step
+        p.data.copy_(kept)
+    assert found == pytest.approx(total, rel=1e-4)
+
+
+def test_zero_cost_indicators_rank_a_convolution_above_nothing() -> None:
+    space = build_space(
+        "nb201", {"cells_per_stage": 1, "channels": 4, "candidates": ("none", "nor_conv_3x3"), "nodes": 2}
+    )
+    x = torch.randn(8, 3, 8, 8)
+    for proxy in ("naswot", "synflow"):
+        found = indicator(space, proxy, x, 10)["cell"]  # type: ignore[arg-type]
+        assert found[0, 1] > found[0, 0]
+        assert torch.equal(found, indicator(space, proxy, x, 10)["cell"])  # type: ignore[arg-type]
+
+
+def test_the_real_table_has_the_published_optimum(real: Nb201Table) -> None:
+    assert real.is_complete
+    assert round(real.optimum()["cifar10_test"], 2) == 94.37
+    assert round(real.optimum()["cifar100_test"], 2) == 73.51
+    assert round(real.optimum()["imagenet16_test"], 2) == 47.31
+    best = real.best_accuracy("cifar10_test")
+    assert max(best[0]) == real.optimum()["cifar10_test"] and all(not math.isnan(v) for row in best for v in row)
