@@ -67,7 +67,7 @@ def test_a_resumed_search_draws_the_paths_of_an_unbroken_one(tmp_path: Path, mon
 
 
 def test_a_budget_limits_what_is_selected(tmp_path: Path) -> None:
-    limit = 60_000
+    limit = 140_000
     result = run(tmp_path / "a", resource={"max_params": limit})
     space = evaluation_space("nb201", "digits")
     assert count_genotype(space, result.genotype, (1, 8, 8), 10).parameters <= limit
