@@ -35,7 +35,7 @@ from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import count_genotype, evaluation_space
 
-DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
+DIFFERENTIABLE = [name for name in METHODS if issubclass(kind := METHODS.get(name), Method) and kind.learns]
 WITH_LOGITS = [name for name in DIFFERENTIABLE if not METHODS.get(name).needs_shapes]  # others: their own test files
 
 ONE = Table("one", (Choice(0, 1, ("none", "cheap", "dear")),), (1,))

@@ -113,7 +113,7 @@ class TopInputs(Rule):
                 choice, row = table.choices[index], values[index]
                 best = max(_allowed(choice.candidates, self.exclude), key=strongest(row))
                 ranked.append((-row[best], choice.source, choice.candidates[best]))
-            kept = sorted(ranked)[: self.inputs]
+            kept = sorted(ranked)[: self._kept(table, target)]
             picks += sorted((Pick(s, target, op) for _, s, op in kept), key=lambda pick: pick.source)
         return tuple(picks)
 

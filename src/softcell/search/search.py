@@ -313,9 +313,12 @@ def _task(
 def _looked(
     recipe: SearchRecipe, kind: type[Method], feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
 ) -> Batches:
-    """The validation split as it is, for methods that derive from a pass over it."""
-    if recipe.measured_split == "validation" or kind.looking is Method.looking:
+    """The validation split as it is, for methods that derive from a pass over it and for evolution."""
+    selects = kind.looking is not Method.looking or recipe.evolution.is_on
+    if recipe.measured_split == "validation" or not selects:
         return held
+    if "validation" not in parts:
+        raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
     return feeds.plain(dataset.train, parts["validation"])
 
 

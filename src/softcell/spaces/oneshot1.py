@@ -1,0 +1,265 @@
+"""The three spaces of NAS-Bench-1Shot1: parts of NAS-Bench-101 in which weights can be shared.
+
+Zela, Siems, Hutter: NAS-Bench-1Shot1, ICLR 2020. A cell has an input, four or five choice blocks and an output. Every
+block chooses an operation and a fixed number of parents among the nodes before it; the output chooses parents among
+all of them. Blocks add up what their parents hand on; the output concatenates its parents. Three stacks of three cells,
+with max-pooling and twice the width between stacks.
+
+Concatenating maps and convolving them with a 1×1 kernel is convolving each with its part of the kernel and adding up:
+the output's edges carry those parts, so that supernet and derived network compute the same and an absent parent is
+simply not there. Deviation: the cell's input is projected once, not once for every block that reads it, and blocks do
+not share the output's width among them; networks are therefore not those of NAS-Bench-101 to the last channel.
+
+In a table choices stand between nodes, one per edge and one per block:
+
+    node 0             input
+    nodes 2b-1, 2b     block b: what its parents sum up to, and its operation on that
+    last node          output
+
+An edge from a node to a block's sum has the candidates `none` and `skip_connect`, one to the output `none` and
+`link_1x1`: whether the node is a parent. The edge from a block's sum to the block has its operations. The rule keeps
+the parents whose edges are strongest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from softcell.arch import Choice, Genotype, Layout, Mix, Table, TopInputs
+from softcell.errors import UserError
+from softcell.nn.candidates import Spec, candidate, get_candidate
+from softcell.nn.norm import BatchNorm2d
+from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
+from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
+from softcell.spaces.oneshot1_count import counts, raw_count
+from softcell.spaces.registry import register_space
+
+OPERATIONS = ("conv_1x1", "conv_3x3", "max_pool_3x3")
+GAP, LINK, LAST = "none", "skip_connect", "link_1x1"
+STACKS = 3
+
+
+class ConvBNReLU(nn.Sequential):
+    """k×k convolution, batch-norm, ReLU: the order of NAS-Bench-101."""
+
+    def __init__(self, c_in: int, c_out: int, kernel: int, *, stride: int = 1, affine: bool) -> None:
+        conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False)
+        super().__init__(conv, BatchNorm2d(c_out, affine=affine), nn.ReLU())
+
+
+@candidate("conv_1x1")
+def conv_1x1(spec: Spec) -> nn.Module:
+    return ConvBNReLU(spec.channels, spec.channels, 1, stride=spec.stride, affine=spec.affine)
+
+
+@candidate("conv_3x3")
+def conv_3x3(spec: Spec) -> nn.Module:
+    return ConvBNReLU(spec.channels, spec.channels, 3, stride=spec.stride, affine=spec.affine)
+
+
+@candidate("link_1x1")
+def link_1x1(spec: Spec) -> nn.Module:
+    """A part of the 1×1 convolution over concatenated maps: the sum of these parts is that convolution."""
+    return nn.Conv2d(spec.channels, spec.channels, 1, spec.stride, bias=False)
+
+
+@dataclass(frozen=True)
+class Parents(TopInputs):
+    """As many inputs as `per_node` says of a node, one elsewhere; each with its strongest candidate but `none`."""
+
+    inputs: int = 1
+    per_node: tuple[tuple[int, int], ...] = ()
+
+    def _kept(self, table: Table, target: int) -> int:
+        return min(dict(self.per_node).get(target, self.inputs), len(table.incoming(target)))
+
+
+class _OneShot1(Space):
+    """What the three spaces share; `parents` of blocks 1, 2, … and of the output, `published` architectures."""
+
+    parents: ClassVar[tuple[int, ...]]
+    published: ClassVar[int]
+    small: ClassVar[dict[str, Any]] = {"cells_per_stack": 1, "channels": 8}
+    evaluation: ClassVar[dict[str, dict[str, Any]]] = {
+        "small": {"cells_per_stack": 1, "channels": 16},
+        "cifar": {"cells_per_stack": 3, "channels": 128},
+    }
+
+    cells_per_stack: int
+    channels: int
+
+    def __post_init__(self) -> None:
+        for name in ("cells_per_stack", "channels"):
+            if getattr(self, name) < 1:
+                raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
+
+    @property
+    def blocks(self) -> int:
+        return len(self.parents) - 1
+
+    @property
+    def output(self) -> int:
+        return 2 * self.blocks + 1
+
+    def layout(self) -> Layout:
+        choices: list[Choice] = []
+        before = [0]
+        for block in range(1, self.blocks + 1):
+            gathered = 2 * block - 1
+            choices += [Choice(source, gathered, (GAP, LINK)) for source in before]
+            choices.append(Choice(gathered, gathered + 1, OPERATIONS))
+            before.append(gathered + 1)
+        choices += [Choice(source, self.output, (GAP, LAST)) for source in before]
+        rule = Parents(per_node=tuple(zip(self.gathering(), self.parents, strict=True)))
+        table = Table("cell", tuple(choices), output=(self.output,))
+        return Layout(self.name, (table,), ("cell",) * (STACKS * self.cells_per_stack), rule)
+
+    def gathering(self) -> list[int]:
+        """The nodes that have parents: the sums of the blocks, and the output."""
+        return [*(2 * block - 1 for block in range(1, self.blocks + 1)), self.output]
+
+    def remarks(self) -> tuple[str, ...]:
+        if self.blocks > 4:
+            ours = f"raw {raw_count(self.parents):,} (others: python -m softcell.spaces.oneshot1_count)"
+        else:
+            found = counts(self.parents)
+            ours = f"raw {found.raw:,}, without loose ends {found.connected:,}, up to isomorphism {found.isomorphic:,}"
+        return (f"architectures by rule: {ours}; published {self.published:,}, by a rule that is not stated",)
+
+    def supernet(self, shape: Shape, num_classes: int) -> Supernet:
+        return OneShot1Supernet(self, shape, num_classes)
+
+    def network(
+        self,
+        genotype: Genotype,
+        shape: Shape,
+        num_classes: int,
+        *,
+        search_form: bool = False,
+        auxiliary: bool = False,
+    ) -> Network:
+        if set(genotype.cells) != {"cell"}:
+            raise UserError(f"a genotype of {self.name} needs one cell named 'cell', got {sorted(genotype.cells)}")
+        if auxiliary:
+            raise UserError("networks of NAS-Bench-1Shot1 have no auxiliary tower; set auxiliary=0")
+        for pick in genotype.cells["cell"].picks:
+            get_candidate(pick.op)
+        return OneShot1Network(self, genotype, shape, num_classes, search_form=search_form)
+
+
+class Frame(nn.Module):
+    """What surrounds the cells: stem, projections of their inputs, norms of their outputs, classifier."""
+
+    def __init__(self, space: _OneShot1, shape: Shape, num_classes: int, *, affine: bool) -> None:
+        super().__init__()
+        widths = [width for width in stack_widths(space) for _ in range(space.cells_per_stack)]
+        self.stem = ConvBNReLU(shape[0], space.channels, 3, affine=affine)
+        before = [space.channels, *widths[:-1]]
+        self.inputs = nn.ModuleList(ConvBNReLU(a, b, 1, affine=affine) for a, b in zip(before, widths, strict=True))
+        self.outputs = nn.ModuleList(nn.Sequential(BatchNorm2d(width, affine=affine), nn.ReLU()) for width in widths)
+        # ceil_mode only matters at odd sizes: nothing is cut off
+        self.pool = nn.MaxPool2d(2, 2, ceil_mode=True)
+        self.classifier = nn.Linear(widths[-1], num_classes)
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.classifier(global_pool(features))  # type: ignore[no-any-return]
+
+
+def stack_widths(space: _OneShot1) -> list[int]:
+    return [space.channels * 2**stack for stack in range(STACKS)]
+
+
+def cell_specs(space: _OneShot1, *, affine: bool) -> list[SpecOf]:
+    """One entry per cell; every edge of a cell has stride 1."""
+
+    def spec_of(width: int) -> SpecOf:
+        return lambda source: Spec(width, 1, affine=affine)
+
+    return [spec_of(width) for width in stack_widths(space) for _ in range(space.cells_per_stack)]
+
+
+class OneShot1Supernet(Supernet):
+    def __init__(self, space: _OneShot1, shape: Shape, num_classes: int) -> None:
+        super().__init__(space, shape, num_classes)
+        self.frame = Frame(space, shape, num_classes, affine=False)
+        table = self.layout.tables[0]
+        self.cells = nn.ModuleList(MixedCell(table, 1, spec) for spec in cell_specs(space, affine=False))
+        self._per_stack = space.cells_per_stack
+
+    def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
+        x = self.frame.stem(x)
+        stages = []
+        for site, cell in enumerate(self.cells):
+            if site and site % self._per_stack == 0:
+                stages.append(x)
+                x = self.frame.pool(x)
+            x = self.frame.outputs[site](cell([self.frame.inputs[site](x)], mix, site)[-1])
+        return [*stages, x]
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.frame.head(features)
+
+
+class OneShot1Network(Network):
+    def __init__(
+        self, space: _OneShot1, genotype: Genotype, shape: Shape, num_classes: int, *, search_form: bool
+    ) -> None:
+        super().__init__(genotype, shape, num_classes)
+        self.frame = Frame(space, shape, num_classes, affine=not search_form)
+        self.cells = nn.ModuleList(
+            PickedCell(genotype.cells["cell"], 1, spec, self.drop_path)
+            for spec in cell_specs(space, affine=not search_form)
+        )
+        self._per_stack = space.cells_per_stack
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        x = self.frame.stem(x)
+        stages = []
+        for site, cell in enumerate(self.cells):
+            if site and site % self._per_stack == 0:
+                stages.append(x)
+                x = self.frame.pool(x)
+            x = self.frame.outputs[site](cell([self.frame.inputs[site](x)])[-1])
+        return [*stages, x]
+
+    def head(self, features: Tensor) -> Tensor:
+        return self.frame.head(features)
+
+
+@register_space
+@dataclass(frozen=True)
+class OneShot1Space1(_OneShot1):
+    name: ClassVar[str] = "nb1shot1-1"
+    about: ClassVar[str] = "NAS-Bench-1Shot1, space 1: 4 choice blocks, 2 parents for most nodes"
+    parents: ClassVar[tuple[int, ...]] = (1, 2, 2, 2, 2)
+    published: ClassVar[int] = 6240
+
+    cells_per_stack: int = 3
+    channels: int = 16
+
+
+@register_space
+@dataclass(frozen=True)
+class OneShot1Space2(_OneShot1):
+    name: ClassVar[str] = "nb1shot1-2"
+    about: ClassVar[str] = "NAS-Bench-1Shot1, space 2: 4 choice blocks, output with 3 parents"
+    parents: ClassVar[tuple[int, ...]] = (1, 1, 2, 2, 3)
+    published: ClassVar[int] = 29160
+
+    cells_per_stack: int = 3
+    channels: int = 16
+
+
+@register_space
+@dataclass(frozen=True)
+class OneShot1Space3(_OneShot1):
+    name: ClassVar[str] = "nb1shot1-3"
+    about: ClassVar[str] = "NAS-Bench-1Shot1, space 3: 5 choice blocks"
+    parents: ClassVar[tuple[int, ...]] = (1, 1, 1, 2, 2, 2)
+    published: ClassVar[int] = 363648
+
+    cells_per_stack: int = 3
+    channels: int = 16
