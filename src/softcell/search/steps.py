@@ -94,7 +94,8 @@ def bilevel(
     total = held.loss if penalty is None else held.loss + penalty
     architecture, watched = players.architecture(), players.method.watched(mix)
     # Only α is asked for: the backward pass then never forms the gradients of the convolutions' weights.
-    gradients = torch.autograd.grad(total, [*architecture, *watched], allow_unused=True)
+    asked = [*architecture, *watched]
+    gradients = torch.autograd.grad(total, asked, allow_unused=True) if asked else ()
     players.learn_architecture(gradients[: len(architecture)])
     players.method.observe(mix, gradients[len(architecture) :])
     return weight_step(players, *train), _detached(held)
@@ -109,6 +110,8 @@ def unrolled(
     """Second order: the architecture's gradient is taken after one virtual weight step (DARTS Eq 6-8)."""
     loss = _Loss(players)
     weights, architecture = players.weights(), players.architecture()
+    if not architecture:
+        return bilevel(players, train, validation)
     group = players.weight_optimiser.param_groups[0]
     momenta = [players.weight_optimiser.state.get(p, {}).get("momentum_buffer") for p in weights]
     held: list[Evaluated] = []

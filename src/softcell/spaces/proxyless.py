@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
+from softcell.arch import Choice, Genotype, Layout, Mix, Table, derive
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.mbconv import EXPANSIONS, KERNELS, MBConv, conv_norm, name_of
 from softcell.settings import build, to_dict
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
-from softcell.spaces.chain import MixedChain, PickedChain
+from softcell.spaces.chain import MixedChain, OnePerLayer, PickedChain
 from softcell.spaces.count import count_genotype
 from softcell.spaces.registry import register_space
 
@@ -87,7 +87,7 @@ class ProxylessSpace(Space):
                 choices.append(Choice(len(choices), len(choices) + 1, (*bottlenecks, *skips)))
         table = Table("chain", tuple(choices), (len(choices),))
         settings: dict[str, object] = {"depths": list(self.depths)}
-        return Layout(self.name, (table,), ("chain",), StrongestEach(), settings)
+        return Layout(self.name, (table,), ("chain",), OnePerLayer(), settings)
 
     def specs(self, strides: tuple[int, ...], *, affine: bool) -> list[Spec]:
         """What every layer is built for; `strides` are those of the first layers of the stages."""
