@@ -8,23 +8,14 @@ drops what they add to it; a layer that changes them is never dropped, being the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from softcell.arch import Cell, Mix, Pick, StrongestEach, Table
+from softcell.arch import Cell, Mix, Table
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
 from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
-
-
-@dataclass(frozen=True)
-class OnePerLayer(StrongestEach):
-    """The strongest candidate of every layer, also where a method's own rule would keep several or none."""
-
-    def complete(self, table: Table, strengths: Tensor, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
-        return self(table, strengths)
 
 
 def keeps_shape(spec: Spec) -> bool:

@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Choice, Genotype, Layout, Mix, Table, derive
+from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.mbconv import EXPANSIONS, KERNELS, MBConv, conv_norm, name_of
 from softcell.settings import build, to_dict
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
-from softcell.spaces.chain import MixedChain, OnePerLayer, PickedChain
+from softcell.spaces.chain import MixedChain, PickedChain, check_chain
 from softcell.spaces.count import count_genotype
 from softcell.spaces.registry import register_space
 
@@ -87,7 +87,7 @@ class ProxylessSpace(Space):
                 choices.append(Choice(len(choices), len(choices) + 1, (*bottlenecks, *skips)))
         table = Table("chain", tuple(choices), (len(choices),))
         settings: dict[str, object] = {"depths": list(self.depths)}
-        return Layout(self.name, (table,), ("chain",), OnePerLayer(), settings)
+        return Layout(self.name, (table,), ("chain",), StrongestEach(), settings)
 
     def specs(self, strides: tuple[int, ...], *, affine: bool) -> list[Spec]:
         """What every layer is built for; `strides` are those of the first layers of the stages."""
@@ -150,7 +150,7 @@ class ProxylessSpace(Space):
             raise UserError("chains have no auxiliary tower; set auxiliary=0")
         # A genotype brings its depths: it can be trained at any width, but not with another number of layers.
         own = build(ProxylessSpace, {**to_dict(self), **genotype.settings}, "settings of the genotype")
-        layers = len(genotype.cells["chain"].picks)
+        layers = len(check_chain(genotype.cells["chain"]))
         if layers != sum(own.depths):
             raise UserError(
                 f"the chain of the genotype has {layers} layers, but depths {list(own.depths)} need {sum(own.depths)}; "
@@ -218,7 +218,8 @@ class ProxylessNetwork(Network):
 
 def check_widths(genotype: Genotype, specs: list[Spec]) -> None:
     """Raises `UserError` where a layer that changes the width has an operation that cannot."""
-    for pick, spec in zip(genotype.cells["chain"].picks, specs, strict=True):
+    for pick in genotype.cells["chain"].picks:
+        spec = specs[pick.source]
         if spec.c_in != spec.channels and not get_candidate(pick.op).widens:
             raise UserError(
                 f"layer {pick.source} of the chain goes from {spec.c_in} to {spec.channels} channels, which "
