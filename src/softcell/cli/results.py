@@ -61,7 +61,11 @@ def show_seeds(out: Console, result: SeveralResult) -> None:
 def show_training(out: Console, result: TrainResult, count: int | None) -> None:
     """Accuracy with its split, and what the network costs."""
     out.print()
-    if result.accuracy is None:
+    if result.recall is not None:
+        images = f" ({count:,} images)" if count else ""
+        shown = ", ".join(f"@{k} {percent(share)}" for k, share in result.recall.items())
+        facts(out, recall=f"{shown} among images of {result.split}{images}")
+    elif result.accuracy is None:
         facts(out, accuracy="not measured: the data has no test split")
     else:
         images = f" ({count:,} images)" if count else ""

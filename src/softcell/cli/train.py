@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from softcell.cli import options as o
+from softcell.errors import UserError
 
 if TYPE_CHECKING:
     from softcell.arch import Genotype
@@ -35,7 +36,12 @@ def train(
     data_root: o.DataRoot = None,
     image_size: o.ImageSize = None,
     recipe: Annotated[
-        str | None, typer.Option(help="small, cifar or imagenet; else the one that suits the data.")
+        str | None,
+        typer.Option(help="small, cifar, imagenet, ... (`softcell list recipes`); else the one that suits the data."),
+    ] = None,
+    task: Annotated[
+        Literal["classify", "retrieve"] | None,
+        typer.Option(help="classify, or retrieve: embed the first half of the classes, look up images of the second."),
     ] = None,
     epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
@@ -81,6 +87,7 @@ def train(
         data_root=data_root,
         image_size=image_size,
         recipe=recipe,
+        task=task,
         epochs=epochs,
         batch_size=batch_size,
         space=size or None,
@@ -130,6 +137,8 @@ def run_train(
     chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
     if random:  # before the first training, not after it
         check_same_form(chosen, build_space(chosen.space, recipe.space_settings).layout())
+    if random and recipe.task == "retrieve":
+        raise UserError("--random compares accuracies of classifiers; train the random architectures on their own")
     screen = console()
 
     with api.joined(recipe.device, recipe.deterministic) as world:

@@ -27,9 +27,14 @@ class TrainRecipe:
     `lr_decay` every `lr_every` epochs instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
     over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
     share of training images kept away and measured each epoch; the test set is read once, at the end.
+    `task` "retrieve": instead of classes an `embedding` of so many numbers is learnt from the first half of the classes
+    (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, or Adam.
     """
 
     recipe: str = "small"
+    task: Literal["classify", "retrieve"] = "classify"
+    embedding: int = 64
+    optimiser: Literal["sgd", "adam"] = "sgd"
     data: str = "digits"
     data_root: str | None = None
     image_size: int | None = None
@@ -61,7 +66,7 @@ class TrainRecipe:
     plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "lr_every"):
+        for name in ("epochs", "batch_size", "lr_every", "embedding"):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
         positive("lr", self.lr)
@@ -114,6 +119,17 @@ RECIPES: dict[str, dict[str, Any]] = {
         "cutout": 0,
         "jitter": 0.4,
     },
+    # Full-attention NAS, §IV-E and F: fine-grained recognition (448×448), zero-shot retrieval (227×227)
+    "fine-grained": {
+        "epochs": 200,
+        "batch_size": 64,
+        "lr": 0.02,
+        "weight_decay": 5e-4,
+        "auxiliary": 0.0,
+        "drop_path": 0.0,
+        "cutout": 0,
+    },
+    "retrieve": {"epochs": 50, "batch_size": 64, "weight_decay": 0.0, "drop_path": 0.0, "cutout": 0},
     # Full-attention NAS, §IV-C and D: standard augmentation, nothing else
     "fullattention-cifar": {
         "epochs": 500,
@@ -167,14 +183,18 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     """A complete recipe for a genotype from layers of settings, the later winning."""
     given = merge(*({_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers))
     data, asked = str(given.get("data", "digits")), given.get("recipe")
-    name = str(asked or default_recipe(data, genotype.space))
+    retrieving = given.get("task") == "retrieve"
+    suited = "retrieve" if retrieving and data != "digits" else default_recipe(data, genotype.space)
+    name = str(asked or suited)
     if name not in RECIPES:
         raise UserError(f"no training recipe {name!r}; {nearest(name, RECIPES)}")
     space = SPACES.get(genotype.space)
     sizes = evaluation_sizes(space, data, SIZES.get(name, name) if asked else None)
     base: dict[str, Any] = {"recipe": name, "space_settings": dict(sizes)}
-    if not space.has_auxiliary:
+    if not space.has_auxiliary or retrieving:
         base["auxiliary"] = 0.0
+    if retrieving:  # nothing of the seen classes is held back: what is measured is what was never seen
+        base |= {"optimiser": "adam", "lr": 4e-3, "holdout": 0.0}
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
     full = to_dict(recipe)
     full["space_settings"] = to_dict(build_space(genotype.space, recipe.space_settings))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from softcell.data import Batches
 from softcell.data.batches import Draft
@@ -14,13 +15,15 @@ from softcell.engine.classify import classification_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.meter import measure
-from softcell.engine.optim import load_optimiser, sgd
+from softcell.engine.optim import adam, load_optimiser, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
 from softcell.evaluate.recipe import TrainRecipe
+from softcell.evaluate.retrieval import retrieval_step
 from softcell.nn.classifiers import Classifier
+from softcell.nn.proxy import ProxyNCA
 from softcell.spaces import Network
 
 
@@ -36,19 +39,17 @@ class TrainTask:
         train: Batches,
         held: Batches | None,
         tell: Callable[[str], None],
+        criterion: ProxyNCA | None = None,
     ) -> None:
+        """criterion: learns an embedding instead of classes; the network's outputs are then its coordinates."""
         self.recipe, self.network, self.world = recipe, network, world
         self._train, self._held = train, held
         network.use_drop_path(recipe.drop_path)
         broadcast_module(network, world)
-        self.optimiser = sgd(
-            network.parameters(),
-            world.device,
-            lr=recipe.lr,
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
-            nesterov=recipe.nesterov,
-        )
+        self.criterion = criterion
+        if criterion is not None:
+            broadcast_module(criterion, world)
+        self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
         self._tally = Tally(world.device)
         learn = in_precision(self._learn, recipe.precision, world.device)
         if recipe.engine == "compile":
@@ -77,6 +78,12 @@ class TrainTask:
     def _learn(self, *draft: Tensor) -> None:
         """One training step, augmentation included; everything happens on the device, so that it can be recorded."""
         recipe, batch = self.recipe, self._train.finish(*draft)
+        if self.criterion is not None:
+            loss = retrieval_step(
+                self.network, self.criterion, self.optimiser, batch.images, batch.labels, self.world, recipe.clip
+            )
+            self._tally.update(loss, None, batch.labels)
+            return
         loss, logits = classification_step(
             self.network,
             self.optimiser,
@@ -93,7 +100,7 @@ class TrainTask:
         trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "train_loss": trained.loss,
-            "train_accuracy": trained.accuracy,
+            **({} if self.criterion is not None else {"train_accuracy": trained.accuracy}),
             "lr": float(self.optimiser.param_groups[0]["lr"]),
         }
         if self._held is not None:
@@ -111,17 +118,35 @@ class TrainTask:
         return {
             "network": self.network.state_dict(),
             "optimiser": self.optimiser.state_dict(),
+            "criterion": None if self.criterion is None else self.criterion.state_dict(),
             "step": self._tally.step,
             "_local": {"meter": self._tally.sums},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["network"])
+        if self.criterion is not None:
+            self.criterion.load_state_dict(state["criterion"])
         load_optimiser(self.optimiser, state["optimiser"])
         self._tally.load(state["step"], state.get("_local"))
 
     def failed(self) -> Failure | None:
         return self._tally.failed()
+
+
+def _optimiser(recipe: TrainRecipe, modules: list[nn.Module], world: World) -> torch.optim.Optimizer:
+    parameters = [p for module in modules for p in module.parameters()]
+    if recipe.optimiser == "adam":
+        decay = recipe.weight_decay
+        return adam(parameters, world.device, lr=recipe.lr, betas=(0.9, 0.999), weight_decay=decay)
+    return sgd(
+        parameters,
+        world.device,
+        lr=recipe.lr,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        nesterov=recipe.nesterov,
+    )
 
 
 def learning_rate(recipe: TrainRecipe, epoch: int) -> float:

@@ -29,7 +29,9 @@ from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_genotype
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, resolve
+from softcell.evaluate.retrieval import measure_retrieval, num_seen, seen_images
 from softcell.evaluate.task import TrainTask
+from softcell.nn.proxy import ProxyNCA
 from softcell.registry import load_plugin
 from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Network, build_space
@@ -49,6 +51,8 @@ class TrainResult:
     cost: Cost
     metrics: list[dict[str, Any]]
     exit_code: int
+    recall: Mapping[int, float] | None = None
+    """Of a retrieval, by k: the share of queries with one of their class among the k nearest."""
 
 
 def train(
@@ -107,8 +111,11 @@ def _train(
     with test_set_sealed():
         dataset = load(recipe.data, recipe.data_root, recipe.image_size)
         space = build_space(genotype.space, recipe.space_settings)
-        cost = count_genotype(space, genotype, dataset.shape, dataset.num_classes)
-        network = space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=recipe.auxiliary > 0)
+        retrieving = recipe.task == "retrieve"
+        outputs = recipe.embedding if retrieving else dataset.num_classes
+        cost = count_genotype(space, genotype, dataset.shape, outputs)
+        network = space.network(genotype, dataset.shape, outputs, auxiliary=recipe.auxiliary > 0)
+        criterion = session.place(ProxyNCA(num_seen(dataset), outputs)) if retrieving else None
         session.place(network)
         feeds = Feeds(
             dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
@@ -122,17 +129,19 @@ def _train(
 
             def make(precision: str) -> TrainTask:
                 tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
-                return TrainTask(tried, copy.deepcopy(network), world, train=batches, held=None, tell=tell)
+                own, other = copy.deepcopy((network, criterion))
+                return TrainTask(tried, own, world, train=batches, held=None, tell=tell, criterion=other)
 
             sizes = recipe.space_settings
             job = f"train {genotype.space}, {sizes}, batch {recipe.batch_size}, {dataset.shape}"
             chosen = choose_precision(job, world, make, tell)
             recipe = replace(recipe, precision=chosen)  # type: ignore[arg-type]
-        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell)
+        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell, criterion=criterion)
 
         def manifest() -> dict[str, Any]:
             # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
             known = {"genotype": genotype.to_dict(), **facts_of(dataset, cost, parts)}
+            known["data"]["outputs"] = outputs
             return {**new_manifest("train", recipe.to_dict(), recipe.seed), "results": known}
 
         files = {"genotype.json": genotype.dumps()}
@@ -145,6 +154,18 @@ def _train(
     network.eval()
     measured: Measured | None = None
     answers: Predictions | None = None
+    if retrieving:
+        recall, count = measure_retrieval(network, dataset, replace(feeds, rank=0, world=1))
+
+        def remember() -> None:
+            save_weights(network, out)
+            seconds = sum(row["seconds"] for row in outcome.metrics)
+            shares = {f"recall_at_{k}": share for k, share in recall.items()}
+            folder.finish("finished", **shares, split="unseen classes", count=count, seconds=seconds)
+
+        on_main(remember, world)
+        barrier(world)
+        return TrainResult(out, recipe, genotype, network, None, "unseen classes", cost, outcome.metrics, 0, recall)
     if dataset.test is not None:
         measured, answers = predict(network, feeds.plain(dataset.test).epoch(0), len(dataset.test), world)
 
@@ -169,6 +190,8 @@ def _train(
 
 
 def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
+    if recipe.task == "retrieve":
+        return {"train": seen_images(dataset)}
     if recipe.holdout == 0.0:
         return {"train": torch.arange(len(dataset.train))}
     return split(dataset.train, {"train": 1.0 - recipe.holdout, "holdout": recipe.holdout}, recipe.seed)

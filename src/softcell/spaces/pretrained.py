@@ -30,7 +30,8 @@ def load_pretrained(folder: str | Path) -> Network:
     genotype = Genotype.from_dict(description["genotype"], f"{folder}: genotype")
     space = build_space(genotype.space, description["space_settings"])
     channels, height, width = description["data"]["shape"]
-    network = space.network(genotype, (channels, height, width), len(description["data"]["classes"]))
+    outputs = description["data"].get("outputs", len(description["data"]["classes"]))  # an embedding has its own number
+    network = space.network(genotype, (channels, height, width), outputs)
     file = Path(folder) / WEIGHTS
     try:
         network.load_state_dict(load_file(file))

@@ -1,0 +1,98 @@
+"""Zero-shot retrieval: a network learns an embedding of some classes and is asked about others.
+
+The first half of the classes is seen: their training images are learnt from. The second half is unseen: all its images,
+of the training and the test part, are queries, and for each the nearest others are looked up. Recall@k is the share of
+queries that have one of their own class among the k nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.data import Batch, Dataset
+from softcell.data.feeds import Feeds
+from softcell.engine.distributed import World
+from softcell.engine.optim import apply_gradients
+from softcell.errors import UserError
+from softcell.nn.proxy import ProxyNCA
+
+RANKS = (1, 2, 4, 8)
+_BLOCK = 512  # queries whose distances to all others are held at once
+
+
+def num_seen(dataset: Dataset) -> int:
+    """How many of the classes are learnt from: the first half."""
+    if dataset.num_classes < 4:
+        raise UserError(
+            f"zero-shot retrieval needs at least 4 classes, 2 to learn from and 2 to ask about, but {dataset.name} has "
+            f"{dataset.num_classes}"
+        )
+    return dataset.num_classes // 2
+
+
+def seen_images(dataset: Dataset) -> Tensor:
+    """Numbers of the training images of seen classes, int64."""
+    return torch.nonzero(dataset.train.labels.cpu() < num_seen(dataset)).flatten()
+
+
+def retrieval_step(
+    network: nn.Module,
+    criterion: ProxyNCA,
+    optimiser: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    world: World,
+    clip: float,
+) -> Tensor:
+    """One step of network and proxies; gives the loss []. Nothing waits for the host."""
+    loss: Tensor = criterion(network(images), labels)
+    parameters = [*network.parameters(), *criterion.parameters()]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    apply_gradients(optimiser, parameters, gradients, world, clip)
+    return loss.detach()
+
+
+@torch.no_grad()
+def recall_at(embeddings: Tensor, labels: Tensor, ranks: Sequence[int] = RANKS) -> dict[int, float]:
+    """Recall@k by cosine similarity, every image a query against all others; embeddings [n, d], labels [n].
+
+    Exact: similarities in float64. Where several are equally near, the one with the lower number counts as nearer.
+    """
+    n = len(labels)
+    if n < 2:
+        raise UserError(f"retrieval needs at least 2 images to look among, but got {n}")
+    x = F.normalize(embeddings.double(), dim=1)
+    never = max(n, *ranks)
+    first = torch.full((n,), never, dtype=torch.int64, device=x.device)  # place of the nearest of the same class
+    for start in range(0, n, _BLOCK):
+        queries = torch.arange(start, min(n, start + _BLOCK), device=x.device)
+        near = x[queries] @ x.T
+        near[torch.arange(len(queries), device=x.device), queries] = -torch.inf  # never itself
+        order = torch.argsort(near, dim=1, descending=True, stable=True)[:, : n - 1]
+        right = labels[order] == labels[queries][:, None]
+        first[queries] = torch.where(right.any(1), right.to(torch.uint8).argmax(1), never)
+    return {k: float((first < k).double().mean()) for k in ranks}
+
+
+@torch.no_grad()
+def embed(network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]:
+    """Embeddings [n, d] and labels [n] of all images, in eval mode."""
+    network.eval()
+    found = [(network(batch.images), batch.labels) for batch in batches if len(batch.labels)]
+    return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
+
+
+def measure_retrieval(network: nn.Module, dataset: Dataset, feeds: Feeds) -> tuple[dict[int, float], int]:
+    """Recall over all images of unseen classes, and how many these are."""
+    seen, parts = num_seen(dataset), []
+    for images in (dataset.train, dataset.test):
+        if images is not None:
+            unseen = torch.nonzero(images.labels.cpu() >= seen).flatten()
+            if len(unseen):
+                parts.append(embed(network, feeds.plain(images, unseen).epoch(0)))
+    embeddings, labels = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    return recall_at(embeddings, labels), len(labels)

@@ -1,0 +1,113 @@
+"""Zero-shot retrieval: Proxy-NCA against its equation, Recall@k against brute force, and whole trainings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from softcell.arch import sample
+from softcell.engine.events import Event, Stepped
+from softcell.errors import UserError
+from softcell.evaluate import load_network, resolve, train
+from softcell.evaluate.retrieval import recall_at
+from softcell.nn.proxy import ProxyNCA
+from softcell.spaces import build_space
+
+
+def literal(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
+    """Eq 6, image by image and proxy by proxy."""
+    total = torch.zeros((), dtype=embeddings.dtype)
+    for x, y in zip(embeddings, labels.tolist(), strict=True):
+        x = x / x.norm()
+        distances = [((x - p / p.norm()) ** 2).sum() for p in proxies]
+        others = sum(torch.exp(-d) for z, d in enumerate(distances) if z != y)
+        total = total - torch.log(torch.exp(-distances[y]) / others)
+    return total / len(labels)
+
+
+def test_proxy_nca_equals_its_equation_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    criterion = ProxyNCA(5, 3).double()
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 1, 2, 3, 4, 0, 2])
+    wanted = [x, criterion.proxies]
+    mine, twin = criterion(x, labels), literal(x, labels, criterion.proxies)
+    torch.testing.assert_close(mine, twin)
+    for a, b in zip(torch.autograd.grad(mine, wanted), torch.autograd.grad(twin, wanted), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def brute_force(embeddings: Tensor, labels: Tensor, k: int) -> float:
+    x = [row / row.norm() for row in embeddings.double()]
+    hits = 0
+    for i in range(len(x)):
+        nearest = sorted((j for j in range(len(x)) if j != i), key=lambda j: (-float(x[i] @ x[j]), j))
+        hits += any(labels[j] == labels[i] for j in nearest[:k])
+    return hits / len(x)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(2, 25), classes=st.integers(1, 6), seed=st.integers(0, 10**6))
+def test_recall_equals_brute_force(n: int, classes: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.randn(n, 4, generator=generator)
+    labels = torch.randint(classes, (n,), generator=generator)
+    for k, share in recall_at(embeddings, labels).items():
+        assert share == pytest.approx(brute_force(embeddings, labels, k))
+
+
+def test_recall_by_hand() -> None:
+    """Two pairs: in the first both are nearest to each other, in the second a stranger lies between."""
+    angles = torch.tensor([0.0, 0.01, 1.0, 1.5, 1.2])
+    embeddings = torch.stack([angles.cos(), angles.sin()], 1)
+    assert recall_at(embeddings, torch.tensor([0, 0, 1, 1, 2]), (1, 2)) == {1: 0.4, 2: 0.8}
+
+
+def write(path: Path, classes: int) -> Path:
+    rng = np.random.default_rng(0)
+    labels = np.arange(10 * classes) % classes
+    images = rng.integers(0, 40, (len(labels), 8, 8), dtype=np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[label : label + 2] += 200
+    np.savez(path, x_train=images, y_train=labels, x_test=images[: 3 * classes], y_test=labels[: 3 * classes])
+    return path
+
+
+@pytest.mark.parametrize("space", ["nb201", "fullattention"])
+def test_any_architecture_learns_to_retrieve_and_goes_on_bit_for_bit(space: str, tmp_path: Path) -> None:
+    sizes = {"nb201": {"cells_per_stage": 1, "channels": 4}, "fullattention": {"channels": 16, "layers": 1}}[space]
+    genotype = sample(build_space(space, sizes).layout(), 0)
+    data = write(tmp_path / "data.npz", 6)
+    own = {"data": str(data), "task": "retrieve", "space": sizes, "epochs": 2, "batch_size": 10, "device": "cpu"}
+    recipe = resolve(genotype, {**own, "threads": 1, "precision": "float32", "embedding": 5})
+    assert (recipe.optimiser, recipe.lr, recipe.recipe) == ("adam", 4e-3, "retrieve")
+    whole = train(genotype, recipe, tmp_path / "whole")
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Stepped):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert train(genotype, recipe, tmp_path / "halved", on_event=stop).exit_code != 0
+    again = train(genotype, recipe, tmp_path / "halved", resume=True)
+    assert again.recall == whole.recall and set(whole.recall or ()) == {1, 2, 4, 8}
+    results = json.loads((tmp_path / "whole" / "run.json").read_text())["results"]
+    assert results["count"] == 3 * 10 + 3 * 3 and results["split"] == "unseen classes"
+    assert all("train_accuracy" not in row for row in whole.metrics)
+    assert load_network(tmp_path / "whole")(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+
+
+def test_too_few_classes_are_told(tmp_path: Path) -> None:
+    genotype = sample(build_space("nb201").layout(), 0)
+    recipe = resolve(genotype, {"data": str(write(tmp_path / "data.npz", 3)), "task": "retrieve", "device": "cpu"})
+    with pytest.raises(UserError, match="at least 4 classes"):
+        train(genotype, recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
