@@ -125,7 +125,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "batch_size": 64,
         "lr": 0.02,
         "weight_decay": 5e-4,
-        "auxiliary": 0.0,
         "drop_path": 0.0,
         "cutout": 0,
     },
@@ -168,12 +167,16 @@ SIZES = {
     "fullattention-cifar": "cifar",
     "fullattention-imagenet": "imagenet",
     "proxyless-imagenet": "imagenet",
+    "fine-grained": "imagenet",
+    "retrieve": "imagenet",
 }
 """By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
 
 
 def default_recipe(data: str, space: str = "") -> str:
     """The recipe that suits a dataset: one that the space's own paper has for it, else DARTS's."""
+    if data == "cub200":
+        return "fine-grained"
     scale = evaluation_scale(data)
     own = (f"{space}-{data}", f"{space}-{scale}")
     return next((name for name in own if name in RECIPES), scale)
