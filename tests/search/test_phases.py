@@ -129,3 +129,19 @@ def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
         recipe(data, objective="context")
     with pytest.raises(UserError, match="compares networks by accuracy"):
         search(recipe(data, method="random", method_settings={}), tmp_path / "random")
+
+
+@pytest.mark.parametrize("method", ["snas", "itnas"])
+def test_other_methods_search_this_space_in_two_phases(method: str, data: Path, tmp_path: Path) -> None:
+    own = {"method": method, "method_settings": {}, "pretrain": {"epochs": 1}}
+    result = search(recipe(data, **own), tmp_path / "run")
+    assert result.genotype is not None and result.genotype.space == "fullattention"
+    assert (tmp_path / "run" / FIRST / LOGITS).exists()
+
+
+def test_a_budget_steers_this_space_in_its_second_phase(data: Path, tmp_path: Path) -> None:
+    budget = {"max_flops": "1M", "network": {"channels": 16, "layers": 1}}
+    result = search(recipe(data, resource=budget), tmp_path / "run")
+    assert result.genotype is not None and result.metrics[-1]["expected_flops"] > 0
+    first = json.loads((tmp_path / "run" / FIRST / "metrics.jsonl").read_text().splitlines()[0])
+    assert not any(key.startswith("expected") for key in first)
