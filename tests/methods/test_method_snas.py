@@ -291,8 +291,8 @@ def test_the_credit_of_an_edge_is_minus_its_share_of_the_loss_slope(
     caught: list[tuple[int, Tensor, Tensor]] = []
     original = MixedCell._combine
 
-    def combine(cell: MixedCell, outputs: Any, mix: Any, site: int) -> Tensor | None:
-        node = original(cell, outputs, mix, site)
+    def combine(cell: MixedCell, outputs: Any, mix: Any, site: int, factors: Any) -> Tensor | None:
+        node = original(cell, outputs, mix, site, factors)
         if node is not None and torch.is_grad_enabled() and mix.weights(site).requires_grad:
             for choice in {choice for choice, _, _ in outputs}:
                 terms = [mix.weights(site)[choice, k] * x for c, k, x in outputs if c == choice and x is not None]

@@ -16,7 +16,7 @@ from softcell.data import Batches, Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
-from softcell.engine.distributed import barrier, on_main
+from softcell.engine.distributed import barrier, broadcast_module, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
 from softcell.engine.hosted import run_in_folder, teller
@@ -102,8 +102,9 @@ def _in_phases(
         on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
     on_main(lambda: RunFolder.open(out).update(status="running"), world)
     tell = teller(on_event, world)
-    begun = resume and (place / "run.json").is_file()
-    if not begun or RunFolder.open(place).manifest["status"] != "finished":
+    # Folders are the first process's affair; the others are told.
+    begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
+    if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
         tell(f"phase 1 of 2: context auto-regression on {first.data}, {first.epochs} epochs: {place}")
         done = yield from _one_phase(first, place, begun, overwrite, on_event)
         if done.genotype is None:
@@ -176,12 +177,17 @@ def _search(
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
     if start is not None:
         assert isinstance(task, SearchTask)
-        read_logits(task.method, start)
-        folder_of = RunFolder.open(out)
-        known = {**folder_of.manifest["results"], **manifest()["results"]}
-        on_main(lambda: folder_of.update(recipe=recipe.to_dict(), results=known), world)
+        if world.is_main:
+            read_logits(task.method, start)
+        broadcast_module(task.method, world)
+
+        def note() -> None:
+            begun = RunFolder.open(out)
+            begun.update(recipe=recipe.to_dict(), results={**begun.manifest["results"], **manifest()["results"]})
+
+        on_main(note, world)
     if resume:
-        _check_teacher(out, task.about)
+        on_main(lambda: _check_teacher(out, task.about), world)
     folder, outcome = yield from run_in_folder(
         task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
     )
