@@ -223,3 +223,52 @@ def test_a_mix_keeps_no_rows_that_nobody_reads() -> None:
 def test_bad_settings_are_refused(setting: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ItNasSettings(**setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("paths", ["single", "pairwise"])
+def test_a_step_of_single_paths_attends_to_one_random_choice(paths: str) -> None:
+    _, method = make(paths=paths)
+    plans = [method.draw(step) for step in range(40)]
+    assert plans == [method.draw(step) for step in range(40)], "a resumed run draws the same"
+    whole = set()
+    for plan in plans:
+        assert plan is not None
+        full = [(site, i) for site, live in enumerate(plan) for i, row in enumerate(live or ()) if len(row) > 1]
+        assert len(full) == (1 if paths == "single" else 0)
+        whole |= set(full)
+    if paths == "single":
+        assert len(whole) > 10, "every site and choice has its turn"
+    with method.following(plans[0]):
+        mix = method.relax()
+    output = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    is_itself = mix.combine(0, 0, {1: output}) is output
+    assert is_itself is (paths == "single"), "off the attended choice a candidate counts 1; in pairs the IT attends"
+
+
+def test_looks_in_turn_attend_to_every_choice_under_its_own_path() -> None:
+    supernet, method = make(paths="single")
+    x = images(6)
+    assert method.looking() is None
+    with torch.no_grad():
+        for plain, noting in method.looking_in_turn():
+            supernet(x, plain)
+            for part in x.split(4):
+                supernet(part, noting)
+    moments = method.moments["cell"]
+    assert isinstance(moments, Moments)
+    assert int(moments.count) == 6, "every image once, and what measured norms not at all"
+    rows = {}
+    with torch.no_grad():
+        for choice, (plain, _) in enumerate(method.looking_in_turn()):
+            kept: list[Tensor] = []
+            assert isinstance(plain, ItMix)
+            plain._note = lambda site, at, row, kept=kept: kept.append(row)  # type: ignore[method-assign, misc]
+            supernet(x, plain)
+            rows[choice] = torch.stack(kept).mean((0, 1))[1:]
+            assert len(kept) == 3, "all three cells, and no other choice"
+    # The second call of looking_in_turn began anew: repeat the looks before comparing.
+    with torch.no_grad():
+        for _, noting in method.looking_in_turn():
+            supernet(x, noting)
+    torch.testing.assert_close(method.indicator()["cell"], torch.stack(list(rows.values())))
+    assert all(m.standard_error is not None and m.standard_error > 0 for m in method.margins()["cell"])

@@ -141,3 +141,18 @@ def test_attention_leaves_uniform_and_finds_the_planted_candidate(tmp_path: Path
         assert not found["close"]
         assert found["strength"] > 1.5 * 0.2, "uniform is one fifth, the IT being the fifth token"
         assert result.metrics[-1]["val_accuracy"] > 0.5
+
+
+def test_single_path_training_of_a_chain_ends_in_a_selection_and_leaves_norms_alone(data: Path, tmp_path: Path) -> None:
+    chain = {"width": 0.25, "depths": (2, 1, 1, 1, 1, 1), "head": 8, "kernels": (3,)}
+    given = {**settings("nb201", data, method="itnas"), "space": "proxyless", "space_settings": chain}
+    more = {"method_settings": {"paths": "single"}, "architecture": {"optimiser": "weights"}, "epochs": 1}
+    whole = search(resolve(given, more), tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert results["selection"]["images"] == whole.metrics[-1]["val_count"]
+    edges = results["selection"]["edges"]["chain"]
+    assert len(edges) == 7
+    assert all(edge["margin"] >= 0 for edge in edges)
+    state = state_of(tmp_path / "run")["supernet"]
+    tracked = [int(value) for name, value in state.items() if name.endswith("num_batches_tracked")]
+    assert max(tracked) == 2, "two steps trained: what a look measured anew is gone again"

@@ -82,6 +82,14 @@ class Method(nn.Module, ABC):
         """The mix for a pass over the validation split that `derive` rests on, begun anew; None: it needs none."""
         return None
 
+    def looking_in_turn(self) -> Sequence[tuple[Mix, Mix]]:
+        """Mixes for one pass each over the validation split after the last epoch, begun anew.
+
+        Before each pass batch-norm measures its statistics anew under the first mix of a pair, which takes no note: for
+        supernets whose paths are trained one by one.
+        """
+        return ()
+
     def looked(self) -> Sequence[Tensor]:
         """Sums over images that a pass with the mix of `looking` has added to; the search adds those of all ranks."""
         return ()

@@ -13,6 +13,7 @@ NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from softcell.arch import Genotype, Layout, Live, Mix, Rule, derive
+from softcell.arch import Genotype, Layout, Live, Mix, Plan, Rule, count, derive
 from softcell.arch.margins import Margin, margins
+from softcell.arch.mix import live_of
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
@@ -43,6 +45,8 @@ class ItNasSettings:
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
     `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, which saves memory for
     some time. `close`: an edge is called close when its best candidate leads by less than so many standard errors.
+    `paths`: what runs in a step. `all` candidates under attention; `single`: all of one random choice, one random
+    candidate of every other (SPOS); `pairwise`: one random candidate everywhere, attended to alone, which ranks weakly.
     """
 
     tokens: Literal["pooled", "flat"] = "pooled"
@@ -50,6 +54,7 @@ class ItNasSettings:
     width: int = 64
     recompute: bool = True
     close: float = 2.0
+    paths: Literal["all", "single", "pairwise"] = "all"
 
     def __post_init__(self) -> None:
         for name in ("pool", "width"):
@@ -61,27 +66,39 @@ class ItNasSettings:
 class ItMix(Mix):
     """Combines a choice's outputs by its Lite-Transformer; `into` takes the attention of every image, by table."""
 
-    def __init__(self, method: ItNas, into: Mapping[str, Moments] | None = None) -> None:
-        self._method, self._into = method, into
+    def __init__(
+        self,
+        method: ItNas,
+        into: Mapping[str, Moments] | None = None,
+        plan: Plan | None = None,
+        place: tuple[str, int] | None = None,
+    ) -> None:
+        """plan: what runs at each site; None: all. place: the one choice of a table that is looked at under a plan."""
+        self._method, self._into, self._plan, self._place = method, into, plan, place
         self._learns = torch.is_grad_enabled()  # weight steps of a bilevel search relax without gradients
         self._met: dict[tuple[int, int], Tensor] = {}
         self.rows: dict[tuple[int, int], Tensor] = {}
 
     def live(self, site: int) -> Live | None:
+        if self._plan is not None:
+            return self._plan[site]
         return self._method.live[self._method.layout.sites[site]]
 
     def signature(self) -> Hashable:
-        return ("it-nas", self._into is not None)
+        return ("it-nas", self._into is not None, self._plan)
 
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
         """Deviation: where outputs are of different kinds (NOS) attention alone is computed, over all of them."""
-        if any(x is not None for x in outputs.values()):
+        if any(x is not None for x in outputs.values()) and not self._passes(outputs):
             (self._met[site, choice],) = self._run(site, choice, outputs, attention_alone=True)
             self._note(site, choice, self._met[site, choice])
 
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         if all(x is None for x in outputs.values()):
             return None
+        if self._passes(outputs):
+            (only,) = outputs.values()
+            return only
         if (site, choice) in self._met:
             weights = self._met[site, choice]
             terms = [
@@ -91,6 +108,10 @@ class ItMix(Mix):
         output, attention = self._run(site, choice, outputs)
         self._note(site, choice, attention)
         return output
+
+    def _passes(self, outputs: Mapping[int, Tensor | None]) -> bool:
+        """Whether a choice off the attended one runs its sampled candidate, with a coefficient of exactly 1."""
+        return self._plan is not None and len(outputs) == 1 and self._method.settings.paths == "single"
 
     def _run(
         self, site: int, choice: int, outputs: Mapping[int, Tensor | None], *, attention_alone: bool = False
@@ -119,11 +140,27 @@ class ItMix(Mix):
             if torch.is_grad_enabled():
                 self.rows[site, choice] = attention
             return
-        self.rows[site, choice] = attention.detach()
         table = self._method.layout.sites[site]
+        if self._place is not None and self._place != (table, choice):
+            return
+        self.rows[site, choice] = attention.detach()
         places = self._method.places[table]
-        if all(place in self.rows for place in places):
+        if self._place is not None:
+            self._hand_on_one(table, choice)
+        elif all(place in self.rows for place in places):
             self._into[table].add(self.mean_rows(table).flatten(1))
+            for place in places:
+                del self.rows[place]
+
+    def _hand_on_one(self, table: str, choice: int) -> None:
+        """Of a pass in turns: the one choice that is attended to, once all sites of its table are there."""
+        assert self._into is not None
+        places = [place for place in self._method.places[table] if place[1] == choice]
+        if all(place in self.rows for place in places):
+            width = self._method.layout.table(table).width
+            first = self._method.attended(table)[0]
+            rows = self.mean_rows(table)[:, choice]
+            self._into[table].add(rows, choice * width, counts=choice == first)
             for place in places:
                 del self.rows[place]
 
@@ -167,6 +204,8 @@ class ItNas(Method):
         },
     }
 
+    key: Tensor
+
     def __init__(self, layout: Layout, settings: ItNasSettings) -> None:
         super().__init__(layout, settings)
         self.left_out = layout.rule.never_picked if isinstance(layout.rule, Rule) else ()
@@ -175,6 +214,10 @@ class ItNas(Method):
         self.transformers = nn.ModuleDict()
         self.moments = nn.ModuleDict({t.name: Moments(t.shape[0] * t.shape[1]) for t in layout.tables})
         self.places: dict[str, list[tuple[int, int]]] = {table.name: [] for table in layout.tables}
+        self._known_key: int | None = None
+        if settings.paths != "all":
+            self.register_buffer("key", torch.randint(2**31, (1,)))
+            self.register_load_state_dict_post_hook(_forget_key)  # type: ignore[no-untyped-call]
 
     def fit(self, shapes: Shapes) -> None:
         s = self.settings
@@ -194,15 +237,66 @@ class ItNas(Method):
             self.places[table.name].append((site, choice))
 
     def relax(self) -> Mix:
-        return ItMix(self)
+        return ItMix(self, plan=None if self.settings.paths == "all" else self.planned())
 
-    def looking(self) -> Mix:
-        found = {}
-        for name, moments in self.moments.items():
-            assert isinstance(moments, Moments)
+    def looking(self) -> Mix | None:
+        return ItMix(self, self._begun_anew()) if self.settings.paths == "all" else None
+
+    def looking_in_turn(self) -> Sequence[tuple[Mix, Mix]]:
+        """Every choice under full attention once, at all its sites, while the others run a random path."""
+        if self.settings.paths == "all":
+            return ()
+        into = self._begun_anew()
+        places = [(table.name, choice) for table in self.layout.tables for choice in self.attended(table.name)]
+        plans = [self._path(f"{int(self.key)} look {n}", place) for n, place in enumerate(places)]
+        return [
+            (ItMix(self, plan=plan), ItMix(self, into, plan, place)) for plan, place in zip(plans, places, strict=True)
+        ]
+
+    def attended(self, table: str) -> list[int]:
+        """The choices of a table that leave something to choose."""
+        lives = self.live[table]
+        return sorted({choice for _, choice in self.places[table] if len(lives[choice]) > 1})
+
+    def draw(self, step: int) -> Plan | None:
+        """In step number `step` one random path, with all candidates of one random choice unless `pairwise`."""
+        if self.settings.paths == "all":
+            return None
+        if self._known_key is None:
+            self._known_key = int(self.key)  # waits for the device, once per run
+        return self._path(f"{self._known_key} {step}")
+
+    def num_plans(self) -> int | None:
+        return None if self.settings.paths == "all" else count(self.layout)
+
+    def reading(self) -> Tensor | None:
+        """The path that runs outside of steps, so that the supernet's accuracy is always that of the same one."""
+        return None if self.settings.paths == "all" else self.key
+
+    def plan(self, reading: Tensor) -> Plan:
+        return self._path(str(int(reading)))
+
+    def _path(self, seed: str, place: tuple[str, int] | None = None) -> Plan:
+        """One uniform architecture; a random site's choice, or `place` at all its sites, runs all its candidates."""
+        rng, rule = random.Random(seed), self.layout.rule
+        assert isinstance(rule, Rule)
+        lives = [live_of(t, rule.sample(t, rng)) for t in self.layout.tables]
+        by_table = dict(zip((t.name for t in self.layout.tables), lives, strict=True))
+        plan = [list(by_table[name]) for name in self.layout.sites]
+        if place is not None:
+            whole = [(site, place[1]) for site in self.layout.sites_of(place[0])]
+        else:
+            known = [at for places in self.places.values() for at in places]
+            whole = [rng.choice(known)] if self.settings.paths == "single" else []
+        for site, choice in whole:
+            plan[site][choice] = self.live[self.layout.sites[site]][choice]
+        return tuple(tuple(live) for live in plan)
+
+    def _begun_anew(self) -> dict[str, Moments]:
+        found = {table.name: self._moments(table.name) for table in self.layout.tables}
+        for moments in found.values():
             moments.reset()
-            found[name] = moments
-        return ItMix(self, found)
+        return found
 
     def looked(self) -> Sequence[Tensor]:
         return [sums for name in self.moments for sums in self._moments(name).sums()]
@@ -213,7 +307,7 @@ class ItNas(Method):
         for table in self.layout.tables:
             moments = self._moments(table.name)
             seen = moments.mean().view(table.shape)
-            found[table.name] = torch.where(moments.count > 0, seen, self.uniform(table.name).double())
+            found[table.name] = torch.where(seen.any(1, keepdim=True), seen, self.uniform(table.name).double())
         return found
 
     def probabilities(self) -> dict[str, Tensor]:
@@ -235,7 +329,7 @@ class ItNas(Method):
         return found
 
     def is_steerable(self) -> bool:
-        return True
+        return bool(self.settings.paths == "all")  # elsewhere a step sees the attention of one choice
 
     def findings(self) -> dict[str, Any]:
         """Images looked at, and per edge the best candidate, its lead and the standard error of that."""
@@ -297,5 +391,9 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows / rows.sum(-1, keepdim=True)
 
 
-def _live(mask: Tensor) -> Live | None:
+def _forget_key(method: ItNas, incompatible: object) -> None:
+    method._known_key = None
+
+
+def _live(mask: Tensor) -> Live:
     return tuple(tuple(k for k, is_in in enumerate(row) if is_in) for row in mask.tolist())

@@ -31,12 +31,13 @@ class Moments(nn.Module):
         return self
 
     @torch.no_grad()
-    def add(self, vectors: Tensor) -> None:
-        """vectors [n, size], in place."""
-        exact = vectors.double()
-        self.count += vectors.shape[0]
-        self.total += exact.sum(0)
-        self.products += exact.T @ exact
+    def add(self, vectors: Tensor, first: int = 0, *, counts: bool = True) -> None:
+        """vectors [n, m], in place, to the `m` places from `first` on; `counts`: as images not seen before."""
+        exact, places = vectors.double(), slice(first, first + vectors.shape[1])
+        if counts:
+            self.count += vectors.shape[0]
+        self.total[places] += exact.sum(0)
+        self.products[places, places] += exact.T @ exact
 
     def reset(self) -> None:
         for buffer in self.sums():

@@ -5,12 +5,13 @@ SNAS, Table 1: how far a derived network falls behind the supernet it comes from
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from softcell.arch import Genotype
+from softcell.arch import Genotype, Mix
 from softcell.data import Batch
 from softcell.engine.distributed import World
 from softcell.engine.meter import Measured, measure
@@ -39,6 +40,28 @@ def measure_child(
         reestimate_(child, reestimate)
     child.eval()
     return measure(child, held, world)
+
+
+@contextmanager
+def norms_measured_anew(supernet: Supernet, mix: Mix, batches: Iterable[Batch]) -> Iterator[None]:
+    """Within this context all batch-norms have the plain mean of their statistics over `batches` under `mix`."""
+    norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
+    kept = [({k: v.clone() for k, v in norm.state_dict().items()}, norm.momentum) for norm in norms]
+    was_training = supernet.training
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    supernet.train()
+    with torch.no_grad():
+        for batch in batches:
+            supernet(batch.images, mix)
+    supernet.train(was_training)
+    try:
+        yield
+    finally:
+        for norm, (state, momentum) in zip(norms, kept, strict=True):
+            norm.load_state_dict(state)
+            norm.momentum = momentum
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from softcell.methods import Method
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
-from softcell.search.child import measure_child
+from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.collapse import SKIP, CollapseWatch, share
 from softcell.search.evolution import select
 from softcell.search.guide import probe, read_gauges
@@ -183,7 +184,7 @@ class SearchTask:
             metrics |= probe(self.objective, self.supernet, self.method, self._weights.epoch(0), self.world)
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
-            metrics |= self._validate()
+            metrics |= self._validate(last)
         genotype = self.method.derive()
         every = self.recipe.child_every if self.objective.supervised else 0
         if every and (last or (epoch + 1) % every == 0):
@@ -309,16 +310,18 @@ class SearchTask:
         with self._cells(), computing_in(self.recipe.precision, self.world.device):
             yield
 
-    def _validate(self) -> dict[str, Any]:
+    def _validate(self, last: bool) -> dict[str, Any]:
         """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
         if not self.objective.supervised:
-            return self._validate_objective()
+            return self._validate_objective(last)
         with torch.no_grad():
             looking = self.method.looking()
             if looking is not None and self._look is not None:
                 self._look(looking)
             together = looking is not None and self._look is None
             held = self._measure(looking if looking is not None and together else self.method.relax())
+            if last:
+                self._look_in_turn()
             for sums in self.method.looked():
                 sum_(sums, self.world)
         return {
@@ -329,7 +332,7 @@ class SearchTask:
         }
 
     @torch.no_grad()
-    def _validate_objective(self) -> dict[str, Any]:
+    def _validate_objective(self, last: bool) -> dict[str, Any]:
         """The objective's own loss on the validation split; what it draws is the same each time and disturbs nothing.
 
         A method that derives from a pass over the split makes it here.
@@ -345,12 +348,23 @@ class SearchTask:
                 if batch.labels.shape[0]:
                     loss = self.objective(Bound(self.supernet, mix), batch.images, batch.labels).loss
                     meter.update(loss, None, batch.labels)
+        if last:
+            self._look_in_turn()
         self.supernet.train()
         self.objective.train()
         for sums in self.method.looked():
             sum_(sums, self.world)
         measured = meter.read(self.world)
         return {"val_loss": measured.loss, "val_split": self.recipe.measured_split, "val_count": measured.count}
+
+    def _look_in_turn(self) -> None:
+        """For methods that look at one part of the supernet after the other, each with norms of its own."""
+        pairs = self.method.looking_in_turn()
+        for number, (plain, mix) in enumerate(pairs):
+            self._tell(f"selection, pass {number + 1} of {len(pairs)}")
+            batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
+            with norms_measured_anew(self.supernet, plain, batches):
+                (self._look or self._measure)(mix)
 
 
 def _architecture_optimiser(recipe: SearchRecipe, method: Method, world: World) -> torch.optim.Optimizer:
