@@ -57,6 +57,10 @@ PAPER = [
 ]
 
 
+DRAWS = 12
+"""Steps that the memory of methods with random paths is averaged over."""
+
+
 def players(case: Case, device: torch.device, *, plain: bool) -> Players:
     torch.manual_seed(0)
     space = build_space(case.space, case.settings)
@@ -72,7 +76,11 @@ def players(case: Case, device: torch.device, *, plain: bool) -> Players:
         place(supernet, device)
     method.to(device)
     architecture: torch.optim.Optimizer = torch.optim.Adam(
-        method.parameters(), lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3, foreach=True
+        [*method.parameters()] or [torch.zeros(1, requires_grad=True)],
+        lr=3e-4,
+        betas=(0.5, 0.999),
+        weight_decay=1e-3,
+        foreach=True,
     )
     if dict(kind.recipes["paper"].get("architecture", {})).get("optimiser") == "weights":
         architecture = torch.optim.SGD(method.parameters(), lr=0.025, momentum=0.9, weight_decay=3e-4, foreach=True)
@@ -153,11 +161,15 @@ def report_peak(request: str) -> None:
     if device.type == "cuda":
         print(max(once(actors, data, device, case.regime).peak_bytes for _ in range(2)) / 1e6)
         return
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from here on
-    for _ in range(2):
-        step(actors, data, case.regime)
-    print((_resident("VmHWM") - before) / 1e3)
+    before, peaks = _resident("VmRSS"), []
+    drawn = actors.method.draw(0) is not None
+    for number in range(DRAWS if drawn else 2):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from here on
+        with actors.method.following(actors.method.draw(number)):
+            step(actors, data, case.regime)
+        peaks.append((_resident("VmHWM") - before) / 1e3)
+    # Paths differ in size: their mean tells methods apart, not the largest that happened to be drawn.
+    print(statistics.fmean(peaks) if drawn else max(peaks))
 
 
 def _resident(field: str) -> int:

@@ -195,6 +195,14 @@ class ItNas(Method):
             "split": HALVES,
             "architecture": {"optimiser": "weights", "clip": 5.0},
         },
+        "chain": {  # A.3: the ProxylessNAS chain on ImageNet, trained by single paths
+            "epochs": 240,
+            "batch_size": 512,
+            "split": {"weights": 0.1, "validation": 0.025},
+            "method_settings": {"paths": "single"},
+            "weights": {"lr": 0.25, "lr_min": 5e-4, "weight_decay": 4e-5},
+            "architecture": {"optimiser": "weights", "clip": 5.0},
+        },
         "small": {
             "epochs": 8,
             "batch_size": 64,
