@@ -1,7 +1,7 @@
 """`python -m benchmarks.itnas`: memory and time of a search step of IT-NAS beside our own DARTS, in one run.
 
 Same space, batch and device. Aimed at: at most 6% more memory than DARTS (paper: 9.0 against 8.5 GB), and with single
-paths in the ProxylessNAS chain at most 20% more than SPOS (9.4 against 7.8 GB; the mean over random paths). On a GPU all
+paths in the ProxylessNAS chain at most 20% more than SPOS (9.4 against 7.8 GB; mean over random paths). On a GPU all
 run module by module, since fused cells serve plain weights alone; `darts, fused` shows what that leaves on the table.
 
 python -m benchmarks.itnas                       # small size on this machine's device

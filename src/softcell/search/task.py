@@ -360,8 +360,9 @@ class SearchTask:
     def _look_in_turn(self) -> None:
         """For methods that look at one part of the supernet after the other, each with norms of its own."""
         pairs = self.method.looking_in_turn()
-        for number, (plain, mix) in enumerate(pairs):
-            self._tell(f"selection, pass {number + 1} of {len(pairs)}")
+        if pairs:
+            self._tell(f"selection in {len(pairs)} passes over the validation split")
+        for plain, mix in pairs:
             batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
             with norms_measured_anew(self.supernet, plain, batches):
                 (self._look or self._measure)(mix)
