@@ -238,7 +238,7 @@ class Sources:
             return False
         if node.name == "__init__":
             return not is_module
-        return node.name == "forward" or node.name in KEPT_SPECIAL or node.name in self.attributes
+        return node.name in ("forward", "backward") or node.name in KEPT_SPECIAL or node.name in self.attributes
 
     def _is_used(self, node: ast.Assign | ast.AnnAssign) -> bool:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

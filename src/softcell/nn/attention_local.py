@@ -96,8 +96,10 @@ class _LocalAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), drows.to(rows.dtype), dcolumns.to(columns.dtype)
 
 
-DENSE, SMALL = 4, 64
-"""Maps of at most this many neighbourhoods, or pixels, are computed as a whole."""
+DENSE = 4
+"""Maps of at most this many neighbourhoods are computed as a whole,"""
+SMALL = 64
+"""and so are those of at most this many pixels."""
 _SHIFTS_ONLY: list[bool] = []
 
 
