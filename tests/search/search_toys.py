@@ -65,6 +65,7 @@ def settings(space: str, data: Path | str, **changes: Any) -> dict[str, Any]:
         "threads": 1,
         "weights": {"lr": 0.1},
         "architecture": {"lr": 0.05},
+        "pretrain": {"epochs": 0},  # two phases have tests of their own
         **changes,
     }
 

@@ -283,7 +283,11 @@ NETWORK = {"cells_per_stage": 1, "channels": 4}
 
 
 @pytest.mark.parametrize("kind", ["params", "flops"])
-@pytest.mark.parametrize("method", WITH_LOGITS)
+@pytest.mark.parametrize(
+    "method",
+    # One of each regime; the others, which go the same way, in the exhaustive run.
+    [pytest.param(m, marks=[] if m in ("darts", "snas") else [pytest.mark.exhaustive]) for m in WITH_LOGITS],
+)
 def test_a_budget_drives_the_search_until_the_derived_network_meets_it(
     method: str, kind: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

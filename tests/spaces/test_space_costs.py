@@ -117,9 +117,10 @@ def network_cost(space: Space, genotype: Genotype) -> dict[str, float]:
     cost = count_module(network, SHAPE)
     # Pools that leave one node run once for all edges; the table counts them on each edge.
     pools = sum(
-        pick.op.endswith("pool_3x3") * 9 * output_size(network, site, pick.target)
+        9 * output_size(network, site, pick.target)
         for site, table in enumerate(space.layout().sites)
         for pick in genotype.cells[table].picks
+        if pick.op.endswith("pool_3x3")
     )
     return {"parameters": cost.parameters, "flops": cost.multiply_adds + pools}
 
