@@ -4,7 +4,8 @@ python -m benchmarks.parity --data-root DIR --out benchmarks/records/NAME.json
 
 The two ways differ in rounding only; after three epochs their losses and accuracies must not differ by more than seeds
 do. Every run is a process of its own, as a user would start it; eager ones wait for the host most of the time, so
-several run at once.
+several run at once. `--beside RECORD` takes the ways it names from an earlier record of the same setting instead of
+running them again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ def search(space: str, way: str, seed: int, images: int, options: argparse.Names
     return {**{key: rows[-1][key] for key in METRICS}, "seconds": sum(row["seconds"] for row in rows)}
 
 
+def known(space: str, images: int, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The runs of `space` in the record given by --beside, which must be of the same size."""
+    if options.beside is None:
+        return {}
+    record = json.loads(options.beside.read_text(encoding="utf-8"))
+    found = record["spaces"].get(space, {"images_per_half": None})
+    if (record["epochs"], found["images_per_half"]) != (options.epochs, images):
+        raise SystemExit(f"{options.beside} has no runs in {space} of {options.epochs} epochs of {images:,} images")
+    return dict(found["runs"])
+
+
 def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Per metric and way: mean, spread, and the distance from eager in units of the two spreads together."""
     rows = []
@@ -68,13 +80,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--space", action="append", metavar="NAME=IMAGES", help="spaces with the images of each half")
+    parser.add_argument("--way", action="append", choices=WAYS, help="run these alone (with --beside)")
+    parser.add_argument("--beside", type=Path, help="an earlier record of the same setting, for the ways not run")
     parser.add_argument("--jobs", type=int, default=6, help="runs at the same time")
     parser.add_argument("--out", type=Path)
     parser.add_argument("more", nargs="*", help="after --: more options of `softcell search`")
     options = parser.parse_args()
     spaces = dict(text.split("=") for text in options.space or ["darts=3200", "nb201=12800"])
-    jobs = [(space, way, seed) for way in WAYS for space in spaces for seed in range(options.seeds)]
-    results: dict[str, dict[str, list[dict[str, Any]]]] = {space: {way: [] for way in WAYS} for space in spaces}
+    ways = options.way or list(WAYS)
+    results = {space: known(space, int(images), options) for space, images in spaces.items()}
+    if any("eager" not in {*found, *ways} for found in results.values()):
+        raise SystemExit("nothing to compare with: run the way 'eager' too, or name a record that has it with --beside")
+    for found in results.values():
+        found.update({way: [] for way in ways})
+    jobs = [(space, way, seed) for way in ways for space in spaces for seed in range(options.seeds)]
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         work = [pool.submit(search, s, w, seed, int(spaces[s]), options, Path(folder)) for s, w, seed in jobs]
         for (space, way, seed), future in zip(jobs, work, strict=True):
@@ -83,6 +102,7 @@ def main() -> None:
             print(f"{space} {way} seed {seed}: " + ", ".join(f"{k} {run[k]:.4f}" for k in METRICS), flush=True)
     record: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **collect()}
     record |= {"command": ["python", "-m", "benchmarks.parity", *sys.argv[1:]], "epochs": options.epochs}
+    record["beside"] = None if options.beside is None else options.beside.name
     record["spaces"] = {
         s: {"images_per_half": int(spaces[s]), "runs": r, "rows": compare(r)} for s, r in results.items()
     }

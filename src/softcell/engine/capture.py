@@ -9,8 +9,10 @@ one recording per key. Recordings share their memory, and only the latest used a
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -89,22 +91,35 @@ class CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]
-        graph = torch.cuda.CUDAGraph()
+        graph, reason = torch.cuda.CUDAGraph(), None
         try:
             torch.cuda.synchronize()
             # One pool for all: they never run at once, and leave nothing in it that another would read.
-            with torch.cuda.graph(graph, pool=self._pool):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
                 self._step(*self._inputs)
         except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+        if reason is not None:  # out of the handler, which keeps what the failed recording had made
             self._gave_up = True
             self._graphs.clear()
             self._inputs = []
-            reason = str(error).strip().splitlines()[0]
             self._tell(f"this step cannot be recorded as a CUDA graph ({reason}); going on with the eager engine")
             self._step(*inputs)
             return
         self._graphs[key] = graph
         self._replay(graph, *inputs)  # recording runs nothing: this is the step itself
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside: it could free the graphs of an earlier run, which ends a recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str], None]) -> Step:

@@ -29,7 +29,34 @@ def triton_kernels(family: str) -> ModuleType:
     return importlib.import_module(f"softcell.kernels.{family}_triton")
 
 
-@functools.lru_cache(maxsize=4096)
 def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Rows of numbers as int32 on the device; kept, since copying them each step would stall a GPU."""
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    """Rows of numbers as int32 on the device; kept, since copying them each step would cost more than using them."""
+    kept = _kept(rows, device)
+    kept.await_copy()
+    return kept.tensor
+
+
+class _Kept:
+    """A small tensor on its way to the device: the host does not wait for it, streams that use it do."""
+
+    def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
+        own = torch.tensor(rows, dtype=torch.int32)
+        self._copied: torch.cuda.Event | None = None
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            self.tensor = own.to(device)
+            return
+        self.tensor = own.pin_memory().to(device, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def await_copy(self) -> None:
+        # Before a recording begins everything has arrived, and inside one events of outside must not be asked.
+        if self._copied is None or torch.cuda.is_current_stream_capturing():
+            return
+        if self._copied.query():  # type: ignore[no-untyped-call]
+            self._copied = None
+        else:
+            self._copied.wait()
+
+
+_kept = functools.lru_cache(maxsize=4096)(_Kept)

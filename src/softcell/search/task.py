@@ -93,9 +93,13 @@ class SearchTask:
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         if recipe.engine == "compile" and compile_regions(supernet.regions(), tell):
             self._cells = modules_only  # the compiler makes its own kernels
-        # A recording pays where it is replayed: not for paths of which hardly one comes twice.
-        kinds = method.num_plans()
-        self._run = prepare_step(learn, "eager" if kinds is not None and kinds > KEPT else recipe.engine, world, tell)
+        engine = recipe.engine
+        if (kinds := method.num_plans()) is not None and kinds > KEPT:
+            # A recording pays where it is replayed.
+            if engine != "eager" and world.device.type == "cuda":
+                tell(f"steps draw one of {kinds:,} paths, of which hardly one comes twice: they are not recorded")
+            engine, self._cells = "eager", modules_only  # nor is a fused cell planned for every path
+        self._run = prepare_step(learn, engine, world, tell)
         self._plans, self._number = Plans(method), 0
         self._measure = Validation(supernet, held, recipe.engine, world, self._surroundings)
         self._look = None if looked is held else Validation(supernet, looked, recipe.engine, world, self._surroundings)
