@@ -13,6 +13,10 @@ import pytest
 from cli_calls import process
 from rich.console import Console
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
+
+from search_toys import write_data
+
 from softcell.cli import main, patience, progress
 from softcell.cli.progress import PREPARING, Display, counting, working
 from softcell.engine.events import Started
@@ -115,7 +119,9 @@ def test_counting_shows_a_bar_or_lines_and_nothing_when_quiet() -> None:
 
 
 def test_ctrl_c_in_a_whole_run_says_how_to_go_on(tmp_path: Path) -> None:
-    running = process("run", "--data", "digits", "--time", "10m", "--threads", "1", "--out", "run", cwd=tmp_path)
+    write_data(tmp_path / "data.npz", train=96)
+    small = ("--max-params", "9k", "--random", "2", "--threads", "1")
+    running = process("run", "--data", "data.npz", "--time", "90s", *small, "--out", "run", cwd=tmp_path)
     assert running.stdout is not None and running.stderr is not None
     for line in running.stdout:  # into the search, past its first epoch
         if line.startswith("epoch"):
@@ -136,7 +142,7 @@ def test_ctrl_c_in_a_whole_run_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_in_a_measurement_leaves_nothing_half_written(tmp_path: Path) -> None:
-    running = process("latency", "darts", "--out", "table.yaml", cwd=tmp_path)
+    running = process("latency", "nb201", "--out", "table.yaml", cwd=tmp_path)
     assert running.stdout is not None and running.stderr is not None
     assert running.stdout.readline().startswith("measuring")
     running.send_signal(signal.SIGINT)

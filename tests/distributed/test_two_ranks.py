@@ -1,10 +1,12 @@
 """Two real processes on half batches against one on the whole batch, in float64, through `search` and `train`."""
 
+import functools
 import json
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,20 @@ TOLERANCE = 1e-10
 
 def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     double = {"precision": "float64", "epochs": 2}
+    once = {**double, "epochs": 1}
     one = {"method_settings": {"samples": 2}, "method": "random"}
     return {
         "bilevel": ("search", settings("nb201", data, cutout=2, **double)),
-        "bilevel-darts": ("search", settings("darts", data, **{**double, "epochs": 1})),
-        "unrolled": ("search", settings("nb201", data, regime="unrolled", **double)),
-        "unrolled-exact": ("search", settings("nb201", data, regime="unrolled", unrolled={"exact": True}, **double)),
-        "single-level": ("search", settings("nb201", data, regime="single-level", **double)),
+        "bilevel-darts": ("search", settings("darts", data, **once)),
+        "unrolled": ("search", settings("nb201", data, regime="unrolled", **once)),
+        "unrolled-exact": ("search", settings("nb201", data, regime="unrolled", unrolled={"exact": True}, **once)),
+        "single-level": ("search", settings("nb201", data, regime="single-level", **once)),
         "snas": (
             "search",
             settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}, **double),
         ),
-        "entrannas": ("search", settings("darts", data, method="entrannas", child_every=0, **{**double, "epochs": 1})),
-        "random": ("search", settings("nb201", data, **one, **{**double, "epochs": 1})),
+        "entrannas": ("search", settings("darts", data, method="entrannas", child_every=0, **once)),
+        "random": ("search", settings("nb201", data, **one, **once)),
         "train": ("train", training("darts", data, **double)),
     }
 
@@ -72,10 +75,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "data.npz")
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def twice(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Twice:
-    kind, given = cases(data)[request.param]
-    return Twice(forks(), tmp_path_factory.mktemp(request.param), kind, given)
+@pytest.fixture(scope="module")
+def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twice]:
+    """By name, made once for all tests that want it."""
+
+    @functools.cache
+    def make(name: str) -> Twice:
+        kind, given = cases(data)[name]
+        return Twice(forks(), tmp_path_factory.mktemp(name), kind, given)
+
+    return make
+
+
+@pytest.fixture(params=NAMES)
+def twice(request: pytest.FixtureRequest, made: Callable[[str], Twice]) -> Twice:
+    return made(request.param)
 
 
 def assert_close(a: Any, b: Any, where: str = "") -> None:
@@ -134,10 +148,9 @@ def test_only_rank_0_writes_and_speaks(twice: Twice) -> None:
     assert twice.values[1]["notes"] == []
 
 
-@pytest.fixture(scope="module", params=["bilevel", "train"])
-def broken(request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Twice:
-    kind, given = cases(data)[request.param]
-    return Twice(forks(), tmp_path_factory.mktemp(request.param), kind, given)
+@pytest.fixture(params=["bilevel", "train"])
+def broken(request: pytest.FixtureRequest, made: Callable[[str], Twice]) -> Twice:
+    return made(request.param)
 
 
 def check_same(twice: Twice, folder: Path) -> None:

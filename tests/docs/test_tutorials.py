@@ -42,7 +42,12 @@ def shortened(text: str) -> str:
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pipeline = __import__("softcell.pipeline.run", fromlist=["run"])
-    for name, value in {"MOST_SEARCH_EPOCHS": 1, "MOST_TRAIN_EPOCHS": 1, "PROBE_BOUNDS": (0.01, 0.01)}.items():
+    for name, value in {
+        "MOST_SEARCH_EPOCHS": 1,
+        "MOST_TRAIN_EPOCHS": 1,
+        "PROBE_BOUNDS": (0.01, 0.01),
+        "LATENCY_ROUNDS": 1,
+    }.items():
         monkeypatch.setattr(pipeline, name, value)
     before = torch.get_num_threads()
     names: dict[str, Any] = {"__name__": "tutorial"}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,15 +41,13 @@ CASES = [
 ]
 
 
-ALIKE = {"s2", "s3"}
-"""DARTS with some of its candidates: what costs seconds is done for them in the exhaustive run."""
-COSTLY = [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in subjects()]
+SMALLER = {"nodes": 2, "layers": 1, "depths": (1, 1, 1, 1, 1, 1)}
 
 
 def smaller(space: Space) -> Space:
-    """With two nodes where that can be set: graphs are translated node by node, and the kinds of nodes are the same."""
+    """With fewer nodes or layers: graphs are translated node by node, and the kinds of nodes are the same."""
     names = {field.name for field in dataclasses.fields(space)}  # type: ignore[arg-type]
-    return dataclasses.replace(space, nodes=2) if "nodes" in names else space  # type: ignore[type-var, call-arg]
+    return dataclasses.replace(space, **{k: v for k, v in SMALLER.items() if k in names})  # type: ignore[type-var]
 
 
 def model_of(network: nn.Module, shape: Shape = SHAPE) -> Model:
@@ -99,30 +98,48 @@ def test_python_file_gives_the_networks_logits_for_every_candidate(name: str, tm
         assert python.check_python(written(model, tmp_path / str(number)), model) < 1e-6
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_python_file_needs_torch_alone_and_takes_exactly_its_weights(name: str, tmp_path: Path) -> None:
-    space = subjects()[name]
-    model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
-    file = written(model, tmp_path)
-    pixels = torch.rand(3, *SHAPE)
-    with torch.no_grad():
-        expected = model.normalised()(pixels)
-    (tmp_path / "pixels.json").write_text(json.dumps(pixels.tolist()))
-    code = (
-        "import sys, json\n"
-        "for name in ('softcell', 'safetensors', 'numpy', 'yaml', 'PIL', 'scipy'): sys.modules[name] = None\n"
-        "import torch; torch.set_num_threads(1)\n"
-        "from model import load, normalise, CLASSES\n"
-        "pixels = torch.tensor(json.load(open('pixels.json')))\n"
-        "with torch.no_grad(): print(json.dumps([load()(normalise(pixels)).tolist(), list(CLASSES)]))\n"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=file.parent, capture_output=True, text=True)
+ALONE = """
+import sys, json, pathlib, runpy
+for name in ('softcell', 'safetensors', 'numpy', 'yaml', 'PIL', 'scipy'): sys.modules[name] = None
+import torch; torch.set_num_threads(1)
+pixels, found = torch.tensor(json.load(open('pixels.json'))), {}
+for file in sorted(pathlib.Path().glob('*/model.py')):
+    model = runpy.run_path(str(file))
+    with torch.no_grad(): logits = model['load']()(model['normalise'](pixels))
+    found[file.parent.name] = [logits.tolist(), list(model['CLASSES'])]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, tuple[Tensor, dict[str, Tensor]]], dict[str, Any]]:
+    """Files of every space asked for, what their networks give and hold, and what a process with torch alone gets."""
+    folder, pixels, expected = tmp_path_factory.mktemp("alone"), torch.rand(3, *SHAPE), {}
+    (folder / "pixels.json").write_text(json.dumps(pixels.tolist()))
+    wanted = {
+        item.callspec.params["name"] for item in request.session.items if "alone" in getattr(item, "fixturenames", ())
+    }
+    for name, space in subjects().items():
+        if name in wanted:
+            model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
+            written(model, folder / name)
+            with torch.no_grad():
+                expected[name] = model.normalised()(pixels), model.network.state_dict()
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    logits, classes = json.loads(done.stdout)
-    torch.testing.assert_close(torch.tensor(logits), expected, rtol=1e-5, atol=1e-6)
+    return folder, expected, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_python_file_needs_torch_alone_and_takes_exactly_its_weights(name: str, alone: Any) -> None:
+    folder, expected, found = alone
+    logits, classes = found[name]
+    right, state = expected[name]
+    torch.testing.assert_close(torch.tensor(logits), right, rtol=1e-5, atol=1e-6)
     assert classes == list(CLASSES)
-    loaded = python.import_file(file)
-    state = model.network.state_dict()
+    loaded = python.import_file(folder / name / "model.py")
     assert loaded.make_network().state_dict().keys() == state.keys()
     state.pop(next(iter(state)))
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -140,21 +157,19 @@ def test_python_file_holds_no_candidate_that_is_not_used(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", CASES)
 def test_onnx_of_every_space_runs_at_any_batch(name: str, tmp_path: Path) -> None:
-    space = subjects()[name]
+    space = smaller(subjects()[name])
     model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
     graph.write_onnx(model, tmp_path / "model.onnx")
     assert graph.check_onnx(tmp_path / "model.onnx", model) < 1e-5
 
 
-class EveryCandidate(nn.Module):
-    """Everything that is registered, with stride 1 and 2, on one map."""
+class ManyCandidates(nn.Module):
+    """Candidates with stride 1 and others with stride 2, on one map."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: list[str], halved: list[str]) -> None:
         super().__init__()
-        list(SPACES)  # spaces bring their candidates
-        names = [name for name in known_candidates() if not get_candidate(name).zero]
-        self.kept = nn.ModuleDict({name: get_candidate(name).build(Spec(WIDTH)) for name in names})
-        self.halved = nn.ModuleDict({name: get_candidate(name).build(Spec(WIDTH, 2)) for name in names})
+        self.kept = nn.ModuleDict({name: get_candidate(name).build(Spec(WIDTH)) for name in kept})
+        self.halved = nn.ModuleDict({name: get_candidate(name).build(Spec(WIDTH, 2)) for name in halved})
         self.stem = nn.Conv2d(3, WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,9 +178,26 @@ class EveryCandidate(nn.Module):
         return torch.cat(outputs, 1)
 
 
-def test_onnx_holds_every_candidate_at_both_strides(tmp_path: Path) -> None:
+def kinds() -> list[list[str]]:
+    """Everything that is registered, by the modules it is made of: what differs in a kind is a size."""
+    list(SPACES)  # spaces bring their candidates
+    found: dict[tuple[type, ...], list[str]] = {}
+    for name in known_candidates():
+        if not get_candidate(name).zero:
+            parts = tuple(type(part) for part in get_candidate(name).build(Spec(WIDTH)).modules())
+            found.setdefault(parts, []).append(name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["kinds", "candidates"]
+)
+def test_onnx_holds_candidates_of_every_kind_at_both_strides(every: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = model_of(EveryCandidate(), (3, 6, 5))
+    names = [sorted(name for kind in kinds() for name in kind)] * 2
+    network = ManyCandidates(*(names if every else ([kind[0] for kind in kinds()], [kind[-1] for kind in kinds()])))
+    assert len(network.kept) >= 17
+    model = model_of(network, (3, 6, 5))
     graph.write_onnx(model, tmp_path / "model.onnx")
     assert graph.check_onnx(tmp_path / "model.onnx", model) < 1e-5
 
@@ -197,7 +229,7 @@ class KernelPerImage(nn.Module):
 class SeveralPerImage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1), (4, 2, 1), (2, 1, 2)))
+        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1), (4, 2, 1), (2, 2, 2)))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)

@@ -1,4 +1,4 @@
-"""Literal twins of the attentions of full-attention NAS: one pixel, one head, one neighbour at a time."""
+"""Literal twins of the attentions of full-attention NAS: one pixel and one head at a time, over its neighbours."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ def local_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, r
     n, _c, height, width = x.shape
     heads, d, extent = rows.shape
     reach = extent // 2
+    queries, keys, values = (torch.einsum("oc,nchw->nohw", matrix, x) for matrix in (wq, wk, wv))
     images = []
     for image in range(n):
         lines = []
         for i in range(height):
             pixels = []
             for j in range(width):
+                near = [
+                    (a, b)
+                    for a in range(i - reach, i + reach + 1)
+                    for b in range(j - reach, j + reach + 1)
+                    if 0 <= a < height and 0 <= b < width
+                ]
+                k = torch.stack([keys[image, :, a, b] for a, b in near])  # [neighbours, c]
+                v = torch.stack([values[image, :, a, b] for a, b in near])
                 parts = []
                 for head in range(heads):
                     own = slice(head * d, (head + 1) * d)
-                    q = wq[own] @ x[image, :, i, j]
-                    logits, values = [], []
-                    for a in range(i - reach, i + reach + 1):
-                        for b in range(j - reach, j + reach + 1):
-                            if 0 <= a < height and 0 <= b < width:
-                                k = wk[own] @ x[image, :, a, b]
-                                r = rows[head, :, a - i + reach] + columns[head, :, b - j + reach]
-                                logits.append(q @ k + q @ r)
-                                values.append(wv[own] @ x[image, :, a, b])
-                    weights = torch.softmax(torch.stack(logits), 0)
-                    parts.append(sum(w * v for w, v in zip(weights, values, strict=True)))
+                    q = queries[image, own, i, j]
+                    r = torch.stack([rows[head, :, a - i + reach] + columns[head, :, b - j + reach] for a, b in near])
+                    weights = torch.softmax(k[:, own] @ q + r @ q, 0)
+                    parts.append(weights @ v[:, own])
                 pixels.append(wo @ torch.cat(parts))
             lines.append(torch.stack(pixels, 1))
         images.append(torch.stack(lines, 1))

@@ -150,7 +150,7 @@ def any_image_shape_works(space: Space) -> None:
 
 def stages_are_one_per_resolution(space: Space) -> None:
     """Supernet and network expose equally many stages of equal shapes, each of lower resolution than the one before."""
-    x, layout, supernet = images(LARGE), space.layout(), build_supernet(space, LARGE)
+    x, layout, supernet = images(LARGE, batch=2), space.layout(), build_supernet(space, LARGE)
     genotype = sample(layout, seed=1)
     mine = supernet.features(x, WeightMix(layout, random_weights(layout, 0)))
     sizes = [feature.shape[-2] * feature.shape[-1] for feature in mine]
@@ -310,15 +310,19 @@ def _require_same_features(
 
 def _covering(layout: Layout) -> list[Genotype]:
     """Architectures that together pick every candidate the rule can pick on every edge."""
-    found = []
-    longest = max(len(table) * table.width for table in layout.tables)
-    for entry in range(longest):
-        strengths = {}
-        for table in layout.tables:
-            row, column = divmod(entry % (len(table) * table.width), table.width)
-            strengths[table.name] = torch.zeros(table.shape)
+    found, left = [], {table.name: table.mask().double() for table in layout.tables}
+    while True:  # as many at once as the rule takes
+        genotype = derive(layout, left)
+        fresh = [(name, picks, left[name] * picks) for name, picks in one_hot(layout, genotype).items()]
+        if not any(bool(new.any()) for _, _, new in fresh):
+            break
+        found.append(genotype)
+        left = {name: left[name] * (1 - picks) for name, picks, _ in fresh}
+    for table in layout.tables:  # the rest one by one
+        for row, column in left[table.name].nonzero().tolist():
+            strengths = {other.name: torch.zeros(other.shape) for other in layout.tables}
             strengths[table.name][row, column] = 1.0
-        found.append(derive(layout, strengths))
+            found.append(derive(layout, strengths))
     return found
 
 
