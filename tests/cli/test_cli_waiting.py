@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -116,6 +117,27 @@ def test_counting_shows_a_bar_or_lines_and_nothing_when_quiet() -> None:
                 step(number, 3, name)
         shown = stream.getvalue()
         assert (expected in shown) if expected else shown == ""
+
+
+def test_what_has_no_steps_to_count_says_what_it_does_in_a_log_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    console, stream = screen(False)
+    with counting(console, "exporting"):
+        time.sleep(0.1)
+    assert stream.getvalue() == "exporting ...\n"
+    console, stream = screen(False)
+    with counting(console, "measuring") as step:
+        step(0, 3, "first")
+        time.sleep(0.05)
+    assert stream.getvalue() == "measuring: 0 of 3\n"
+
+
+def test_the_age_of_a_process_counts_from_its_start() -> None:
+    late = "import time; time.sleep(0.3); from softcell.cli import process as p; p.enter()"
+    code = f"{late}; print(time.perf_counter() - p.began())"
+    began = time.perf_counter()
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert (0.3 if sys.platform == "linux" else 0.0) <= float(shown) <= time.perf_counter() - began + 0.02
 
 
 def test_ctrl_c_in_a_whole_run_says_how_to_go_on(tmp_path: Path) -> None:

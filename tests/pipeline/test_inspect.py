@@ -9,7 +9,7 @@ from pipeline_images import MODES, folder, paint
 
 from softcell.data import load
 from softcell.errors import UserError
-from softcell.pipeline.inspect import Inspection, inspect_dataset, inspect_folder, make_links
+from softcell.pipeline.inspect import Inspection, counted, inspect_dataset, inspect_folder, make_links
 
 
 def test_a_tidy_folder_is_used_as_it_is(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_untidy_folders_are_set_right_by_links_and_nothing_is_touched(tmp_path: 
     found = inspect_folder(tmp_path / "archive")
     assert found.train == {"class-0": 14, "class-1": 13}
     text = "\n".join(found.lines())
-    assert "alone" in text and "stray.png" in text and "1 entries that are no images" in text
+    assert "alone" in text and "stray.png" in text and "1 other file ignored" in text
     assert found.needs_links
     dataset = load(make_links(found, tmp_path / "links"))
     assert dataset.classes == ("class-0", "class-1")
@@ -107,7 +107,7 @@ def test_unbalanced_and_rare_classes_are_told(tmp_path: Path) -> None:
         paint(root / "rare" / f"{number}.png", 2, number)
     found = inspect_folder(root)
     text = "\n".join(found.lines())
-    assert "10 to 1" in text and "fewer than 10" in text
+    assert "10 to 1" in text and "fewer than 10 training images: rare (2)" in text
     assert found.most_frequent == 20 / 42
 
 
@@ -116,8 +116,20 @@ def test_nothing_to_use_is_an_error(tmp_path: Path) -> None:
         inspect_folder(tmp_path)
     paint(tmp_path / "only" / "0.png", 0, 0)
     paint(tmp_path / "only" / "1.png", 0, 1)
-    with pytest.raises(UserError, match="at least 2 classes"):
+    with pytest.raises(UserError, match="at least 2 classes need 2 readable images or more, but only 'only' has"):
         inspect_folder(tmp_path)
+    for number in range(3):
+        paint(tmp_path / "flat" / f"{number}.png", 0, number)
+    with pytest.raises(UserError, match="3 images in it, but in no class folder"):
+        inspect_folder(tmp_path / "flat")
+
+
+def test_one_is_counted_as_one() -> None:
+    assert [counted(1, "class"), counted(2, "class"), counted(1200, "image")] == [
+        "1 class",
+        "2 classes",
+        "1,200 images",
+    ]
 
 
 def test_a_dataset_by_name_gives_the_same_facts() -> None:

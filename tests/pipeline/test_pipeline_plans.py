@@ -14,7 +14,7 @@ from softcell.pipeline import Plan, Wishes, pace, parse_time
 from softcell.pipeline.choose import SIZES, Choice, cheaper, choose, fit, plain_network
 from softcell.pipeline.inspect import Inspection
 from softcell.pipeline.pace import Pace, probe
-from softcell.pipeline.run import _Run
+from softcell.pipeline.run import ENDING, MOST_RESERVED, SAFE, _Run
 from softcell.pipeline.summary import Row, Summary, verdict
 from softcell.spaces import build_space, count
 
@@ -119,6 +119,19 @@ def test_a_pace_is_measured_from_steps_and_nothing_is_left(tmp_path: Path, monke
     assert len(told) < 5 and not (tmp_path / "scratch").exists()
     short = probe(job, tmp_path / "scratch", 0.6, evaluated=1.0, tested=0.0)  # no end of an epoch was seen
     assert short.epoch == pytest.approx(4 * 0.5 * (1 + pace.EVALUATION))
+
+
+def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.create(tmp_path / "run", Wishes("digits", time=120.0))
+    monkeypatch.setattr("time.perf_counter", lambda: plan.began + 20.0)
+    usable = []
+    for used in (20.0, 10.0, 40.0, 1e-9):  # of the processor
+        monkeypatch.setattr("time.process_time", lambda used=used: used)
+        usable.append(_Run(plan, Silent()).usable)  # type: ignore[arg-type]
+    alone, half, two_threads, waiting = usable
+    assert alone == two_threads == pytest.approx(SAFE * 120 - ENDING)
+    assert half == pytest.approx(SAFE * 120 - 2 * ENDING)
+    assert waiting == pytest.approx(SAFE * 120 - MOST_RESERVED)
 
 
 def test_epochs_that_fit_never_exceed_the_time() -> None:

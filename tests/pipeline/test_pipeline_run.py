@@ -175,9 +175,14 @@ def test_bad_requests_are_refused_before_anything_is_made(tmp_path: Path, capsys
     assert "--resume needs" in error("--resume")
     missing = error("--data", tmp_path / "none", "--out", tmp_path / "out")
     assert "existing path" in missing
+    assert not (tmp_path / "out").exists()  # a run that was refused leaves no folder behind
+    (tmp_path / "mine").mkdir()
+    error("--data", tmp_path / "none", "--out", tmp_path / "mine")
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_a_time_too_short_for_anything_says_how_much_is_needed(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "short", Wishes(str(data), time=1.0, threads=1))
     with pytest.raises(UserError, match=r"give at least --time \d+m"):
         run(plan, Screen())
+    assert not plan.folder.exists()

@@ -22,6 +22,7 @@ from softcell.cli import (
     info,
     latency,
     list_,
+    process,
     random_,
     report,
     run_,
@@ -113,6 +114,7 @@ for _registered in app.registered_commands:
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point: exits with 0, with 2 for bad input, with 128 + n after signal n; bugs keep a traceback."""
+    process.enter()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -35,19 +35,27 @@ def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Gives a function of (done, total, what comes next): a bar in a terminal, a line every ten seconds elsewhere."""
+    """Gives a function of (done, total, what comes next): a bar in a terminal, elsewhere a line, and every ten
+    seconds another."""
     if quiet or console.quiet:
         yield lambda done, total, next_: None
         return
     if not console.is_terminal:
         last = [time.monotonic()]
+        waiting = threading.Timer(SECONDS, lambda: console.print(Text(f"{what} ...")))
+        waiting.daemon = True
+        waiting.start()
 
         def tell(done: int, total: int, next_: str) -> None:
             if done == 0 or time.monotonic() - last[0] > 10:
+                waiting.cancel()
                 last[0] = time.monotonic()
                 console.print(Text(f"{what}: {done} of {total}"))
 
-        yield tell
+        try:
+            yield tell
+        finally:
+            waiting.cancel()
         return
     columns = (
         TextColumn(what),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time as clock
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from softcell.cli import options as o
+from softcell.cli import process
 from softcell.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(
     Looks at the images, chooses space, method and sizes, searches, trains what was found beside random architectures
     and a plain network, and says whether the search was worth it.
     """
-    began = clock.perf_counter()  # before torch is imported: that takes seconds of the stated time too
+    began = process.began()  # before torch is imported: that takes seconds of the stated time too
     from softcell.api import free_folder
     from softcell.cli import results
     from softcell.cli.console import console
@@ -144,11 +144,14 @@ def show_summary(screen: Console, summary: Summary, plan: object) -> None:
     from softcell.cli.console import percent
     from softcell.cli.results import facts
     from softcell.pipeline import Plan
+    from softcell.pipeline.inspect import counted
     from softcell.pipeline.summary import verdict
 
     assert isinstance(plan, Plan)
     screen.print()
-    screen.print(Text(f"on {summary.count:,} test images, all trained for {summary.found.epochs} epochs", "bold"))
+    screen.print(
+        Text(f"on {summary.count:,} test images, all trained for {counted(summary.found.epochs, 'epoch')}", "bold")
+    )
     screen.print(Text(f"{'':<22}{'accuracy':>9}{'parameters':>13}{'multiply-adds':>15}{'latency':>11}"))
 
     def line(name: str, row: Row) -> None:

@@ -94,7 +94,9 @@ def _load(name_or_path: str | Path, root: str | Path | None, image_size: int | N
                 f"a dataset is a known name or an existing path, but got {str(path)!r}; {nearest(name, _DESCRIPTIONS)}"
             )
         if path.suffix.lower() != ".npz":
-            raise UserError(f"a dataset file must be an .npz file, but got {path}; write it with numpy.savez")
+            raise UserError(
+                f"a dataset is a folder of class/image files or an .npz file (numpy.savez), but {path} is neither"
+            )
         found = load_npz(path)
     check_fixed_size(name, image_size, found.shape[1:])
     return found

@@ -99,7 +99,8 @@ def grouped_by_image(
     def seen(taps: int, places: int, axis: int) -> Tensor:
         """For every tap the rows (columns) that it sees: [taps · places]."""
         tap, place = torch.arange(taps, device=x.device)[:, None], torch.arange(places, device=x.device)
-        return (tap * dilation[axis] + place * stride[axis]).flatten()
+        index: Tensor = tap * dilation[axis] + place * stride[axis]
+        return index.flatten()
 
     x = F.pad(x, (padding[1], padding[1], padding[0], padding[0])).unflatten(1, (groups, inner))  # type: ignore[no-untyped-call]
     windows = x.index_select(3, seen(rows, high, 0)).index_select(4, seen(columns, wide, 1))

@@ -25,7 +25,15 @@ SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # what systems lea
 LEAST_IMAGES = 2
 """Of a class, so that one can be learned from and another tested on."""
 RARE = 10
+SHOWN = 5
 OnStep = Callable[[int, int, str], None]
+
+
+def counted(number: int, what: str) -> str:
+    """`1 class`, `2 classes`, `1,000 images`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what[:-1] + 'ies' if what.endswith('y') else what + ('es' if what.endswith('s') else 's')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +137,15 @@ def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
             is_plain = is_plain and is_flat
         stray = [entry for entry in _entries(folder) if _is_image(entry)]
         if stray:
-            notes.append(f"{len(stray)} images outside any class folder are left out, first {stray[0].name}")
+            notes.append(f"outside any class folder, left out: {counted(len(stray), 'image')}, first {stray[0].name}")
             is_plain = False
     if ignored:
-        notes.append(f"{ignored} entries that are no images are ignored")
+        notes.append(f"{counted(ignored, 'other file')} ignored")
     if not images:
+        loose = sum(_is_image(entry) for entry in _entries(root))
+        there = f" ({counted(loose, 'image')} in it, but in no class folder)" if loose else ""
         raise UserError(
-            f"no images in class folders below {root}; lay them out as CLASS/IMAGE or train/CLASS/IMAGE "
+            f"no images in class folders below {root}{there}; lay them out as CLASS/IMAGE or train/CLASS/IMAGE "
             f"({', '.join(sorted(SUFFIXES))})"
         )
     kept, broken = _read(images, root, on_step)
@@ -239,20 +249,28 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
     labels = {image.label for image in images}
     small = sorted(label for label in labels if counts[label] < least)
     if small:
-        shown = ", ".join(small[:5]) + (", ..." if len(small) > 5 else "")
+        shown = ", ".join(small[:SHOWN]) + (", ..." if len(small) > SHOWN else "")
         notes.append(f"classes without enough training images are left out: {shown}")
     rare = sorted(label for label in labels if least <= counts[label] < RARE)
     if rare:
-        notes.append(f"{len(rare)} classes have fewer than {RARE} training images, first {rare[0]} ({counts[rare[0]]})")
+        few = ", ".join(f"{label} ({counts[label]})" for label in rare[:SHOWN]) + (", ..." if len(rare) > SHOWN else "")
+        notes.append(f"fewer than {RARE} training images: {few}")
     if len(labels) - len(small) < 2:
         raise UserError(
-            f"at least 2 classes need {least} or more readable images, but there are {len(labels) - len(small)}"
+            f"at least 2 classes need {counted(least, 'readable image')} or more, but only {_named(labels, small)}; a "
+            "class is a folder of images"
         )
     usable = [image for image in images if image.label not in small]
     high, low = max(counts.values()), min(counts[label] for label in labels if label not in small)
     if high >= 5 * low:
         notes.append(f"classes are unbalanced, {high / low:.0f} to 1: mind the accuracy of single classes")
     return usable, bool(small)
+
+
+def _named(labels: set[str], small: list[str]) -> str:
+    """Which classes are large enough, in words."""
+    enough = sorted(labels - set(small))
+    return f"{enough[0]!r} has" if enough else f"0 of {counted(len(labels), 'class')} have"
 
 
 def _summary(

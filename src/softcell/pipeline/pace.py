@@ -11,6 +11,7 @@ from typing import Any
 
 from softcell.engine.events import EpochEnded, Event, OnEvent, Started, Stepped
 
+MOST_SLOWNESS = 4.0
 EVALUATION = 0.3
 """A forward pass beside a whole training step, where no end of an epoch was seen."""
 
@@ -29,6 +30,14 @@ class Pace:
     def epochs_in(self, seconds: float) -> int:
         """How many whole epochs fit; may be 0."""
         return max(0, int((seconds - self.startup - self.tail) / max(self.epoch, 1e-6)))
+
+
+def slowness(began: float) -> float:
+    """Seconds of the clock since `began` for one of the processor: 1 on a machine of our own, more on a busy one.
+
+    Bounded, since a process that waits for its disk has used no processor either.
+    """
+    return min(MOST_SLOWNESS, max(1.0, (time.perf_counter() - began) / max(time.process_time(), 1e-3)))
 
 
 class _EnoughError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,8 @@ class Plan:
     summary: dict[str, Any] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
+    is_new: bool = False
+    was_there: bool = False
 
     @classmethod
     def create(cls, folder: Path, wishes: Wishes) -> Plan:
@@ -94,8 +97,10 @@ class Plan:
                 f"a new run needs an empty folder, but {folder} is not; `softcell run --resume {folder}` goes on with "
                 "a run in it, or give another --out"
             )
+        was_there = folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        plan = cls(folder, wishes, provenance={"created": now(), **collect()})
+        provenance = {"created": now(), **collect()}
+        plan = cls(folder, wishes, provenance=provenance, is_new=True, was_there=was_there)
         plan.save()
         return plan
 
@@ -110,6 +115,17 @@ class Plan:
             raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
         keys = ("seconds", "status", "inspection", "data", "choice", "search", "training", "summary", "provenance")
         return cls(folder, build(Wishes, data["wishes"], str(file)), **{key: data[key] for key in keys})
+
+    def discard(self) -> None:
+        """Takes back the folder of a run that was refused before anything was decided in it."""
+        if self.is_new:
+            for entry in self.folder.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink()
+            if not self.was_there:
+                self.folder.rmdir()
 
     def used(self) -> float:
         """Seconds spent so far, those of earlier processes included."""

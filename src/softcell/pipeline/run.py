@@ -36,8 +36,8 @@ from softcell.evaluate.latency import measure_module
 from softcell.export import export
 from softcell.methods import METHODS, Method
 from softcell.pipeline.choose import Choice, cheaper, choose, explained, fit, plain_network
-from softcell.pipeline.inspect import Inspection, inspect_dataset, inspect_folder, make_links
-from softcell.pipeline.pace import Pace, probe
+from softcell.pipeline.inspect import Inspection, counted, inspect_dataset, inspect_folder, make_links
+from softcell.pipeline.pace import Pace, probe, slowness
 from softcell.pipeline.plan import Plan
 from softcell.pipeline.summary import Row, Summary
 from softcell.report.html import write_report
@@ -51,8 +51,10 @@ OVERRUN = 1.2
 """Times its expected length a search may take before it is ended early, to the good of the trainings."""
 SAFE = 0.97
 """Plans are made for this share of the time, since measured steps are a forecast."""
-LEAST_RESERVED, MOST_RESERVED = 15.0, 45.0
-"""Seconds for what comes after the trainings: latencies, report, exports."""
+ENDING = 12.0
+"""Seconds of the processor for what comes after the trainings: latencies, report, exports. On a busy machine the clock
+takes more."""
+MOST_RESERVED = 45.0
 LATENCY_ROUNDS = 5
 MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
 HOLDOUT = 0.1
@@ -126,6 +128,13 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         plan.status = "interrupted"
         plan.save()
         return Outcome(stopped.exit_code, None)
+    except UserError:
+        if plan.choice is None:
+            plan.discard()
+        else:
+            plan.status = "failed"
+            plan.save()
+        raise
     except BaseException as error:
         plan.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         plan.save()
@@ -144,7 +153,7 @@ class _Run:
     def usable(self) -> float:
         """Seconds up to which jobs may run: the time, less a margin and what report and export need."""
         time = self.wishes.time
-        return SAFE * time - min(MOST_RESERVED, max(LEAST_RESERVED, 0.03 * time))
+        return SAFE * time - min(MOST_RESERVED, max(ENDING * slowness(self.plan.began), 0.03 * time))
 
     def whole(self) -> Summary:
         plan = self.plan
@@ -206,7 +215,7 @@ class _Run:
         rest = self.usable - plan.used() - expected
         self.screen.say(
             f"plan for {clock(self.wishes.time)}, from measured steps",
-            f"  search   {epochs} epochs of {pace.epoch:.1f} s, about {clock(expected)}",
+            f"  search   {counted(epochs, 'epoch')} of {pace.epoch:.1f} s, about {clock(expected)}",
             f"  train    the found network, a plain one and {self.wishes.random} random ones, all alike, about "
             f"{clock(rest)}",
             "",
@@ -265,7 +274,9 @@ class _Run:
         assert plan.search is not None
         folder = plan.folder / "search"
         recipe = build(SearchRecipe, plan.search["recipe"], "plan: search")
-        heading = f"search {choice.method} in space {choice.space}, {recipe.epochs} epochs ({self._standing()})"
+        heading = (
+            f"search {choice.method} in space {choice.space}, {counted(recipe.epochs, 'epoch')} ({self._standing()})"
+        )
         until = plan.search.setdefault("until", plan.used() + OVERRUN * plan.search["expected"])
         plan.save()
         try:
@@ -324,8 +335,8 @@ class _Run:
         total = sum(job["expected"] for job in jobs)
         self.screen.say(
             "",
-            f"plan for the {clock(max(0.0, self.plan.left()))} left, from measured steps: {epochs} epochs each, "
-            f"about {clock(total)}",
+            f"plan for the {clock(max(0.0, self.plan.left()))} left, from measured steps: "
+            f"{counted(epochs, 'epoch')} each, about {clock(total)}",
             *(f"  {job['name']:<10} {clock(job['expected'])}" for job in jobs),
             "",
         )
@@ -379,7 +390,7 @@ class _Run:
         recipe = build(TrainRecipe, job["recipe"], f"plan: {job['name']}")
         titles = {"train": "the found network", "plain": "a plain residual network of similar size"}
         title = titles.get(job["name"], f"random architecture {job['name'].removeprefix('random-')}")
-        heading = f"train {title}, {recipe.epochs} epochs ({self._standing()})"
+        heading = f"train {title}, {counted(recipe.epochs, 'epoch')} ({self._standing()})"
         began, resumed = plan.used(), _begun(folder)
         with self.screen.job(heading) as shown:
             result = train_with(genotype, recipe, folder, resume=resumed, on_event=self._saving(shown))
