@@ -28,7 +28,7 @@ from softcell.engine.provenance import collect
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "darts": ("darts", {}),
-    "entrannas": ("entrannas", {}),
+    "entrannas": ("entrannas", {"share_features": False}),
     "entrannas, shared": ("entrannas", {"share_features": True}),
     "entrannas, shared, bottleneck 4": ("entrannas", {"share_features": True, "bottleneck": 4}),
     "entrannas-dst at its dense start, shared": ("entrannas-dst", {"share_features": True}),
@@ -42,7 +42,7 @@ def case_of(base: Case, name: str, size: int) -> Case:
     return Case(base.space, {**base.settings, **settings}, base.shape, size, method)
 
 
-def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """Medians of steps timed in turns after one warm-up each; memory from a process of its own per variant."""
     device = torch.device("cpu")
     cases = {name: case_of(base, name, size) for name in VARIANTS}
@@ -70,7 +70,7 @@ def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) 
 
 def on_gpu(
     base: Case, size: int, rounds: int, progress: Callable[[str], None], **engine: Any
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, Any]]:
     """Recorded steps of real search tasks, one after the other."""
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
@@ -86,7 +86,9 @@ def on_gpu(
         ):
             settings = {"space_settings": case.settings, "architecture": {"lr": 1e-12}, "engine": "graph", **engine}
             row = measure(made_search(path, case, session, **settings), rounds)
-        found[name] = {"ms": row["ms"], "peak_mb": 1e3 * row["peak_gb"], "kernels": row["kernels"]}
+            alone = measure(made_search(path, case, session, **{**settings, "engine": "eager"}), min(rounds, 3))
+        found[name] = {"ms": row["ms"], "busy_ms": row["busy_ms"], "eager_ms": alone["ms"]}
+        found[name] |= {"peak_mb": 1e3 * row["peak_gb"], "kernels": row["kernels"], "longest": row["longest"][:12]}
         torch.cuda.empty_cache()
     return found
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +23,16 @@ class Recording:
         self.calls: list[Any] = []
         self.alive = True
 
+    def capture_begin(self, pool: object) -> None:
+        assert pool == "pool"
+        assert not gc.isenabled(), "collected garbage may hold graphs, whose end ends the recording"
+        Recording.current = self
+
+    def capture_end(self) -> None:
+        Recording.current = None
+        if not self.calls:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
     def replay(self) -> None:
         assert self.alive, "a recording that was dropped must not be replayed"
         for call in self.calls:
@@ -38,17 +48,8 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def graph(recording: Recording, pool: object) -> Iterator[None]:
-        assert pool == "pool"
-        Recording.current = recording
-        try:
-            yield
-        finally:
-            Recording.current = None
-
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)

@@ -69,14 +69,17 @@ class CapturedStep:
 
     def _eager_on_side_stream(self, *inputs: Tensor) -> None:
         """Recording happens on a stream of its own, and what it uses must have been made off the default one."""
-        current = torch.cuda.current_stream()
-        if self._side is None:  # one for all: every stream keeps the memory that was freed on it
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side = self._side
+        current, side = torch.cuda.current_stream(), self._stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._step(*inputs)
         current.wait_stream(side)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """One for all that is not a replay: every stream keeps the memory that was freed on it."""
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._side
 
     def _replay(self, graph: torch.cuda.CUDAGraph, *inputs: Tensor) -> None:
         for own, given in zip(self._inputs, inputs, strict=True):
@@ -91,14 +94,15 @@ class CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]
+            torch.cuda.empty_cache()  # once: what eager steps had is free for the recordings
         graph, reason = torch.cuda.CUDAGraph(), None
         try:
-            torch.cuda.synchronize()
             # One pool for all: they never run at once, and leave nothing in it that another would read.
-            with _no_collection(), torch.cuda.graph(graph, pool=self._pool):
+            with _recording(graph, self._pool, self._stream()):
                 self._step(*self._inputs)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            # The end of a failed recording raises too, with less to say than what failed.
+            reason = str(error.__context__ or error).strip().splitlines()[0]
         if reason is not None:  # out of the handler, which keeps what the failed recording had made
             self._gave_up = True
             self._graphs.clear()
@@ -111,14 +115,24 @@ class CapturedStep:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection inside: it could free the graphs of an earlier run, which ends a recording."""
-    enabled = gc.isenabled()
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is called inside goes into `graph`.
+
+    As `torch.cuda.graph`, but memory that is free stays here: steps after the recording would have to ask for it again.
+    No garbage is collected inside: that could free the graphs of an earlier run, which ends a recording.
+    """
+    collects = gc.isenabled()
+    torch.cuda.synchronize()
     gc.disable()
     try:
-        yield
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
     finally:
-        if enabled:
+        if collects:
             gc.enable()
 
 

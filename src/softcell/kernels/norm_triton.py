@@ -10,7 +10,7 @@ from softcell.kernels.taps import TILE
 UNROLL = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "tiles", "planes", "first"])
 def _finish_moments(
     partial_ptr, moments_ptr, rows, tiles, planes, first, eps, C: tl.constexpr, CB: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -40,7 +40,7 @@ def _finish_moments(
     tl.store(to + 2 * planes * C, variance, mask=c_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "planes", "first"])
 def _normalise(y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
     plane = first + tl.program_id(1)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def _normalise(y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.
     tl.store(at, ((y - mean[None, :]) * rstd[None, :]).to(y_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "planes", "first"])
 def _finish_sums(partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
     plane = first + tl.program_id(0)
     slot = tl.program_id(1)
@@ -68,7 +68,7 @@ def _finish_sums(partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, C
     tl.store(sums_ptr + (slot * planes + plane) * C + c, tl.sum(total, 0), mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "planes", "first"])
 def _normalise_gradient(
     y_ptr, dy_ptr, moments_ptr, sums_ptr, rows, planes, first, scale, C: tl.constexpr, CB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,7 +88,7 @@ def _normalise_gradient(
     tl.store(dy_ptr + at, g.to(dy_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_terms", "rows", "area", "samples", "planes", "node"])
 def _combine(
     buffer_ptr, moments_ptr, mix_ptr, factors_ptr, terms_ptr, num_terms, rows, area, samples, planes, node,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, DROPS: tl.constexpr,
@@ -121,7 +121,7 @@ def _combine(
     tl.store(to, (total - shift[None, :]).to(buffer_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_terms", "rows", "rows_each", "area", "samples", "planes", "node"])
 def _combine_sums(
     buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, area,
     samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
@@ -150,7 +150,7 @@ def _combine_sums(
     tl.store(to, tl.sum(total, 0), mask=c_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_terms", "splits"])
 def _combine_finish(
     partial_ptr, sums_ptr, mix_gradient_ptr, terms_ptr, num_terms, splits, C: tl.constexpr, CB: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -168,7 +168,7 @@ def _combine_finish(
     tl.store(mix_gradient_ptr + tl.load(row + 1), tl.sum(sums, 0), mask=tl.load(row + 3) == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "area", "samples", "planes", "node"])
 def _combine_write(
     buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, sums_ptr, terms_ptr, rows, area, samples, planes, node,
     scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,

@@ -8,7 +8,7 @@ from softcell.kernels.backend import table
 from softcell.kernels.taps import TILE
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
 def _pool(
     x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, planes,
     C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
@@ -63,7 +63,7 @@ def _pool(
             tl.store(to + tl.num_programs(0) * planes * C, tl.sum(centred * centred, 0), mask=c_ok & (plane >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "samples"])
 def _gather_gradient(
     x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, factors_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width,
     out_height, out_width, dy_plane, samples, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,

@@ -17,7 +17,7 @@ from softcell.kernels.taps import TILE, Share
 SHAPES = {"convolve": (128, 4, 3), "input": (64, 4, 3), "weight": (128, 4, 3)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
 def _convolve(
     x_ptr,
     w_ptr,
@@ -91,7 +91,7 @@ def _convolve(
         tl.store(at + tl.num_programs(0) * planes * C, tl.sum(centred * centred, 0), mask=n_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
 def _input_gradient(
     dy_ptr,
     w_ptr,
@@ -173,7 +173,7 @@ def _input_gradient(
         tl.store(out_ptr + at, acc, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_each", "height", "width", "out_height", "out_width"])
 def _weight_gradient(
     x_ptr,
     dy_ptr,
