@@ -52,13 +52,13 @@ DARTS_V2 = (
 
 
 @contextmanager
-def made_data() -> Iterator[str]:
-    """4,096 random images of CIFAR's size, as a file."""
+def made_data(count: int = 4096, size: int = 32) -> Iterator[str]:
+    """Random images, by default of CIFAR's size, as a file."""
     rng = np.random.default_rng(0)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "random.npz"
-        images = rng.integers(0, 256, (4096, 32, 32, 3), dtype=np.uint8)
-        labels = np.arange(4096) % 10
+        images = rng.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+        labels = np.arange(count) % 10
         np.savez(path, x_train=images, y_train=labels, x_test=images[:64], y_test=labels[:64])
         yield str(path)
 

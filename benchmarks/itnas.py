@@ -74,23 +74,25 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
 def on_gpu(
     cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str
 ) -> dict[str, dict[str, float]]:
-    """Recorded steps of real search tasks, one after the other."""
+    """Recorded steps of real search tasks, one after the other; paths that are drawn anew each step run eagerly."""
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
 
     found = {}
-    fused = {"darts, fused": cases[BASE]} if BASE in cases else {}
-    for name, case in {**cases, **fused}.items():
+    more = {}
+    if BASE in cases:
+        more = {"darts, fused": cases[BASE], "itnas without recomputing, compiled": cases["itnas without recomputing"]}
+    for name, case in {**cases, **more}.items():
         progress(name)
         with (
-            made_data() as path,
+            made_data(4 * case.batch if case.shape[1] > 32 else 4096, case.shape[1]) as path,
             open_session(device="cuda", seed=0, precision=precision, deterministic=False, threads=0) as session,
         ):
             settings = {
                 "space_settings": case.settings,
                 "method_settings": case.method_settings,
                 "regime": case.regime,
-                "engine": "graph",
+                "engine": "compile" if name.endswith("compiled") else "graph",
                 "precision": precision,
                 "fused": name == "darts, fused",
             }

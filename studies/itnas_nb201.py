@@ -1,41 +1,56 @@
-"""`python -m studies.itnas_nb201`: NAS-Bench-201 searches by several methods in one setting, looked up.
+"""`python -m studies.itnas_nb201`: NAS-Bench-201 searches by several methods in one setting, looked up and ranked.
 
-Every method runs `softcell search --seeds K` (on a GPU the seeds side by side), 50 epochs on CIFAR-10 with the same
-supernet, batch size and weight optimiser; what is found is looked up in the table of trained architectures. Stop it at
-any time (or with --minutes); the same command goes on. What is unfinished is recorded as not measured.
+IT-NAS, SNAS, DARTS (first order) and EnTranNAS search with the same supernet, data, batch size and weight optimiser, 50
+epochs on CIFAR-10, all side by side on one GPU. What they found is looked up in the table of trained architectures
+(IT-NAS, Table 5), and so is the cell of every epoch (Figure 2). On each supernet of IT-NAS and DARTS attention, alpha
+and perturbation are compared with the table by Kendall's tau-b per edge (Figures 3, 6-8), beside Zero-Cost-PT.
 
-python -m studies.itnas_nb201 --data-root DIR --table nb201_200epochs.csv.gz
-python -m studies.itnas_nb201 --data-root DIR --table FILE --minutes 25 --methods itnas --seeds 3
-python -m studies.itnas_nb201 --data digits --scale small --epochs 1 --seeds 2 --table FILE   # a rehearsal
+Stop it at any time (or with --minutes); the same command goes on. Methods and seeds may come in several commands: the
+record keeps what earlier ones finished, also where their run folders are gone. What is unfinished is not measured.
+
+python -m studies.itnas_nb201 --data-root DIR --table nb201_200epochs.csv.gz --minutes 9
+python -m studies.itnas_nb201 --data-root DIR --table FILE --methods itnas --seeds 1 2
+python -m studies.itnas_nb201 --data digits --scale small --epochs 1 --seeds 0 --table FILE   # a rehearsal
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from softcell.api import search_seeds_with, seeds_recipe
-from softcell.arch import Genotype, notation
+from softcell.api import compare_indicators, layered
 from softcell.engine import RunFolder
+from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
-from softcell.search import resolve
-from softcell.search.several import SEEDS
-from studies.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
+from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, Nb201Table, load_table
+from softcell.report import bench201
+from softcell.search import SearchRecipe, resolve
+from softcell.settings import assignments
+from studies.itnas_taus import NAMES, proxies, rank, show_accuracies, show_taus, summarise_taus
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, side_by_side, spread, write_record
 
 METHODS = ("itnas", "snas", "darts", "entrannas")
-SHARED = ("batch_size", "weights", "epochs", "split", "drop_path", "child_every", "resource")
+RANKED = ("itnas", "darts")
+"""The methods on whose supernets indicators are compared."""
+SHARED = ("batch_size", "weights", "epochs", "split", "drop_path", "child_every", "resource", "validate_every")
 """What all methods take from IT-NAS's recipe, so that they differ in method and in nothing else."""
-PUBLISHED = {"itnas": "93.65 ± 0.04", "snas": "92.77 ± 0.83", "darts": "54.30"}
-"""CIFAR-10 test accuracy as the IT-NAS paper prints it; never ours."""
+OWN = ("device", "threads", "precision", "engine", "data_root", "seed")
+"""What may differ between searches that are compared."""
+PUBLISHED = {
+    "itnas": "90.15±0.42 93.65±0.04 69.96±1.00 70.31±0.66 43.04±0.58 43.88±0.98",
+    "snas": "90.10±1.04 92.77±0.83 69.69±2.39 69.34±1.98 42.84±1.79 43.16±2.64",
+    "darts": "39.77±0.00 54.30±0.00 15.03±0.00 15.61±0.00 16.43±0.00 16.32±0.00",
+    "optimum": "91.61 94.37 73.49 73.51 46.77 47.31",
+}
+"""As Table 5 of IT-NAS prints them (six runs), in the order of `COLUMNS`; never ours."""
 
 
-def recipe_of(method: str, options: argparse.Namespace) -> dict[str, Any]:
+def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     given: dict[str, Any] = {
         "space": "nb201",
         "data": options.data,
@@ -45,108 +60,161 @@ def recipe_of(method: str, options: argparse.Namespace) -> dict[str, Any]:
         "device": options.device,
         "precision": options.precision,
         "engine": options.engine,
+        "seed": seed,
     }
-    given = {key: value for key, value in given.items() if value is not None}
+    given = layered({key: value for key, value in given.items() if value is not None}, assignments(options.set))
     same = resolve({**given, "method": "itnas"}).to_dict()
-    return {**given, **{key: same[key] for key in SHARED}, "method": method}
+    given |= {key: same[key] for key in SHARED}
+    if method == "itnas":  # memory is not what is studied
+        given["method_settings"] = {"recompute": False, **given.get("method_settings", {})}
+    elif options.engine == "compile":
+        given["engine"] = "auto"  # fused cells are faster
+    return resolve({**given, "method": method})
 
 
-def read_table(path: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Architecture string to its accuracies, and the names of the accuracy columns."""
-    if not path.is_file():
-        raise UserError(f"--table must name the NAS-Bench-201 table, but there is no file {path}")
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        names = reader.fieldnames or ()
-        columns = [name for name in names if name.endswith(("_valid", "_test"))]
-        key = next((name for name in names if name.startswith("arch")), None)
-        if key is None or not columns:
-            raise UserError(f"{path}: a table needs an architecture column and accuracies, got {list(names)}")
-        return {row[key]: {name: float(row[name]) for name in columns} for row in reader}, columns
+def folder_of(method: str, seed: int, options: argparse.Namespace) -> Path:
+    return Path(options.runs) / f"{method}-{Path(options.data).stem}-{seed}"
 
 
-def carry_on(method: str, folder: Path, options: argparse.Namespace, deadline: Deadline) -> None:
-    """Runs what is left of a method's seeds; an interruption leaves them resumable."""
-    resume = (folder / SEEDS).is_file()
-    given = {} if resume else recipe_of(method, options)
-    seeds, recipe, folder = seeds_recipe(given, seeds=options.seeds, out=folder, resume=resume)
-    search_seeds_with(recipe, folder, seeds, resume=resume, on_event=lambda seed: deadline)
+def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], options: argparse.Namespace) -> Any:
+    """One search: what it found and what the table says of it and of each epoch's cell; or how far it has come."""
+    folder = folder_of(method, seed, options)
+    if not (folder / "run.json").is_file() or RunFolder.open(folder).manifest["status"] != "finished":
+        done = len(epochs_of(folder))
+        return before if "recipe" in before else {"method": method, "seed": seed, "epochs_done": done}
+    manifest = RunFolder.open(folder).manifest
+    (found,) = bench201.bench_runs(table, [folder])
+    return {
+        "method": method,
+        "seed": seed,
+        "epochs_done": len(epochs_of(folder)),
+        **bench201.to_dict(found),
+        "seconds": manifest["results"]["seconds"],
+        "selection": manifest["results"].get("selection"),
+        **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
+    }
 
 
-def main() -> None:
+def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> Any:
+    """What indicators say on the supernet of a finished search [6][5] by name; computed once, kept in its folder."""
+    folder = folder_of(method, seed, options)
+    file = folder / "indicators.json"
+    if "recipe" not in row or method not in RANKED:
+        return None
+    if not file.is_file():
+        if not (folder / "checkpoint.bin").is_file() or deadline.passed:
+            return row.get("indicators", NOT_MEASURED)
+        # Own alpha or attention is a matter of seconds; the other is trained on the frozen supernet.
+        found = compare_indicators(
+            folder, NAMES, epochs=options.indicator_epochs, device=options.device, data_root=options.data_root
+        )
+        atomic_write_text(file, json.dumps(found, indent=2) + "\n")
+    values = json.loads(file.read_text("utf-8"))["values"]
+    return {name: values[name]["cell"] for name in values}
+
+
+def read_before(record: Path, options: argparse.Namespace) -> dict[tuple[str, int], dict[str, Any]]:
+    """The finished rows of an earlier record; they must come from the same setting."""
+    if not record.is_file():
+        return {}
+    found = {}
+    for row in json.loads(record.read_text("utf-8"))["rows"]:
+        if "recipe" not in row:
+            continue
+        wanted = recipe_of(row["method"], row["seed"], options).to_dict()
+        other = [k for k, v in wanted.items() if k not in OWN and json.loads(json.dumps(v)) != row["recipe"].get(k)]
+        if other:
+            raise UserError(
+                f"searches that are compared must have one setting, but {row['method']} {row['seed']} in {record} has "
+                f"another {', '.join(other)}; give another --out, or remove the record"
+            )
+        found[row["method"], row["seed"]] = row
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _options(arguments)
+    table, deadline = load_table(options.table), Deadline(options.minutes)
+    stem = Path(options.data).stem
+    record = options.out / f"nb201-{stem}.json"
+    before = read_before(record, options)
+    wanted = [(method, seed) for seed in options.seeds for method in options.methods]
+    left = [pair for pair in wanted if pair not in before or (folder_of(*pair, options) / "run.json").is_file()]
+    side_by_side(
+        [(recipe_of(*pair, options), folder_of(*pair, options)) for pair in left],
+        deadline,
+        options.device,
+        options.at_once,
+    )
+    rows = [measured(*pair, table, before.get(pair, {}), options) for pair in dict.fromkeys((*before, *wanted))]
+    rows.sort(key=lambda row: (METHODS.index(row["method"]), row["seed"]))
+    for row in rows:
+        row["indicators"] = indicators(row["method"], row["seed"], row, deadline, options)
+        row["taus"] = rank(table, row["indicators"])
+    zero_cost = proxies(table, options, recipe_of("darts", 0, options), deadline)
+    runs = [bench201.from_dict(table, f"{row['method']}-{row['seed']}", row) for row in rows if "recipe" in row]
+    methods = list(dict.fromkeys([*(row["method"] for row in rows), *options.methods]))
+    summary = {
+        "accuracies": {m: _accuracies([run for run in runs if run.method == m]) for m in methods},
+        "taus": summarise_taus(rows, zero_cost),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    if runs:
+        for column in ("cifar10_valid", "cifar10_test"):
+            svg = bench201.trajectory_svg(runs, column)
+            atomic_write_text(options.out / f"trajectory-{stem}-{column.rsplit('_')[-1]}.svg", svg)
+    write_record(
+        record,
+        "studies.itnas_nb201",
+        rows=rows,
+        zero_cost=zero_cost,
+        summary=summary,
+        optimum=table.optimum(),
+        random=table.chance(),
+        published=PUBLISHED,
+    )
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    show_accuracies(console, table, runs, methods, {m: f"{_done(rows, m)} done" for m in methods}, PUBLISHED)
+    show_taus(console, summary["taus"])
+    console.print(f"written: {record}")
+
+
+def _accuracies(runs: list[bench201.Benched]) -> Any:
+    return {c: spread([run.accuracies[c] for run in runs]) for c in COLUMNS} if runs else NOT_MEASURED
+
+
+def _done(rows: list[dict[str, Any]], method: str) -> str:
+    own = [row for row in rows if row["method"] == method]
+    return f"{sum('recipe' in row for row in own)}/{len(own)}"
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m studies.itnas_nb201", description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, required=True, help="the NAS-Bench-201 table, .csv or .csv.gz")
     parser.add_argument("--data", default="cifar10", help="dataset")
     parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches, in order")
-    parser.add_argument("--seeds", type=int, default=3, help="searches per method")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED", help="seeds of each method")
     parser.add_argument("--epochs", type=int, help="another number than the recipe's 50")
     parser.add_argument("--scale", help="small or paper; by default as suits the data")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="float32 or bfloat16")
-    parser.add_argument("--engine", help="auto, eager or graph")
+    parser.add_argument("--precision", help="auto, float32 or bfloat16")
+    parser.add_argument("--engine", help="auto, eager, graph or compile (for IT-NAS's transformers)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
+    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument(
+        "--indicator-epochs", type=int, default=1, help="of attention on DARTS's supernets, of alpha on IT-NAS's"
+    )
+    parser.add_argument("--proxies", type=int, default=1, metavar="SEEDS", help="seeds of Zero-Cost-PT; 0: without")
     parser.add_argument("--runs", type=Path, default=Path("runs/nb201-evidence"), help="where the searches lie")
-    parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where the record goes")
-    options = parser.parse_args()
-    table, columns = read_table(options.table)
-    deadline = Deadline(options.minutes)
-    rows: list[dict[str, Any]] = []
-    for method in options.methods:
-        folder = options.runs / f"{method}-{Path(options.data).stem}"
-        if not deadline.passed:
-            carry_on(method, folder, options, deadline)
-        rows += [measured(method, seed, folder / f"seed-{seed}", table) for seed in range(options.seeds)]
-    summary: dict[str, Any] = {}
-    for method in options.methods:
-        done = [row["accuracies"] for row in rows if row["method"] == method and row["accuracies"] != NOT_MEASURED]
-        summary[method] = {name: spread([d[name] for d in done]) for name in columns} if done else NOT_MEASURED
-    best = {name: max(entry[name] for entry in table.values()) for name in columns}
-    record = options.out / f"nb201-{Path(options.data).stem}.json"
-    write_record(record, "studies.itnas_nb201", rows=rows, summary=summary, optimum=best)
-    _print(summary, best, columns, options.methods, record)
-
-
-def measured(method: str, seed: int, folder: Path, table: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """One search: what it found and what the table says of it."""
-    row: dict[str, Any] = {"method": method, "seed": seed, "epochs_done": len(epochs_of(folder))}
-    if not (folder / "run.json").is_file() or RunFolder.open(folder).manifest["status"] != "finished":
-        return {**row, "accuracies": NOT_MEASURED}
-    manifest = RunFolder.open(folder).manifest
-    text = notation.to_nb201(Genotype.load(folder))
-    return {
-        **row,
-        "architecture": text,
-        "accuracies": table[text],
-        "seconds": manifest["results"]["seconds"],
-        "selection": manifest["results"].get("selection"),
-        "hardware": manifest["hardware"],
-        "versions": manifest["versions"],
-        "git": manifest["git"],
-        "recipe": manifest["recipe"],
-    }
-
-
-def _print(
-    summary: dict[str, Any], best: dict[str, float], columns: list[str], methods: list[str], record: Path
-) -> None:
-    shown = Table(title="accuracies of what was found, from the table: mean ± std (n)")
-    for column in ("method", *columns, "paper, CIFAR-10 test"):
-        shown.add_column(column, justify="left" if column == "method" else "right")
-    for method in methods:
-        found = summary[method]
-        cells = [NOT_MEASURED] * len(columns) if found == NOT_MEASURED else [_cell(found[name]) for name in columns]
-        shown.add_row(method, *cells, PUBLISHED.get(method, ""))
-    shown.add_row("optimum", *(f"{best[name]:.2f}" for name in columns), "94.37")
-    console = Console()
-    console.print(shown)
-    console.print(f"written: {record}")
-
-
-def _cell(found: dict[str, Any]) -> str:
-    error = "" if found["std"] is None else f" ± {found['std']:.2f}"
-    return f"{found['mean']:.2f}{error} (n={found['n']})"
+    parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where record and drawings go")
+    found = parser.parse_args(arguments)
+    candidates = recipe_of("itnas", 0, found).space_settings.get("candidates")
+    if list(candidates or OPERATIONS) != list(OPERATIONS):
+        raise UserError(f"the table knows the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

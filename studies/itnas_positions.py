@@ -28,7 +28,7 @@ from softcell.nn.candidates import candidate, known_candidates
 from softcell.nn.lite_transformer import LiteTransformer
 from softcell.search import resolve
 from softcell.search.restored import restore
-from studies.runs import NOT_MEASURED, Deadline, carry_on, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, spread, write_record
 
 CELL = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 PLANTED = ("noise_a", "noise_b", "skip_connect", "noise_c")
@@ -198,4 +198,4 @@ def _print(summary: dict[str, Any], record: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -8,14 +8,20 @@ import signal
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from softcell.engine import RunFolder
+from softcell.engine import RunFolder, resolve_device
 from softcell.engine.events import Event, Stepped
 from softcell.engine.files import atomic_write_text
+from softcell.engine.interrupt import Interrupt
+from softcell.engine.lanes import interleave
 from softcell.engine.provenance import collect, now
+from softcell.errors import UserError
 from softcell.search import SearchRecipe, search, stored_recipe
+from softcell.search.search import searching
 
 NOT_MEASURED = "not measured"
 
@@ -48,6 +54,39 @@ def carry_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str
         search(recipe, folder, resume=begun, on_event=deadline)
     manifest = RunFolder.open(folder).manifest
     return manifest if manifest["status"] == "finished" else None
+
+
+def side_by_side(
+    jobs: Sequence[tuple[SearchRecipe, Path]], deadline: Deadline, device: str, at_once: int | None = None
+) -> None:
+    """Runs all searches that are not finished, or what is left of them, until they are or the time is over.
+
+    at_once: how many share the device; None: all of them on a GPU, one elsewhere.
+    """
+    starts = []
+    for recipe, folder in jobs:
+        begun = (folder / "run.json").is_file()
+        if begun:
+            kept = ("threads", "precision")  # decided when the run began
+            recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
+        if begun and RunFolder.open(folder).manifest["status"] == "finished":
+            continue
+        starts.append(partial(searching, recipe, folder, resume=begun, on_event=deadline))
+    where = resolve_device(device)
+    with Interrupt():
+        found = interleave(starts, where, at_once or (len(starts) if where.type == "cuda" else 1))
+    for error in found:
+        if isinstance(error, Exception):
+            raise error
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Runs a study; what is wrong with its arguments is told in a line, with exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def epochs_of(folder: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,14 @@ from rich.table import Table
 from softcell.api import layered
 from softcell.arch import Genotype
 from softcell.data import load
-from softcell.engine import RunFolder, resolve_device
+from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interrupt import Interrupt
-from softcell.engine.lanes import interleave
 from softcell.report import curves_svg
 from softcell.report.svg import to_svg
-from softcell.search import SearchRecipe, resolve, stored_recipe
-from softcell.search.search import searching
+from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces.count import count_genotype, evaluation_space
-from studies.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, side_by_side, spread, write_record
 
 LEVELS = ("mild", "moderate", "aggressive")
 CURVES = ("train_accuracy", "val_accuracy", "child_accuracy", "entropy")
@@ -66,23 +62,10 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
 
 def run_all(arms: list[str], options: argparse.Namespace) -> None:
     """Goes on with everything that is not finished, side by side, until it is or the time is over."""
-    deadline, starts = Deadline(options.minutes), []
-    for seed in range(options.seeds):
-        for arm in arms:
-            folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
-            begun = (folder / "run.json").is_file()
-            if begun and RunFolder.open(folder).manifest["status"] == "finished":
-                continue
-            if begun:
-                kept = ("threads", "precision")  # decided when the run began
-                recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
-            starts.append(partial(searching, recipe, folder, resume=begun, on_event=deadline))
-    device = resolve_device(options.device)
-    with Interrupt():
-        found = interleave(starts, device, options.at_once or (len(starts) if device.type == "cuda" else 1))
-    for error in found:
-        if isinstance(error, Exception):
-            raise error
+    jobs = [
+        (recipe_of(arm, seed, options), folder_of(arm, seed, options)) for seed in range(options.seeds) for arm in arms
+    ]
+    side_by_side(jobs, Deadline(options.minutes), options.device, options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -184,4 +167,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from softcell.engine import compiled
+from softcell.nn.lite_transformer import LiteTransformer
 from softcell.search import resolve, search
 
 
@@ -22,13 +23,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_compiled_search_ends_as_a_plain_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["snas", "itnas"])
+def test_a_compiled_search_ends_as_a_plain_one(method: str, tmp_path: Path) -> None:
     losses, notes = {}, []
     for engine in ("eager", "compile"):
         recipe = resolve(
             {
                 "space": "nb201",
-                "method": "snas",
+                "method": method,
                 "epochs": 1,
                 "engine": engine,
                 "batch_size": 256,
@@ -44,6 +46,18 @@ def test_a_compiled_search_ends_as_a_plain_one(tmp_path: Path) -> None:
         losses[engine] = found.metrics[-1]["train_loss"]
     assert losses["compile"] == pytest.approx(losses["eager"], rel=1e-5)
     assert not [text for text in notes if text and "compile" in text]
+
+
+def test_lite_transformers_of_one_shape_are_compiled_once_and_whole() -> None:
+    outputs = {0: None, **{k: torch.randn(2, 4, 8, 8) for k in (1, 2)}}
+    modules = [LiteTransformer((4, 8, 8), 3) for _ in range(3)]
+    expected = [module(outputs) for module in modules]
+    assert compiled.compile_regions(modules, pytest.fail)
+    torch._dynamo.utils.counters.clear()
+    for module, plain in zip(modules, expected, strict=True):
+        torch.testing.assert_close(module(outputs), plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_regions_are_compiled_in_place_and_keep_their_names() -> None:

@@ -14,8 +14,9 @@ from search_toys import settings, write_data
 from softcell.api import compare_indicators
 from softcell.arch import WeightMix
 from softcell.errors import UserError
+from softcell.methods import fitted
 from softcell.search import resolve, search
-from softcell.search.indicators import Without, compute, perturbation, summary
+from softcell.search.indicators import Without, compute, perturbation, summary, trained_selector
 from softcell.search.restored import restore
 
 
@@ -91,8 +92,24 @@ def test_attention_of_its_own_supernet_is_that_of_the_search(runs: dict[str, Pat
     kept = found.method.probabilities()["cell"].double().clone()
     looked = compute(found, ["attention"], tell=silent)["attention"]["cell"]
     torch.testing.assert_close(looked, kept, rtol=1e-6, atol=1e-9)
-    with pytest.raises(UserError, match="no architecture parameters"):
-        compute(found, ["alpha"], tell=silent)
+
+
+def test_alpha_is_trained_on_the_supernet_of_a_method_without_and_leaves_it_alone(runs: dict[str, Path]) -> None:
+    found = restore(runs["itnas"], device="cpu")
+    before = {name: value.clone() for name, value in found.supernet.state_dict().items()}
+    alpha = compute(found, ["alpha"], tell=silent)["alpha"]["cell"]
+    assert all(torch.equal(value, before[name]) for name, value in found.supernet.state_dict().items())
+    torch.testing.assert_close(alpha.sum(1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-6)
+
+    # Every logit moves against its gradient: Adam's first steps have the size of its learning rate.
+    supernet, method = trained_selector(found, 1, silent, "darts")
+    logits = torch.cat([p.detach().flatten() for p in method.parameters()])
+    torch.manual_seed(found.recipe.seed)
+    fresh = fitted(type(method), type(method).Settings(), supernet)
+    moved = logits - torch.cat([p.detach().flatten() for p in fresh.parameters()])
+    steps = -(-len(found.parts["validation"]) // found.recipe.batch_size)
+    assert 0 < float(moved.abs().max()) <= steps * found.recipe.architecture.lr * 1.5
+    torch.testing.assert_close(method.probabilities()["cell"].detach().double(), alpha)
 
 
 def test_ranks_and_taus_by_hand(runs: dict[str, Path]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,38 +14,73 @@ from search_toys import write_data
 
 from softcell.arch import Cell, Genotype, notation
 from softcell.errors import UserError
+from softcell.evaluate.nb201 import COLUMNS, load_table
 from softcell.spaces import build_space
 from studies import itnas_nb201 as nb201
 from studies import itnas_positions as positions
 
 
-def test_searches_of_several_seeds_go_on_and_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All cells: CIFAR-10's test accuracies fall with the number, the others rise."""
     layout = build_space("nb201", {}).layout()
-    lines = ["arch,cifar10_valid,cifar10_test,params,cifar10_test_nats"]
-    lines += [
-        f"{notation.to_nb201(Genotype('nb201', {'cell': Cell(picks, (3,))}))},{i / 200},{90 - i / 200},1,7"
-        for i, picks in enumerate(layout.rule.enumerate(layout.tables[0]))  # type: ignore[attr-defined]
-    ]
-    table = tmp_path / "table.csv"
-    table.write_text("\n".join(lines) + "\n")
+    lines = [",".join(("arch", *COLUMNS, "cifar10_test_nats"))]
+    for i, picks in enumerate(layout.rule.enumerate(layout.tables[0])):  # type: ignore[attr-defined]
+        text = notation.to_nb201(Genotype("nb201", {"cell": Cell(picks, (3,))}))
+        values = [90 - i / 200 if column == "cifar10_test" else i / 200 for column in COLUMNS]
+        lines.append(",".join((text, *map(str, values), "7")))
+    path = tmp_path_factory.mktemp("nb201") / "table.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_searches_go_on_are_looked_up_and_ranked_and_records_grow(
+    tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = load_table(table)
+    monkeypatch.setattr(nb201, "load_table", lambda path: known if path == table else load_table(path))
     data = write_data(tmp_path / "data.npz", train=32)
-    given = ["--data", str(data), "--scale", "small", "--epochs", "1", "--device", "cpu", "--table", str(table)]
-    given += ["--methods", "itnas", "--seeds", "2", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
-    for minutes, finished in (("0", False), ("60", True)):
-        monkeypatch.setattr(sys, "argv", ["evidence", *given, "--minutes", minutes])
-        nb201.main()
-        record = json.loads((tmp_path / "nb201-data.json").read_text())
-        if not finished:
-            assert record["summary"]["itnas"] == "not measured"
-            continue
-        assert record["optimum"] == {"cifar10_valid": 15624 / 200, "cifar10_test": 90.0}
-        found = record["summary"]["itnas"]["cifar10_test"]
-        assert found["n"] == 2
-        for row in record["rows"]:
-            line = next(line for line in lines if line.startswith(row["architecture"] + ","))
-            assert row["accuracies"]["cifar10_test"] == float(line.split(",")[2])
-    with pytest.raises(UserError, match="no file"):
-        nb201.read_table(tmp_path / "absent.csv")
+    given = ["--data", str(data), "--scale", "small", "--epochs", "2", "--device", "cpu", "--table", str(table)]
+    given += ["--set", "space.cells_per_stage=1", "--set", "space.channels=2", "--methods", "itnas", "darts"]
+    given += ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]
+
+    def record() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((tmp_path / "nb201-data.json").read_text())
+        return found
+
+    nb201.main([*given, "--seeds", "0", "--minutes", "0"])
+    assert record()["summary"]["accuracies"]["itnas"] == "not measured" and record()["summary"]["taus"] == []
+    nb201.main([*given, "--seeds", "0"])
+    first = record()
+    assert first["optimum"]["cifar10_test"] == 90.0 and first["optimum"]["cifar10_valid"] == 15624 / 200
+    for row in first["rows"]:
+        assert row["accuracies"] == known.lookup(notation.parse(row["architecture"]))
+        assert [step["epoch"] for step in row["trajectory"]] == [0, 1]
+        assert row["trajectory"][-1]["cifar10_test"] == row["accuracies"]["cifar10_test"]
+        own = "attention" if row["method"] == "itnas" else "alpha"
+        torch.testing.assert_close(
+            torch.tensor(row["indicators"][own]), torch.tensor(row["indicator"]), rtol=1e-5, atol=1e-7
+        )
+        assert row["taus"][own]["derives"] == row["architecture"]
+    named = {(t["supernet"], t["indicator"]) for t in first["summary"]["taus"]}
+    assert {(s, i) for s in ("itnas", "darts") for i in ("attention", "alpha", "perturbation")} <= named
+    assert {("untrained", "naswot"), ("untrained", "synflow")} <= named
+    for split in ("valid", "test"):
+        assert (tmp_path / f"trajectory-data-{split}.svg").is_file()
+
+    shutil.rmtree(tmp_path / "runs")  # another machine has the record alone
+    nb201.main([*given, "--seeds", "1", "--proxies", "0"])
+    second = record()
+    assert [(r["method"], r["seed"]) for r in second["rows"]] == [(m, s) for m in ("itnas", "darts") for s in (0, 1)]
+    assert [r for r in second["rows"] if r["seed"] == 0] == first["rows"]
+    assert second["summary"]["accuracies"]["darts"]["cifar10_test"]["n"] == 2
+    assert "itnas (n=2; 2/2 done)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="another epochs"):
+        nb201.main([*given, "--seeds", "1", "--epochs", "3"])
+    with pytest.raises(UserError, match="does not exist"):
+        nb201.main(["--table", str(tmp_path / "absent.csv")])
+    with pytest.raises(UserError, match="in this order"):
+        nb201.main([*given, "--set", "space.candidates=[none, skip_connect]"])
 
 
 def test_positions_and_content_are_read_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

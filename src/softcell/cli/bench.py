@@ -255,6 +255,7 @@ def _proxy(
     """Zero-Cost-PT on an untrained supernet of the benchmark's size."""
     from softcell.arch import derive
     from softcell.data import load
+    from softcell.data.feeds import first_images
     from softcell.evaluate.nb201 import OPERATIONS
     from softcell.evaluate.proxies import PROXIES, indicator
     from softcell.evaluate.ranking import RANKINGS, taus
@@ -263,7 +264,7 @@ def _proxy(
     if name not in PROXIES:
         raise UserError(f"--proxy must be one of {', '.join(PROXIES)}, got {name!r}")
     dataset = load(data, data_root, None)
-    images = proxy_images(dataset)
+    images = first_images(dataset, 32)
     space = build_space("nb201", {"candidates": OPERATIONS})
     found = indicator(space, name, images, dataset.num_classes, seed)
     genotype = derive(space.layout(), found)
@@ -281,16 +282,6 @@ def _look_up_found(screen: Console, table: Nb201Table, name: str, genotype: Any)
 
     found = {column: f"{value:.2f}" for column, value in table.lookup(genotype).items()}
     _accuracies(screen, [(name, "", found), *accuracy_rows(table, [])])
-
-
-def proxy_images(dataset: Any, number: int = 32) -> Any:
-    """The first training images [n, c, h, w], normalised."""
-    import torch
-
-    from softcell.data.feeds import Feeds
-
-    feeds = Feeds(dataset, number, 0, torch.device("cpu"), torch.float32, rank=0, world=1)
-    return next(iter(feeds.plain(dataset.train, torch.arange(number)).epoch(0))).images
 
 
 def _print(screen: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

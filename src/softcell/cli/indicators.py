@@ -26,7 +26,7 @@ def indicators(
     ] = None,
     images: Annotated[int, typer.Option(metavar="N", min=1, help="Validation images that perturbation uses.")] = 512,
     epochs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Epochs of Lite-Transformers on another method's frozen supernet.")
+        int, typer.Option(metavar="N", min=1, help="Epochs of what is trained on another method's frozen supernet.")
     ] = 1,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the JSON; else into the run.")
@@ -39,7 +39,8 @@ def indicators(
     """Compare what indicators say of the candidates of one trained supernet, edge by edge.
 
     alpha are the probabilities of the search's own method; attention is that of IT-NAS's indicator token, from one pass
-    over the validation split; perturbation is the accuracy that the supernet loses without a candidate.
+    over the validation split; perturbation is the accuracy that the supernet loses without a candidate. Attention on
+    another method's supernet, and alpha on one of IT-NAS (only if asked for), are trained on it first, weights frozen.
     """
     from softcell.api import compare_indicators
     from softcell.cli.console import console, write

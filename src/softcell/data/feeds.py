@@ -61,3 +61,9 @@ class Feeds:
             world=self.world,
             drop_last=training,
         )
+
+
+def first_images(dataset: Dataset, number: int) -> Tensor:
+    """The first training images [n, c, h, w], normalised."""
+    feeds = Feeds(dataset, number, 0, torch.device("cpu"), torch.float32)
+    return next(iter(feeds.plain(dataset.train, torch.arange(number)).epoch(0))).images

@@ -8,6 +8,7 @@ Dong, Yang, ICLR 2020; NATS-Bench, TPAMI 2021 (topology space). A table is a CSV
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import io
 import math
@@ -75,15 +76,21 @@ class Nb201Table:
 
         NaN where the table holds none.
         """
-        position = COLUMNS.index(column)
-        found = [[math.nan] * len(OPERATIONS) for _ in EDGES]
+        values = self.values[:, COLUMNS.index(column)]
+        found = np.full((len(EDGES), len(OPERATIONS)), -math.inf)
+        for edge in range(len(EDGES)):
+            np.maximum.at(found[edge], self._codes[:, edge], values)
+        found[np.isinf(found)] = math.nan
+        return [[float(value) for value in row] for row in found]
+
+    @functools.cached_property
+    def _codes(self) -> NDArray[np.int64]:
+        """The number of each architecture's operation on each edge [architectures, 6]."""
+        numbers = {op: k for k, op in enumerate(OPERATIONS)}
+        codes = np.empty((len(self), len(EDGES)), dtype=np.int64)
         for ops, row in self.index.items():
-            value = float(self.values[row, position])
-            for edge, op in enumerate(ops):
-                k = OPERATIONS.index(op)
-                if not found[edge][k] >= value:
-                    found[edge][k] = value
-        return found
+            codes[row] = [numbers[op] for op in ops]
+        return codes
 
     def discretisation(self, genotype: Genotype, column: str) -> list[list[float]]:
         """Per edge and operation the accuracy of `genotype` with that operation there instead: [6][5]."""

@@ -66,6 +66,10 @@ class Method(nn.Module, ABC):
     def fit(self, shapes: Shapes) -> None:
         """Makes what depends on the shapes of the candidates' outputs; called once, before anything else."""
 
+    def regions(self) -> Sequence[nn.Module]:
+        """Modules of its own that work on feature maps; `engine=compile` compiles them instead of the cells."""
+        return ()
+
     @abstractmethod
     def relax(self) -> Mix:
         """The mix of one step. Runs on the device's clock: nothing in it may wait for the host."""

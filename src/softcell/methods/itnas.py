@@ -244,6 +244,9 @@ class ItNas(Method):
             )
             self.places[table.name].append((site, choice))
 
+    def regions(self) -> Sequence[nn.Module]:
+        return list(self.transformers.values())
+
     def relax(self) -> Mix:
         return ItMix(self, plan=None if self.settings.paths == "all" else self.planned())
 

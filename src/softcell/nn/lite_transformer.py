@@ -8,14 +8,16 @@ summaries of the maps, values stay maps:
     Z   = W_v Σ_k a_k X_k                                 (W_v commutes with the sum, so it is applied once)
     Y   = LN(X_0 + Z),  output = LN(Y + FFN(Y))
 
-Only the IT's row is computed: nobody reads the other tokens' outputs.
+Only the IT's row is computed: nobody reads the other tokens' outputs. Maps are laid together, channels last, so that a
+step has few large operations instead of many small ones: on a GPU each costs a launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.nn.pool import adaptive_windows
@@ -58,46 +60,76 @@ class LiteTransformer(nn.Module):
         outputs: maps [n, c, h, w] by position (0 is the first candidate); None stands for zeros. Candidates that are
         not there take no part: their attention is 0.
         """
-        attention = self.attend(outputs)
-        return (attention,) if attention_alone else (self.combine(outputs, attention), attention)
+        if attention_alone:
+            return (self.attend(outputs),)
+        maps = self._laid_together([x for x in outputs.values() if x is not None])
+        weights = self._attention(self._summaries(maps[:, 1:]), _order(outputs))
+        return self.combine(maps, weights), self._by_position(weights, _order(outputs))
 
     def attend(self, outputs: Mapping[int, Tensor | None]) -> Tensor:
         """a [n, tokens + 1], in float32 at least whatever the maps are in; all-zero columns for absent candidates."""
-        like = _first(outputs)
-        with torch.autocast(like.device.type, enabled=False):
-            exact = self.positions.dtype  # float32 at least: weights are never kept shorter
-            summaries = [self._summary(self.indicator[None], exact) + self.positions[0].to(exact)]
-            for k, x in outputs.items():
-                place = self.positions[k + 1].to(exact)[None]
-                summaries.append(place if x is None else self._summary(x, exact) + place)
-            n = like.shape[0]
-            tokens = self.norm(torch.stack([s.expand(n, -1) for s in summaries[1:]], dim=1))  # [n, m, d]
-            first = self.norm(summaries[0])  # [1, d]
-            keys = torch.cat([self.key(first).expand(n, 1, -1), self.key(tokens)], dim=1)
-            logits = (keys @ self.query(first)[0]) * keys.shape[-1] ** -0.5  # Eq 4: [n, m + 1]
-            present = torch.softmax(logits, dim=1)
-            if len(outputs) == self.tokens and all(k == i for i, k in enumerate(outputs)):
-                return present
-            absent = present.new_zeros(n)
-            columns = {k: present[:, i + 1] for i, k in enumerate(outputs)}
-            return torch.stack([present[:, 0], *(columns.get(k, absent) for k in range(self.tokens))], dim=1)
+        present = [x for x in outputs.values() if x is not None]
+        assert present, "tokens of zeros alone have no attention"
+        if all(x.shape[1:] == self.shape for x in present):
+            summaries = self._summaries(self._laid_together(present)[:, 1:])
+        else:
+            summaries = torch.stack([self._summary(x) for x in present], dim=1)
+        return self._by_position(self._attention(summaries, _order(outputs)), _order(outputs))
 
-    def combine(self, outputs: Mapping[int, Tensor | None], attention: Tensor) -> Tensor:
-        """The IT's output [n, c, h, w] given its attention [n, tokens + 1]."""
-        like = _first(outputs)
-        weights = attention.unbind(1)
-        total = weights[0][:, None, None, None] * self.indicator
-        for k, x in outputs.items():
-            if x is not None:
-                total = torch.addcmul(total, x.to(total.dtype), weights[k + 1][:, None, None, None])
-        total = self.after_attention(self.indicator + self.value(total))
-        output: Tensor = self.after_ffn(total + self.ffn(total))
-        return output.to(like.dtype)
+    def _attention(self, summaries: Tensor, order: Sequence[int]) -> Tensor:
+        """a [n, tokens that are there] from the summaries [n, m, d] of the maps.
 
-    def _summary(self, x: Tensor, exact: torch.dtype) -> Tensor:
-        """[n, c, h, w], or [n, 1, h, w] or [n, c, h', w'] of a calibrating candidate, to [n, d] in `exact`."""
-        (c, h, w), (n, own, *sides) = self.shape, x.shape
-        rows, columns = (h, w) if self.pool is None else (self.pool, self.pool)
+        order: the positions of all tokens that are there: the IT, the maps and, last, those of zeros.
+        """
+        n, m, d = summaries.shape
+        with torch.autocast(summaries.device.type, enabled=False):
+            parts = [self._summary(self.indicator[None]).expand(n, 1, d), summaries]
+            if len(order) > m + 1:
+                parts.append(summaries.new_zeros(1).expand(n, len(order) - m - 1, d))
+            tokens = self.norm(torch.cat(parts, dim=1) + _rows(self.positions, order))
+            # q·(W_k t) = (W_k^T q)·t: one vector meets every token instead of a matrix. The IT's token is the same for
+            # all images.
+            asked = self.key.weight.T @ (self.query.weight @ tokens[0, 0])
+            return torch.softmax(tokens @ asked * self.query.out_features**-0.5, dim=1)  # Eq 4
+
+    def _by_position(self, weights: Tensor, order: Sequence[int]) -> Tensor:
+        """[n, tokens that are there] to [n, tokens + 1]: 0 for those that are not."""
+        columns = dict(zip(order, weights.unbind(1), strict=True))
+        absent = weights.new_zeros(1).expand(weights.shape[0]) if len(order) <= self.tokens else None
+        return torch.stack([columns.get(k, absent) for k in range(self.tokens + 1)], dim=1)  # type: ignore[misc]
+
+    def combine(self, maps: Tensor, weights: Tensor) -> Tensor:
+        """The IT's output [n, c, h, w], given maps [n, m + 1, h, w, c] that begin with its own, and its attention."""
+        n, m, h, w, c = maps.shape
+        with torch.autocast(maps.device.type, enabled=False):  # in the maps' own precision from here to the end
+            short = weights[:, None, :m].to(maps.dtype)
+            total = torch.bmm(short, maps.view(n, m, -1)).view(n, h * w, c)
+            value = self.value.weight.flatten(1).T.to(maps.dtype)
+            own = self.indicator.to(maps.dtype).permute(1, 2, 0).reshape(1, h * w, c)
+            total = _normalised(torch.baddbmm(own, total, value.expand(n, c, c)), self.after_attention)
+            inner = torch.relu(_pointwise(total, self.ffn[0]))
+            total = _normalised(total + _pointwise(inner, self.ffn[2]), self.after_ffn)
+        return total.view(n, h, w, c).permute(0, 3, 1, 2)
+
+    def _laid_together(self, maps: Sequence[Tensor]) -> Tensor:
+        """The IT's map and others [n, c, h, w] as one tensor [n, m + 1, h, w, c]."""
+        first = self.indicator.to(maps[0].dtype).expand(maps[0].shape)
+        return torch.stack([x.permute(0, 2, 3, 1) for x in (first, *maps)], dim=1)
+
+    def _summaries(self, maps: Tensor) -> Tensor:
+        """[n, m, h, w, c] to [n, m, d] in the precision of the positions."""
+        n, m, h, w, c = maps.shape
+        rows, columns = self._sides()
+        if h % rows or w % columns:
+            return self._summary(maps.permute(0, 1, 4, 2, 3).reshape(n * m, c, h, w)).view(n, m, -1)
+        small = maps.view(n, m, rows, h // rows, columns, w // columns, c)
+        small = small.mean(dim=(3, 5), dtype=self.positions.dtype)
+        return small.permute(0, 1, 4, 2, 3).reshape(n, m, -1)
+
+    def _summary(self, x: Tensor) -> Tensor:
+        """[n, c, h, w], or [n, 1, h, w] or [n, c, h', w'] of a calibrating candidate, to [n, d], as exact as that."""
+        c, (n, own, *sides), exact = self.shape[0], x.shape, self.positions.dtype
+        rows, columns = self._sides()
         if sides == [rows, columns]:
             small = x.to(exact)
         elif sides[0] % rows == 0 and sides[1] % columns == 0:
@@ -106,11 +138,39 @@ class LiteTransformer(nn.Module):
         else:
             across = adaptive_windows(sides[0], rows, x.device, exact)
             along = adaptive_windows(sides[1], columns, x.device, exact)
-            small = across @ x.to(exact) @ along.T
+            with torch.autocast(x.device.type, enabled=False):
+                small = across @ x.to(exact) @ along.T
         return small.expand(n, c, rows, columns).reshape(n, -1)
 
+    def _sides(self) -> tuple[int, int]:
+        return self.shape[1:] if self.pool is None else (self.pool, self.pool)
 
-def _first(outputs: Mapping[int, Tensor | None]) -> Tensor:
-    found = next((x for x in outputs.values() if x is not None), None)
-    assert found is not None, "tokens of zeros alone have no attention"
-    return found
+
+def _order(outputs: Mapping[int, Tensor | None]) -> list[int]:
+    """The positions of the IT, of the maps, and of tokens of zeros."""
+    maps = [k + 1 for k, x in outputs.items() if x is not None]
+    return [0, *maps, *(k + 1 for k, x in outputs.items() if x is None)]
+
+
+def _rows(x: Tensor, wanted: Sequence[int]) -> Tensor:
+    """Rows of a matrix in runs; without an index tensor, which would have to reach the device first."""
+    runs: list[list[int]] = []
+    for k in wanted:
+        if runs and runs[-1][1] == k:
+            runs[-1][1] = k + 1
+        else:
+            runs.append([k, k + 1])
+    parts = [x[start:end] for start, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _pointwise(x: Tensor, layer: nn.Module) -> Tensor:
+    """A 1×1 convolution of [n, h·w, c], as the linear layer that it is."""
+    assert isinstance(layer, nn.Conv2d) and layer.bias is not None
+    return F.linear(x, layer.weight.flatten(1).to(x.dtype), layer.bias.to(x.dtype))
+
+
+def _normalised(x: Tensor, norm: nn.GroupNorm) -> Tensor:
+    """`norm` of tokens [n, h·w, c], which lie channels-last: group norm would copy them on a GPU."""
+    scaled = F.layer_norm(x, x.shape[1:], eps=norm.eps)
+    return torch.addcmul(norm.bias.to(x.dtype), scaled, norm.weight.to(x.dtype))

@@ -14,6 +14,7 @@ from typing import Any
 
 from softcell.arch import Genotype
 from softcell.arch.genotype import FORMAT, VERSION
+from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table
 from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
@@ -63,6 +64,26 @@ def _benched(table: Nb201Table, folder: Path) -> Benched:
         tuple(_trajectory(table, cells)),
         _indicator(recipe, cells),
     )
+
+
+def to_dict(run: Benched) -> dict[str, Any]:
+    """Plain data, from which `from_dict` makes the same again where the run folder is gone."""
+    return {
+        "method": run.method,
+        "seed": run.seed,
+        "architecture": to_nb201(run.genotype),
+        "accuracies": dict(run.accuracies),
+        "trajectory": [dict(row) for row in run.trajectory],
+        "indicator": None if run.indicator is None else [list(row) for row in run.indicator],
+    }
+
+
+def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched:
+    """What `to_dict` gave; the accuracies of the cell are looked up anew."""
+    genotype, rows = from_nb201(data["architecture"]), data["indicator"]
+    indicator = None if rows is None else tuple(tuple(map(float, row)) for row in rows)
+    accuracies, trajectory = table.lookup(genotype), tuple(data["trajectory"])
+    return Benched(label, data["method"], data["seed"], genotype, accuracies, trajectory, indicator)
 
 
 def _trajectory(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:

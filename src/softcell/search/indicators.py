@@ -1,6 +1,7 @@
 """What different indicators say of the candidates of one and the same supernet.
 
-- `alpha`: the probabilities of the method that trained it.
+- `alpha`: the probabilities of the method that trained it. Where that has none (IT-NAS), DARTS's logits are trained on
+  the supernet with its weights frozen, on the validation split.
 - `attention`: the indicator token of IT-NAS. Where another method trained the supernet, its weights are frozen and
   Lite-Transformers are trained on it first; batch-norm then measures its statistics anew.
 - `perturbation` (DARTS-PT: Wang et al., Rethinking Architecture Selection in Differentiable NAS, ICLR 2021): how much
@@ -23,7 +24,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, Rule
 from softcell.arch.derive import rows, strongest
 from softcell.data import Batch
-from softcell.engine.optim import sgd
+from softcell.engine.optim import adam, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
@@ -62,10 +63,10 @@ class Without(Mix):
 def compute(
     found: Restored, wanted: Iterable[str] | None = None, *, images: int = 512, epochs: int = 1, tell: Tell
 ) -> dict[str, Tables]:
-    """The indicators by name; all that the run's method allows where none is asked for.
+    """The indicators by name; where none is asked for, all that the run's method has or that need no training.
 
-    images: how many of the validation split perturbation looks at. epochs: how long Lite-Transformers learn on the
-    supernet of another method.
+    images: how many of the validation split perturbation looks at. epochs: how long Lite-Transformers, or DARTS's
+    logits, learn on the supernet of another method.
     """
     has_alpha = not found.looks()
     names = tuple(wanted) if wanted is not None else tuple(n for n in NAMES if n != "alpha" or has_alpha)
@@ -76,9 +77,8 @@ def compute(
     for name in names:
         tell(name)
         if name == "alpha":
-            if not has_alpha:
-                raise UserError(f"{found.recipe.method} has no architecture parameters: it looks at images")
-            result[name] = _host(found.method.probabilities())
+            method = found.method if has_alpha else trained_selector(found, epochs, tell, "darts")[1]
+            result[name] = _host(method.probabilities())
         elif name == "attention":
             result[name] = attention(found, epochs, tell)
         else:
@@ -102,26 +102,37 @@ def attention(found: Restored, epochs: int, tell: Tell, selector: str = "itnas")
 
 
 def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) -> tuple[Supernet, Method]:
-    """A copy of the supernet with frozen weights and norms measured anew, and Lite-Transformers trained on it."""
+    """A copy of the supernet with frozen weights and norms measured anew, and the method `selector` trained on it.
+
+    A single-level one learns as the weights did, on their split; another as architectures do, on the validation split.
+    """
     if epochs < 1:
-        raise UserError(f"Lite-Transformers need at least one epoch on another method's supernet, but got {epochs}")
+        raise UserError(f"{selector} needs at least one epoch on another method's supernet, but got {epochs}")
     kind = METHODS.get(selector)
     assert issubclass(kind, Method)
     supernet = copy.deepcopy(found.supernet).requires_grad_(False).train()
     torch.manual_seed(found.recipe.seed)
     method = fitted(kind, kind.Settings(), supernet)
     method.to(found.device, next(supernet.parameters()).dtype)
-    w = found.recipe.weights
-    optimiser = sgd(method.parameters(), found.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay)
-    batches = found.feeds().training(found.parts["weights"], found.dataset.augment)
+    w, a, single = found.recipe.weights, found.recipe.architecture, kind.regime == "single-level"
+    optimiser: torch.optim.Optimizer
+    if single:
+        optimiser = sgd(method.parameters(), found.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay)
+    else:
+        groups, betas = method.parameter_groups(a.lr, a.weight_decay), (a.beta1, a.beta2)
+        optimiser = adam(groups, found.device, lr=a.lr, betas=betas, weight_decay=a.weight_decay)
+    batches = found.feeds().training(found.parts["weights" if single else "validation"], found.dataset.augment)
     for epoch in range(epochs):
         tell(f"{selector} on the frozen supernet, epoch {epoch + 1} of {epochs}")
-        set_lr(optimiser, rate_at(epoch, epochs, w.lr, w.lr_min, w.schedule))
+        method.begin_epoch(epoch / max(1, epochs - 1))
+        if single:
+            set_lr(optimiser, rate_at(epoch, epochs, w.lr, w.lr_min, w.schedule))
         for batch in batches.epoch(epoch):
             loss = F.cross_entropy(supernet(batch.images, method.relax()), batch.labels)
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(method.parameters(), w.clip)
+            if single:
+                torch.nn.utils.clip_grad_norm_(method.parameters(), w.clip)
             optimiser.step()
     return supernet, method
 

@@ -91,7 +91,7 @@ class SearchTask:
         self._collapse = CollapseWatch(recipe.collapse, tell)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
-        if recipe.engine == "compile" and compile_regions(supernet.regions(), tell):
+        if recipe.engine == "compile" and compile_regions(method.regions() or supernet.regions(), tell):
             self._cells = modules_only  # the compiler makes its own kernels
         engine = recipe.engine
         if (kinds := method.num_plans()) is not None and kinds > KEPT:

@@ -1,0 +1,116 @@
+"""Indicators of one supernet set beside the table of NAS-Bench-201, for `studies.itnas_nb201`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from softcell.arch import derive
+from softcell.arch.notation import to_nb201
+from softcell.data import load
+from softcell.data.feeds import first_images
+from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table
+from softcell.evaluate.proxies import PROXIES, indicator
+from softcell.evaluate.ranking import RANKINGS, mean_tau, taus
+from softcell.report.bench201 import Benched, accuracy_rows
+from softcell.search import SearchRecipe
+from softcell.spaces import build_space
+from studies.runs import NOT_MEASURED, Deadline
+
+NAMES = ("attention", "alpha", "perturbation")
+RANKED_BY = ("cifar10_valid", "cifar10_test")
+
+
+def rank(table: Nb201Table, found: Any) -> Any:
+    """Tau-b per edge of each indicator [6][5], by name, column and ranking; None where one tells nothing apart."""
+    if not isinstance(found, Mapping):
+        return found
+    layout = build_space("nb201", {"candidates": OPERATIONS}).layout()
+    result: dict[str, Any] = {}
+    for name, values in found.items():
+        genotype = derive(layout, {"cell": torch.tensor(values, dtype=torch.float64)})
+        result[name] = {"derives": to_nb201(genotype), "accuracies": table.lookup(genotype)}
+        for column in RANKED_BY:
+            own = taus(table, values, genotype, column)
+            result[name][column] = {r: [None if math.isnan(v) else v for v in own[r]] for r in RANKINGS}
+    return result
+
+
+def proxies(table: Nb201Table, options: argparse.Namespace, recipe: SearchRecipe, deadline: Deadline) -> dict[str, Any]:
+    """Zero-Cost-PT with NASWOT and SynFlow on untrained supernets of the searches' size, by seed."""
+    if not options.proxies:
+        return {}
+    dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+    space, images, result = build_space("nb201", recipe.space_settings), first_images(dataset, 32), {}
+    for seed in range(options.proxies):
+        for name in PROXIES:
+            if deadline.passed:
+                result[f"{name}-{seed}"] = NOT_MEASURED
+                continue
+            values = indicator(space, name, images, dataset.num_classes, seed)["cell"].tolist()
+            result[f"{name}-{seed}"] = rank(table, {name: values})
+    return result
+
+
+def summarise_taus(rows: Sequence[dict[str, Any]], zero_cost: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Means over seeds: per supernet, indicator, column and ranking the tau of each edge and of all."""
+    found: dict[tuple[str, str, str, str], list[list[float]]] = {}
+    sources = [(row["method"], row["taus"]) for row in rows if isinstance(row.get("taus"), Mapping)]
+    sources += [("untrained", ranked) for ranked in zero_cost.values() if isinstance(ranked, Mapping)]
+    for supernet, ranked in sources:
+        for name, own in ranked.items():
+            for column in RANKED_BY:
+                for ranking in RANKINGS:
+                    values = [math.nan if v is None else v for v in own[column][ranking]]
+                    found.setdefault((supernet, name, column, ranking), []).append(values)
+    result = []
+    for (supernet, name, column, ranking), seeds in found.items():
+        edges = [mean_tau([one[edge] for one in seeds]) for edge in range(len(EDGES))]
+        plain = [None if math.isnan(value) else value for value in (*edges, mean_tau(edges))]
+        about = {"supernet": supernet, "indicator": name, "column": column, "ranking": ranking, "n": len(seeds)}
+        result.append({**about, "edges": plain[:-1], "mean": plain[-1]})
+    return result
+
+
+def show_accuracies(
+    console: Console,
+    table: Nb201Table,
+    runs: Sequence[Benched],
+    methods: Sequence[str],
+    done: Mapping[str, str],
+    published: Mapping[str, str],
+) -> None:
+    shown = Table(title="accuracy in NAS-Bench-201 of what was found, %, mean ± std", title_justify="left")
+    shown.add_column("")
+    for column in COLUMNS:
+        name, split = column.split("_")
+        shown.add_column(f"{SETS[name]}\n{split}", justify="right")
+    rows = {name: (n, values) for name, n, values in accuracy_rows(table, runs)}
+    for method in methods:
+        n, values = rows.pop(method, ("0", dict.fromkeys(COLUMNS, NOT_MEASURED)))
+        shown.add_row(f"{method} (n={n}; {done[method]})", *(values[c] for c in COLUMNS))
+    for name, (_, values) in rows.items():
+        shown.add_row(name, *(values[c] for c in COLUMNS))
+    shown.add_section()
+    for name, text in published.items():
+        shown.add_row(f"{name}, published", *(value.replace("±", " ± ") for value in text.split()))
+    console.print(shown)
+
+
+def show_taus(console: Console, summary: Sequence[Mapping[str, Any]]) -> None:
+    def text(value: float | None) -> str:
+        return "–" if value is None else f"{value:+.2f}"
+
+    shown = Table(title="Kendall's tau-b per edge with the table, CIFAR-10, mean over seeds", title_justify="left")
+    for head in ("supernet", "indicator", "ranked by", *(f"{s}→{t}" for s, t in EDGES), "mean", "n"):
+        shown.add_column(head, justify="left" if head in ("supernet", "indicator", "ranked by") else "right")
+    for row in summary:
+        by = f"{row['ranking']}, {row['column'].rsplit('_')[-1]}"
+        shown.add_row(row["supernet"], row["indicator"], by, *map(text, (*row["edges"], row["mean"])), str(row["n"]))
+    console.print(shown if summary else f"Kendall's tau: {NOT_MEASURED}")
