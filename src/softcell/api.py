@@ -28,6 +28,7 @@ from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_tra
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate import train as run_training
 from softcell.evaluate.count import Cost
+from softcell.evaluate.retrieval import RANKS
 from softcell.export import export
 from softcell.registry import load_plugin
 from softcell.report.html import REPORT, write_report
@@ -437,8 +438,9 @@ def _finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) ->
     results = manifest["results"]
     cost = Cost(results["parameters"], results["multiply_adds"])
     network = load_network(folder)
-    accuracy, split = results["accuracy"], results["split"]
-    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, _rows(folder), 0)
+    recall = {k: results[f"recall_at_{k}"] for k in RANKS} if recipe.task == "retrieve" else None
+    accuracy, split = results.get("accuracy"), results["split"]
+    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, _rows(folder), 0, recall)
 
 
 def _draw_search(result: SearchResult) -> None:

@@ -74,11 +74,12 @@ def twin(image: np.ndarray, index: int, epoch: int, seed: int, how: Augment, siz
     if how.resized_crop:
         height, width = size or (height, width)
         image = twin_resized(image, draws, (height, width))
-    elif how.crop_padding:
+    elif how.crop_padding or how.window:
         p = how.crop_padding
         padded = np.zeros((image.shape[0], height + 2 * p, width + 2 * p))
         padded[:, p : p + height, p : p + width] = image
-        y, x = integer(draws[0], 2 * p + 1), integer(draws[1], 2 * p + 1)
+        height, width = size or (height, width)
+        y, x = (integer(draws[i], padded.shape[1 + i] - side + 1) for i, side in enumerate((height, width)))
         image = padded[:, y : y + height, x : x + width]
     if how.flip and integer(draws[2], 2):
         image = image[:, :, ::-1]
@@ -144,6 +145,16 @@ def test_resized_crop_from_a_larger_store_equals_the_twin():
     for row in range(6):
         expected = twin(images[row].numpy(), row, 1, 2, how, size=(14, 14))
         np.testing.assert_allclose(found[row].numpy(), expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("how", [Augment(window=True), Augment(window=True, flip=True, crop_padding=2, cutout=3)])
+def test_a_window_of_a_larger_store_equals_the_twin(how):
+    images = pictures(12, (3, 9, 11))
+    found = augment(images, torch.arange(12), 1, 2, how, MEAN, STD, torch.float32, size=(6, 7))
+    assert found.shape == (12, 3, 6, 7)
+    for row in range(12):
+        expected = twin(images[row].numpy(), row, 1, 2, how, size=(6, 7))
+        np.testing.assert_allclose(found[row].numpy(), expected, atol=2e-5)
 
 
 def test_a_resized_crop_that_fits_nowhere_takes_the_centre():
@@ -243,9 +254,10 @@ def test_wrong_settings_are_named(wrong):
 
 
 def test_contradictions_are_named():
-    with pytest.raises(UserError, match="exclude each other"):
-        Augment(crop_padding=4, resized_crop=True)
-    with pytest.raises(UserError, match="only resized_crop"):
+    for other in ({"crop_padding": 4}, {"window": True}):
+        with pytest.raises(UserError, match="resized_crop excludes"):
+            Augment(resized_crop=True, **other)
+    with pytest.raises(UserError, match="only resized_crop and window"):
         augment(pictures(1, (3, 8, 8)), torch.arange(1), 0, 0, Augment(flip=True), MEAN, STD, size=(4, 4))
     with pytest.raises(UserError, match="one value per channel"):
         normalise(pictures(1, (3, 8, 8)), (0.5,), (0.5,), torch.float32)

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from softcell.data import load
+from softcell.data.decode import square_around
 from softcell.errors import UserError
 
 
@@ -58,3 +59,49 @@ def test_what_is_missing_or_wrong_is_named(root: Path) -> None:
     labels.unlink()
     with pytest.raises(UserError, match=r"image_class_labels\.txt is missing"):
         load("cub200", root)
+
+
+def boxed(root: Path, line: str) -> None:
+    """A bright bird of 8 x 4 pixels in every picture of 30 x 20, its left top corner at (20, 6); `line` is its box."""
+    folder = root / "CUB_200_2011"
+    for picture in sorted((folder / "images").rglob("*.jpg")):
+        pixels = np.zeros((20, 30, 3), np.uint8)
+        pixels[6:10, 20:28] = 255
+        Image.fromarray(pixels).save(picture, quality=100, subsampling=0)
+    (folder / "bounding_boxes.txt").write_text("".join(f"{key} {line}\n" for key in range(1, 13)))
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_only_the_square_around_the_bounding_box_is_seen(root: Path, limit: int) -> None:
+    """The bird fills the width of what is seen, and half of its height."""
+    boxed(root, "20.0 6.0 8.0 4.0")
+    data = load("cub200-boxes", root, image_size=8, memory_limit=limit)
+    assert (data.name, data.shape) == ("cub200-boxes", (3, 8, 8)) and "bounding box" in data.source
+    seen = data.train.fetch(torch.arange(len(data.train))).float().mean(1)
+    expected = torch.zeros(8, 8)
+    expected[2:6] = 255.0
+    torch.testing.assert_close(seen, expected.expand(8, 8, 8), rtol=0, atol=40.0)  # what JPEG leaves of edges
+    whole = load("cub200", root, image_size=8, memory_limit=limit)
+    assert float(whole.train.fetch(torch.arange(1)).float().mean()) < 60
+
+
+def test_squares_around_boxes_stay_in_the_image() -> None:
+    assert square_around((20.0, 6.0, 8.0, 4.0), 30, 20, 1.0) == (20, 4, 28, 12)
+    assert square_around((24.0, 0.0, 6.0, 6.0), 30, 20, 2.0) == (18, 0, 30, 12)  # moved in from the corner
+    assert square_around((0.0, 0.0, 30.0, 20.0), 30, 20, 8 / 7) == (5, 0, 25, 20)  # no longer than the short side
+    assert square_around((5.0, 5.0, 0.2, 0.2), 30, 20, 1.0) == (5, 5, 6, 6)
+
+
+def test_wrong_boxes_are_named(root: Path) -> None:
+    with pytest.raises(UserError, match=r"bounding_boxes\.txt is missing"):
+        load("cub200-boxes", root, image_size=8)
+    boxed(root, "20.0 6.0 8.0")
+    with pytest.raises(UserError, match=r"image 1 must have four numbers"):
+        load("cub200-boxes", root, image_size=8)
+    boxed(root, "20.0 6.0 0.0 4.0")
+    with pytest.raises(UserError, match=r"a width and a height"):
+        load("cub200-boxes", root, image_size=8)
+    (root / "CUB_200_2011" / "bounding_boxes.txt").write_text("1 1 1 2 2\n")
+    with pytest.raises(UserError, match=r"image 2 has no bounding box"):
+        load("cub200-boxes", root, image_size=8)
+    assert load("cub200", root, image_size=8).shape == (3, 8, 8)

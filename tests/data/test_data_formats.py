@@ -225,7 +225,7 @@ def test_digits_come_with_the_package_and_equal_their_source():
 
 
 def test_every_name_is_described_and_missing_data_says_where_to_get_it(tmp_path, monkeypatch):
-    names = {"digits", "cifar10", "cifar100", "svhn", "imagenet", "imagenet16-120", "cub200"}
+    names = {"digits", "cifar10", "cifar100", "svhn", "imagenet", "imagenet16-120", "cub200", "cub200-boxes"}
     assert set(datasets()) == names and all("\n" not in line for line in datasets().values())
     for name in names - {"digits"}:
         with pytest.raises(UserError, match=r"http|archive") as caught:

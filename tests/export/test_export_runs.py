@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 
 from softcell.api import Network, export, load_network, train
 from softcell.cli.main import run
@@ -56,6 +59,40 @@ def test_command_writes_every_format_and_each_gives_the_networks_logits(
     assert json.loads(known["classes"]) == list("0123456789")
     assert json.loads(known["shape"]) == [1, 8, 8]
     assert "test split" in known["accuracy"]
+
+
+def test_a_retrieval_is_exported_as_an_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_, out = tmp_path / "run", tmp_path / "out"
+    sizes = {"channels": 2, "cells_per_stage": 1}
+    own = {"task": "retrieve", "embedding": 7, "space_settings": sizes}
+    trained = train(CELL, data="digits", epochs=1, out=run_, batch_size=256, **own)
+    assert trained.accuracy is None and trained.recall is not None
+    again = train(CELL, out=run_, resume=True)  # a finished run gives its result at once
+    assert again.recall == trained.recall and again.accuracy is None
+    assert run(["export", str(run_), *(w for kind in FORMATS for w in ("--to", kind)), "--out", str(out)]) == 0
+    assert "embedding as the network's" in capsys.readouterr().out
+    model = read_model(out)
+    assert (model.output, model.classes) == ("embedding", tuple("01234"))
+    assert graph.check_onnx(out / "model.onnx", model) < 1e-5
+    found = onnx.load(out / "model.onnx")
+    assert [o.name for o in found.graph.output] == ["embedding"]
+    known = {entry.key: entry.value for entry in found.metadata_props}
+    assert json.loads(known["seen_classes"]) == list("01234") and "unseen classes" in known["recall at 1"]
+    x = torch.rand(3, 1, 8, 8)
+    assert Network.from_pretrained(out)(x).shape == (3, 7)
+    assert torch.equal(Network.from_pretrained(out)(x), Network.from_pretrained(run_)(x))
+    names = [str(tmp_path / f"{shade}.png") for shade in ("dark", "light", "dark-too")]
+    shades = (0, 255, 5)
+    for name, shade in zip(names, shades, strict=True):
+        Image.fromarray(np.tri(8, 8, dtype=np.uint8) * 80 + np.uint8(shade // 2)).save(name)
+    written = python.import_file(out / "model.py")
+    likeness = (written.embed(names) @ written.embed(names).T)[0]
+    assert float(likeness[0]) == pytest.approx(1.0) and float(likeness[2]) > float(likeness[1])
+    monkeypatch.setattr(sys, "argv", ["model.py", *names])
+    runpy.run_path(str(out / "model.py"), run_name="__main__")
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [names[2], names[1]]
 
 
 def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:

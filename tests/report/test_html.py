@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from report_runs import make_search, make_training
 
+from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.report.html import report, write_report
 from softcell.report.html.elements import Html, el, join
@@ -182,6 +184,33 @@ def test_an_unfinished_search_shows_what_there_is(tmp_path: Path) -> None:
     assert "Load the model" not in text
     bare = make_search(tmp_path / "bare", status="running", epochs=0)
     assert "Recipe and provenance" in report([bare])
+
+
+def test_the_first_phase_of_a_search_is_shown_in_its_run(tmp_path: Path) -> None:
+    folder = make_search(tmp_path / "runs" / "found", method="fullattention")
+    first = make_search(folder / "phase-1", method="fullattention", epochs=2)
+    assert "Context auto-regression" in report([folder])  # curves, before there is a picture
+    picture = first / "reconstructions.png"
+    Image.new("RGB", (3000, 900), (1, 2, 3)).save(picture)
+    parsed = parse(report([folder]))
+    (shown,) = [attributes for tag, attributes in parsed.tags if tag == "img"]
+    assert (shown["width"], shown["height"]) == ("1600", "480") and str(shown["src"]).startswith("data:image/png")
+    assert "phase 1: L1 distance" in "".join(parsed.text)
+    assert find_runs([tmp_path / "runs"]) == [folder]  # the phase is no run of its own
+    picture.write_bytes(picture.read_bytes()[:50])
+    assert all(tag != "img" for tag, _ in parse(report([folder])).tags)
+
+
+def test_a_retrieval_is_reported_by_its_recall(tmp_path: Path) -> None:
+    folder = make_training(tmp_path / "trained")
+    run = RunFolder.open(folder)
+    recalls = {f"recall_at_{k}": 0.1 * k for k in (1, 2, 4, 8)}
+    run.update(recipe={**run.manifest["recipe"], "task": "retrieve"})
+    run.finish("finished", **recalls, accuracy=None, split="unseen classes", count=60)
+    score = read_run(folder).score
+    assert score is not None and score.value == 0.1 and score.measure == "retrieval (Recall@1), unseen classes"
+    text = "".join(parse(report([folder])).text)
+    assert all(part in text for part in ("recall@1", "recall@8", "80.0 %", "cosine similarities", "60 images"))
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from search_toys import remains, settings, write_data
 
-from softcell.engine.events import Event, Stepped
+from softcell.engine.events import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.search import resolve, search
 from softcell.search.phases import FIRST, LOGITS, first_phase
@@ -43,7 +43,14 @@ def recipe(data: Path, space: str = "fullattention", **changes: Any) -> Any:
 def test_phase_2_starts_from_the_logits_of_phase_1_and_from_nothing_else_of_it(data: Path, tmp_path: Path) -> None:
     """With a rate of next to nothing the logits stay where phase 1 left them; weights are those of a search alone."""
     still = {"architecture": {"lr": 1e-30, "weight_decay": 0.0}}
-    result = search(recipe(data, **still), tmp_path / "both")
+    notes: list[str] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    result = search(recipe(data, **still), tmp_path / "both", on_event=hear)
+    assert [note.split(":")[0] for note in notes] == ["phase 1 of 2", "phase 2 of 2"]
     logits = load_file(tmp_path / "both" / FIRST / LOGITS)
     assert any(table.abs().max() > 0.1 for table in logits.values())
     (row,) = [json.loads(line) for line in (tmp_path / "both" / "architecture.jsonl").read_text().splitlines()]
@@ -82,6 +89,9 @@ def test_the_best_of_several_seeds_is_that_of_phase_2(data: Path, tmp_path: Path
     assert result.exit_code == 0 and result.best in (0, 1)
     scores = {seed: one.metrics[-1]["val_accuracy"] for seed, one in result.results.items()}
     assert scores[result.best] == max(scores.values())
+    kept = {file.parent for file in (tmp_path / "seeds").rglob("checkpoint*.bin")}
+    best = tmp_path / "seeds" / f"seed-{result.best}"
+    assert kept == {best, best / FIRST}
 
 
 @pytest.mark.parametrize(("method", "space"), [("darts", "nb201"), ("snas", "fullattention")])

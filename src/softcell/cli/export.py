@@ -43,7 +43,7 @@ def export(
             done = write(run, kind, out, overwrite=overwrite)
         facts(screen, **{kind: ", ".join(str(file) for file in done.files)})
         if kind != "safetensors":
-            facts(screen, checked=f"logits differ from the network's by at most {done.difference:.1e} of the largest")
+            facts(screen, checked=f"{done.output} as the network's, up to {done.difference:.1e} of the largest")
     if not quiet:
         facts(screen, use=_use(done.format, done.files[0]))
 

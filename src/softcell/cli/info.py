@@ -76,7 +76,7 @@ def describe_network(
     trained = manifest is not None and manifest["kind"] == "train"
     if manifest is not None and trained:
         base, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
-        image, classes = image or tuple(data["shape"]), classes or len(data["classes"])
+        image, classes = image or tuple(data["shape"]), classes or data.get("outputs", len(data["classes"]))
     space = build_space(found.space, merge(base, settings))
     image, classes = image or (3, 32, 32), classes or 10
     cost = count_genotype(space, found, image, classes)

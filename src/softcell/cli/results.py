@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def show_search(out: Console, result: SearchResult) -> None:
     """The cells, how the search itself measured, and where everything is."""
     from softcell.report import to_text
+    from softcell.search.phases import FIRST
+    from softcell.search.reconstruct import PICTURE
 
     assert result.genotype is not None
     out.print()
@@ -33,6 +35,9 @@ def show_search(out: Console, result: SearchResult) -> None:
         if "child_accuracy" in last:
             facts(out, child=f"{percent(last['child_accuracy'])} on the {last['val_split']} split, without training")
     facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
+    filled = next((p for p in (result.folder / FIRST / PICTURE, result.folder / PICTURE) if p.is_file()), None)
+    if filled is not None:
+        facts(out, filled_in=f"{filled} (what context auto-regression made of hidden parts)")
     facts(out, report=str(result.folder / "report.html"))
 
 

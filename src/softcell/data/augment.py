@@ -42,6 +42,7 @@ class Augment:
     flip: mirror left and right with probability one half.
     cutout: side of the square set to zero, 0 for none; its centre is uniform, the square clipped at borders.
     resized_crop: crop 8% to 100% of the area with aspect 3/4 to 4/3 and resize, as in ImageNet training.
+    window: take a window of the seen size out of images that are stored larger, anywhere in them.
     jitter: brightness, contrast and saturation are each scaled by a factor from 1 - jitter to 1 + jitter.
     """
 
@@ -49,6 +50,7 @@ class Augment:
     flip: bool = False
     cutout: int = 0
     resized_crop: bool = False
+    window: bool = False
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
@@ -57,11 +59,16 @@ class Augment:
                 raise UserError(f"{name} must be a whole number of pixels >= 0, but got {value!r}; 0 turns it off")
         if not 0.0 <= self.jitter <= 1.0:
             raise UserError(f"0 <= jitter <= 1 must hold, but got jitter={self.jitter!r}; 0 turns it off")
-        if self.resized_crop and self.crop_padding:
+        if self.resized_crop and (self.crop_padding or self.window):
             raise UserError(
-                "resized_crop and crop_padding exclude each other, but got resized_crop=True and "
-                f"crop_padding={self.crop_padding}; set crop_padding=0 or resized_crop=False"
+                "resized_crop excludes crop_padding and window, but got resized_crop=True, "
+                f"crop_padding={self.crop_padding} and window={self.window}; keep one of them"
             )
+
+    @property
+    def from_stored(self) -> bool:
+        """Whether all of a stored image is drawn from, not just the centre that is seen."""
+        return self.resized_crop or self.window
 
 
 def _per_channel(values: Sequence[float] | Tensor, num_channels: int, like: Tensor) -> Tensor:
@@ -92,12 +99,12 @@ def normalise(
     return ((values - offset) / scale).to(dtype)
 
 
-def _crop_and_flip(images: Tensor, words: Tensor, padding: int, flip: bool) -> Tensor:
-    """Shift `images` uint8 [n, C, H, W] by up to `padding` pixels over black and mirror half of them.
+def _crop_and_flip(images: Tensor, words: Tensor, padding: int, flip: bool, size: tuple[int, int]) -> Tensor:
+    """A random window [n, C, *size] of `images` uint8 [n, C, H', W'] with `padding` black pixels around; half mirrored.
 
     One gather: exact, in uint8, and on a CPU several times faster than sampling a float grid.
     """
-    num, channels, height, width = images.shape
+    (num, channels), (height, width) = images.shape[:2], size
     rows = torch.arange(height, device=images.device).expand(num, height)
     columns = torch.arange(width, device=images.device).expand(num, width)
     if flip:
@@ -105,8 +112,9 @@ def _crop_and_flip(images: Tensor, words: Tensor, padding: int, flip: bool) -> T
         columns = columns + mirrored * (width - 1 - 2 * columns)
     if padding:
         images = F.pad(images, (padding, padding, padding, padding))
-        rows = rows + to_integer(words[:, CROP_Y], 2 * padding + 1)[:, None]
-        columns = columns + to_integer(words[:, CROP_X], 2 * padding + 1)[:, None]
+    if tuple(images.shape[2:]) != size:
+        rows = rows + to_integer(words[:, CROP_Y], images.shape[2] - height + 1)[:, None]
+        columns = columns + to_integer(words[:, CROP_X], images.shape[3] - width + 1)[:, None]
     source = rows[:, :, None] * images.shape[3] + columns[:, None, :]
     source = source.view(num, 1, height * width).expand(num, channels, height * width)
     return images.flatten(2).gather(2, source).view(num, channels, height, width)
@@ -209,23 +217,23 @@ def augment(
     index: int64 [n], the samples' numbers in their dataset: a sample's result depends only on its pixels,
         its number, `seed` and `epoch` (ints, or 0-d integer tensors), never on the rest of the batch.
     mean, std: [C], in 0..1 units.
-    size: (H, W) that a resized crop gives, (H', W') when None; other settings never change the size.
+    size: (H, W) that a resized crop or a window gives, (H', W') when None; other settings never change the size.
 
     Nothing waits for the device. For CUDA-graph capture give `epoch` as a 0-d tensor on the device.
     """
-    if size is not None and size != tuple(images.shape[2:]) and not settings.resized_crop:
+    if size is not None and size != tuple(images.shape[2:]) and not settings.from_stored:
         raise UserError(
-            f"only resized_crop changes the size, but got images of {tuple(images.shape[2:])} and "
-            f"size={size}; set resized_crop=True or fetch the images at that size"
+            f"only resized_crop and window change the size, but got images of {tuple(images.shape[2:])} and "
+            f"size={size}; set one of them or fetch the images at that size"
         )
+    target = size or (images.shape[2], images.shape[3])
     if settings == Augment():
         return normalise(images, mean, std, dtype)
     words = hash_words(seed, epoch, index, _NUM_STREAMS_RESIZED if settings.resized_crop else _NUM_STREAMS)
     if settings.resized_crop:
-        target = size or (images.shape[2], images.shape[3])
         images = _resized_crop_and_flip(images, words, target, settings.flip)
-    elif settings.crop_padding or settings.flip:
-        images = _crop_and_flip(images, words, settings.crop_padding, settings.flip)
+    elif settings.crop_padding or settings.flip or settings.window:
+        images = _crop_and_flip(images, words, settings.crop_padding, settings.flip, target)
     if settings.jitter:
         images = _jitter(images.float(), words, settings.jitter)
     result = normalise(images, mean, std, dtype)

@@ -141,7 +141,7 @@ class Batches:
         else:
             stored, labels = self.images.fetch_stored(index), self.images.labels.index_select(0, index)
         settings, shape = self.augment, self.images.shape
-        if settings is not None and settings.resized_crop:
+        if settings is not None and settings.from_stored:
             pixels = augment(
                 stored, index, epoch, self.seed, settings, self._mean, self._std, self.dtype, size=shape[1:]
             )

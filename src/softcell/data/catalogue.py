@@ -25,6 +25,7 @@ _DESCRIPTIONS = {
     "svhn": "99,289 house-number digits, 32x32 colour, 10 classes; needs train_32x32.mat and test_32x32.mat",
     "imagenet": "1.3 million photographs, 224x224 colour, 1000 classes; needs ILSVRC 2012",
     "cub200": "11,788 photographs of birds, 448x448 colour, 200 classes; needs CUB-200-2011",
+    "cub200-boxes": "the same, every image cropped to the square around its official bounding box",
     "imagenet16-120": "157,700 photographs, 16x16 colour, 120 classes; needs the ImageNet16 batches",
 }
 
@@ -81,8 +82,8 @@ def _load(name_or_path: str | Path, root: str | Path | None, image_size: int | N
     name = str(name_or_path)
     if name == "imagenet":
         return load_imagenet(_root(root), image_size, memory_limit)
-    if name == "cub200":
-        return load_cub(_root(root), image_size, memory_limit)
+    if name in ("cub200", "cub200-boxes"):
+        return load_cub(_root(root), image_size, memory_limit, boxed=name == "cub200-boxes")
     if name in _DESCRIPTIONS:
         found = _load_fixed(name, root)
     else:

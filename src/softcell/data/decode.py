@@ -107,10 +107,33 @@ def _fit(image: Image.Image, height: int, width: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
 
 
-def decode(path: Path, channels: int, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """The image at `path`, upright, uint8 [channels, H, W] for `size` (H, W); a centre crop keeps the aspect."""
+Box = tuple[float, float, float, float]
+"""Of an object in an image: left, top, width, height in pixels."""
+
+
+def square_around(box: Box, width: int, height: int, margin: float) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of a square around `box` in an image; its side is the box's longer one times `margin`.
+
+    It is moved into the image where it reaches over a border, and no longer than the image's short side.
+    """
+    left, top, wide, high = box
+    side = min(max(1, round(max(wide, high) * margin)), width, height)
+    x = min(max(0, round(left + wide / 2 - side / 2)), width - side)
+    y = min(max(0, round(top + high / 2 - side / 2)), height - side)
+    return x, y, x + side, y + side
+
+
+def decode(
+    path: Path, channels: int, size: tuple[int, int], box: Box | None = None, margin: float = 1.0
+) -> NDArray[np.uint8]:
+    """The image at `path`, upright, uint8 [channels, H, W] for `size` (H, W); a centre crop keeps the aspect.
+
+    box: only the square around it is taken (see `square_around`).
+    """
     with _opened(path) as image:
         upright = ImageOps.exif_transpose(image)
+        if box is not None:
+            upright = upright.crop(square_around(box, upright.width, upright.height, margin))
         fitted = _fit(_to_mode(upright, channels, path), *size)
         pixels = np.array(fitted, np.uint8)
     return pixels.reshape(*size, channels).transpose(2, 0, 1)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from softcell.data.augment import Augment
 from softcell.data.dataset import Dataset, hold_out_test, statistics
 from softcell.data.decode import SUFFIXES, decode, read_header
-from softcell.data.images import Files, Images, Resident
+from softcell.data.images import Files, Images, Resident, box_of
 from softcell.errors import UserError
 
 _TEST_FOLDERS = ("test", "val")
@@ -23,16 +23,21 @@ _SMALLEST, _LARGEST, _STEP = 32, 224, 8  # of a size that is chosen here
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The image files under `root`, sorted by class and name: names [N] relative to it, labels int64 [N]."""
+    """The image files under `root`, sorted by class and name: names [N] relative to it, labels int64 [N].
+
+    boxes: float [N, 4], see `softcell.data.images.Files`.
+    """
 
     root: Path
     classes: tuple[str, ...]
     names: tuple[str, ...]
     labels: NDArray[np.int64]
+    boxes: NDArray[np.float64] | None = None
 
     def take(self, indices: NDArray[np.int64]) -> "Scan":
         names = tuple(self.names[index] for index in indices.tolist())
-        return Scan(self.root, self.classes, names, self.labels[indices])
+        boxes = None if self.boxes is None else self.boxes[indices]
+        return Scan(self.root, self.classes, names, self.labels[indices], boxes)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -106,11 +111,21 @@ def images_of(
     """The scanned images decoded to `stored` and seen at `size`, in memory if `resident`."""
     labels = torch.from_numpy(part.labels)
     if not resident:
-        return Files(part.root, part.names, labels, channels=channels, size=size, stored=stored, is_test=is_test)
+        return Files(
+            part.root,
+            part.names,
+            labels,
+            channels=channels,
+            size=size,
+            stored=stored,
+            is_test=is_test,
+            boxes=part.boxes,
+        )
     pixels = np.empty((len(part.names), channels, *stored), np.uint8)
+    margin = stored[0] / size[0]
 
     def fill(number: int) -> None:
-        pixels[number] = decode(part.root / part.names[number], channels, stored)
+        pixels[number] = decode(part.root / part.names[number], channels, stored, box_of(part.boxes, number), margin)
 
     # Threads, because decoders release the interpreter lock; `map` raises the first error in file order.
     with ThreadPoolExecutor() as pool:

@@ -8,9 +8,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from softcell.data.decode import decode
+from softcell.data.decode import Box, decode
 from softcell.data.guard import check_readable
 from softcell.errors import UserError
 
@@ -45,6 +46,14 @@ def centre_view(stored: Tensor, shape: tuple[int, int, int]) -> Tensor:
     _, height, width = shape
     top, left = (stored.shape[2] - height) // 2, (stored.shape[3] - width) // 2
     return stored[:, :, top : top + height, left : left + width]
+
+
+def box_of(boxes: NDArray[np.float64] | None, index: int) -> Box | None:
+    """Row `index` of boxes [N, 4], where there are any."""
+    if boxes is None:
+        return None
+    left, top, width, height = boxes[index].tolist()
+    return left, top, width, height
 
 
 class Resident(Images):
@@ -105,6 +114,7 @@ class Files(Images):
 
     names: paths relative to `root`, one per image. labels: int64 [N]. channels: 1 or 3.
     size: (H, W) as a network sees them. stored: the size decoded to before that centre is taken.
+    boxes: float [N, 4], what of each image is looked at (`softcell.data.decode.Box`); its square fills `size`.
     """
 
     def __init__(
@@ -117,6 +127,7 @@ class Files(Images):
         size: tuple[int, int],
         stored: tuple[int, int] | None = None,
         is_test: bool = False,
+        boxes: NDArray[np.float64] | None = None,
     ) -> None:
         assert labels.dtype == torch.int64 and labels.shape == (len(names),)
         self.root = root
@@ -126,10 +137,14 @@ class Files(Images):
         self.labels = labels
         self.shape = (channels, *size)
         self.stored = stored or size
+        self._boxes = boxes
         self.is_test = is_test
 
     def path(self, index: int) -> Path:
         return self.root / os.fsdecode(bytes(self._names[index]))
+
+    def _looked_at(self, index: int) -> tuple[Box | None, float]:
+        return box_of(self._boxes, index), self.stored[0] / self.shape[1]
 
     def fetch_stored(self, indices: Tensor) -> Tensor:
         check_readable(self.is_test)
@@ -142,5 +157,5 @@ class Files(Images):
         """
         out = np.empty((len(indices), self.shape[0], *self.stored), np.uint8)
         for row, index in enumerate(indices.tolist()):
-            out[row] = decode(self.path(index), self.shape[0], self.stored)
+            out[row] = decode(self.path(index), self.shape[0], self.stored, *self._looked_at(index))
         return torch.from_numpy(out)

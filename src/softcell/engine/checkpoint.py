@@ -57,11 +57,16 @@ def save(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     fsync_folder(folder)
 
 
+def exists(folder: str | os.PathLike[str]) -> bool:
+    """Whether `folder` has ever had a state."""
+    return (Path(folder) / CURRENT).exists() or (Path(folder) / PREVIOUS).exists()
+
+
 def load_latest(folder: str | os.PathLike[str]) -> Loaded | None:
     """Return the newest intact state of `folder` on the CPU, or None when there has never been one."""
     folder = Path(folder)
     current, previous = folder / CURRENT, folder / PREVIOUS
-    if not current.exists() and not previous.exists():
+    if not exists(folder):
         return None
     try:
         return Loaded(_decode(current), None)

@@ -25,14 +25,16 @@ def run_in_folder(
     resume: bool,
     overwrite: bool,
     on_event: OnEvent | None,
+    made: bool = False,
 ) -> Running[tuple[RunFolder, Outcome]]:
     """Makes (or reopens) the folder, runs `task` in it and records a failure or an interruption.
 
-    manifest: makes that of a new run. files: texts by name that the folder must hold before the first step.
+    manifest: makes that of a new run. files: texts by name that the folder must hold before the first step. made: the
+    folder of a new run is there already.
     """
 
     def prepare() -> RunFolder:
-        if resume:
+        if resume or made:
             opened = RunFolder.open(out)
             opened.update(status="running")
             return opened

@@ -173,9 +173,14 @@ SIZES = {
 """By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
 
 
+BIRDS = ("cub200", "cub200-boxes")
+RETRIEVED_SIZE = 227
+"""Of photographs of birds, 448×448 where they are classified (full-attention NAS, §IV-F)."""
+
+
 def default_recipe(data: str, space: str = "") -> str:
     """The recipe that suits a dataset: one that the space's own paper has for it, else DARTS's."""
-    if data == "cub200":
+    if data in BIRDS:
         return "fine-grained"
     scale = evaluation_scale(data)
     own = (f"{space}-{data}", f"{space}-{scale}")
@@ -198,6 +203,8 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
         base["auxiliary"] = 0.0
     if retrieving:  # nothing of the seen classes is held back: what is measured is what was never seen
         base |= {"optimiser": "adam", "lr": 4e-3, "holdout": 0.0}
+        if data in BIRDS:
+            base["image_size"] = RETRIEVED_SIZE
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
     full = to_dict(recipe)
     full["space_settings"] = to_dict(build_space(genotype.space, recipe.space_settings))

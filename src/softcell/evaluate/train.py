@@ -122,6 +122,8 @@ def _train(
         )
         parts = parts_of(dataset, recipe)
         augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
+        if retrieving and augment.resized_crop:  # the paper's: scaled to 256, then cropped to 227 at random
+            augment = replace(augment, resized_crop=False, window=True)
         held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
         batches = feeds.training(parts["train"], augment)
         tell = teller(on_event, world)

@@ -18,12 +18,12 @@ from torch.export import Dim, ExportedProgram
 from softcell.errors import UserError
 from softcell.export.model import BATCHES, Model, check_equal, sample_pixels
 
-INPUT, OUTPUT = "pixels", "logits"
+INPUT = "pixels"
 OPSET = 20
 
 
 def to_program(model: Model) -> ExportedProgram:
-    """pixels in 0..1 [batch, c, h, w] to logits [batch, classes], for any batch."""
+    """pixels in 0..1 [batch, c, h, w] to `model.output` [batch, d], for any batch."""
     # Two images: torch takes a batch of one for a constant.
     example = sample_pixels(model.shape, 2)
     with torch.no_grad(), _quiet():
@@ -31,7 +31,7 @@ def to_program(model: Model) -> ExportedProgram:
 
 
 def check_program(file: Path, model: Model) -> float:
-    """Loads the file and compares; gives the largest relative difference of logits."""
+    """Loads the file and compares; gives the largest relative difference."""
     with _quiet():
         found = torch.export.load(file).module()
     with torch.no_grad():
@@ -47,10 +47,11 @@ def write_onnx(model: Model, file: Path) -> None:
     with torch.no_grad(), _quiet():
         program = to_program(model).run_decompositions({torch.ops.aten.conv2d.default: grouped_by_image})
         made = torch.onnx.export(
-            program, input_names=[INPUT], output_names=[OUTPUT], opset_version=OPSET, dynamo=True, verbose=False
+            program, input_names=[INPUT], output_names=[model.output], opset_version=OPSET, dynamo=True, verbose=False
         )
     assert made is not None
-    known = {"classes": model.classes, "mean": model.mean, "std": model.std, "shape": model.shape}
+    learnt = "classes" if model.output == "logits" else "seen_classes"
+    known = {learnt: model.classes, "mean": model.mean, "std": model.std, "shape": model.shape}
     made.model.metadata_props.update({key: json.dumps(value) for key, value in known.items()})
     made.model.metadata_props.update(model.about)
     made.save(file, external_data=False)
@@ -66,7 +67,7 @@ def check_onnx(file: Path, model: Model) -> float:
     with torch.no_grad():
         for batch in BATCHES:
             pixels = sample_pixels(model.shape, batch)
-            found = torch.from_numpy(session.run([OUTPUT], {INPUT: pixels.numpy()})[0])
+            found = torch.from_numpy(session.run([model.output], {INPUT: pixels.numpy()})[0])
             worst = max(worst, check_equal(file.name, model.normalised()(pixels), found))
     return worst
 

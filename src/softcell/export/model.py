@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from softcell.spaces.pretrained import MODEL, read_description
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
-"""Largest difference of logits, relative to the largest of them: other libraries sum in another order."""
+"""Largest difference of outputs, relative to the largest of them: other libraries sum in another order."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Model:
     """A network in eval mode on the CPU.
 
     `mean` and `std` are per channel in 0..1 units. `about` is what is known of its training, for people to read.
+    `output`: `logits` of the classes, or an `embedding` that was learnt from them, compared by cosine similarity.
     """
 
     network: Network
@@ -33,9 +35,10 @@ class Model:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     about: Mapping[str, str]
+    output: Literal["logits", "embedding"] = "logits"
 
     def normalised(self) -> nn.Module:
-        """The network behind the normalisation: pixels in 0..1 [n, c, h, w] to logits [n, classes]."""
+        """The network behind the normalisation: pixels in 0..1 [n, c, h, w] to its output [n, d]."""
         return Normalised(self.network, self.mean, self.std).eval()
 
 
@@ -68,6 +71,7 @@ def read_model(folder: str | Path) -> Model:
         tuple(data["mean"]),
         tuple(data["std"]),
         description.get("about", {}),
+        "embedding" if description.get("task") == "retrieve" else "logits",
     )
 
 
@@ -93,14 +97,14 @@ def sample_pixels(shape: Shape, batch: int) -> Tensor:
 
 
 def check_equal(name: str, expected: Tensor, found: Tensor) -> float:
-    """The largest difference relative to the largest logit; raises where a model does not do what the network does."""
+    """The largest difference relative to the largest output; raises where a model does not do what the network does."""
     if expected.shape != found.shape:
         raise RuntimeError(f"{name} gives {tuple(found.shape)} where the network gives {tuple(expected.shape)}")
     scale = max(float(expected.abs().max()), 1e-6)
     difference = float((expected - found).abs().max()) / scale
     if not difference <= TOLERANCE:
         raise RuntimeError(
-            f"{name} differs from the network by {difference:.1e} of the largest logit at batch size "
+            f"{name} differs from the network by {difference:.1e} of the largest output at batch size "
             f"{len(expected)}; at most {TOLERANCE:g} is rounding"
         )
     return difference

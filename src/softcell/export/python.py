@@ -23,7 +23,7 @@ HEADER = '''"""{title}
     from {module} import load, normalise
 
     network = load()                        # reads {weights} beside this file
-    logits = network(normalise(pixels))     # pixels: float [n, {channels}, {height}, {width}] in 0..1
+    {output} = network(normalise(pixels)){pad}  # pixels: float [n, {channels}, {height}, {width}] in 0..1
 
 Made by `softcell export`. It needs torch alone; what a training needs beside it (dropped paths, auxiliary
 tower) is left out.
@@ -79,17 +79,22 @@ def load(weights: str | Path = Path(__file__).with_name("model.safetensors")) ->
     return network.eval()
 
 
-def predict(file: str) -> None:
-    """Prints the three most likely classes of an image file; this alone needs Pillow and numpy."""
+def read_image(file: str | Path) -> Tensor:
+    """An image file as pixels [1, c, h, w] in 0..1; this alone needs Pillow and numpy."""
     import numpy
     from PIL import Image, ImageOps
 
     channels, height, width = SHAPE
     image = ImageOps.exif_transpose(Image.open(file)).convert("L" if channels == 1 else "RGB")
     image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
-    pixels = torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
+    return torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
+'''
+CLASSIFY = '''
+
+def predict(file: str) -> None:
+    """Prints the three most likely classes of an image file."""
     with torch.no_grad():
-        shares = load()(normalise(pixels)).softmax(1)[0]
+        shares = load()(normalise(read_image(file))).softmax(1)[0]
     for share, number in zip(*(part.tolist() for part in shares.topk(min(3, len(CLASSES))))):
         print(f"{share:6.1%}  {CLASSES[number]}")
 
@@ -97,6 +102,20 @@ def predict(file: str) -> None:
 if __name__ == "__main__":
     for file in sys.argv[1:]:
         predict(file)
+'''
+RETRIEVE = '''
+
+def embed(files: list[str]) -> Tensor:
+    """Image files to embeddings of length 1, [n, d]: the product of two of them is their similarity."""
+    with torch.no_grad():
+        return F.normalize(load()(normalise(torch.cat([read_image(file) for file in files]))))
+
+
+if __name__ == "__main__":
+    # python model.py query.jpg other.jpg ...: the others, the most similar to the query first
+    query, *others = embed(sys.argv[1:])
+    for likeness, file in sorted(zip([float(query @ x) for x in others], sys.argv[2:]), reverse=True):
+        print(f"{likeness:6.3f}  {file}")
 '''
 
 
@@ -125,20 +144,22 @@ def to_python(model: Model, module: str = "model") -> str:
                 channels=model.shape[0],
                 height=model.shape[1],
                 width=model.shape[2],
+                output=model.output,
+                pad=" " * max(0, 9 - len(model.output)),
             ),
-            _imports(sources),
+            _imports(sources, {"import torch.nn.functional as F"} if model.output == "embedding" else set()),
             _constants(model),
             PART + (HAVING if "having(" in functions else ""),
             definitions + "\n",
-            functions + "\n\n" + FOOTER,
+            functions + "\n\n" + FOOTER + (CLASSIFY if model.output == "logits" else RETRIEVE),
         )
     )
     return "\n".join(line.rstrip() for line in body.splitlines()) + "\n"
 
 
-def _imports(sources: Sources) -> str:
+def _imports(sources: Sources, further: set[str]) -> str:
     lines = {"import json", "import sys", "from pathlib import Path", "import torch", "from torch import Tensor"}
-    lines |= sources.imports | {"from torch import nn"}
+    lines |= sources.imports | {"from torch import nn"} | further
     grouped: dict[str, set[str]] = {}
     plain = set()
     for line in lines:
@@ -155,9 +176,10 @@ def _imports(sources: Sources) -> str:
 
 def _constants(model: Model) -> str:
     classes = "\n".join(f"    {name!r}," for name in model.classes)
+    comment = "# that the embedding was learnt from\n" if model.output == "embedding" else ""
     return (
         f"SHAPE = {model.shape!r}  # of an image: channels, height, width\n"
-        f"MEAN = {model.mean!r}\nSTD = {model.std!r}\nCLASSES = (\n{classes}\n)"
+        f"MEAN = {model.mean!r}\nSTD = {model.std!r}\n{comment}CLASSES = (\n{classes}\n)"
     )
 
 
@@ -176,7 +198,7 @@ def _plain(text: str) -> str:
 
 
 def check_python(file: Path, model: Model) -> float:
-    """Runs the file with the weights beside it and compares; gives the largest relative difference of logits."""
+    """Runs the file with the weights beside it and compares; gives the largest relative difference."""
     loaded = import_file(file)
     network: nn.Module = loaded.load()
     worst = 0.0

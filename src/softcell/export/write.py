@@ -30,11 +30,12 @@ FILES: dict[Format, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written; `difference` is the largest seen between its logits and the network's, relative to them."""
+    """What was written; `difference` is the largest seen between its output and the network's, relative to that."""
 
     format: Format
     files: tuple[Path, ...]
     difference: float
+    output: str = "logits"
 
 
 def export(folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False) -> Exported:
@@ -71,7 +72,7 @@ def export(folder: str | Path, to: Format, out: str | Path | None = None, *, ove
                     model,
                     python.check_python,
                 )
-    return Exported(to, files, difference)
+    return Exported(to, files, difference, model.output)
 
 
 def format_named(name: str) -> Format:

@@ -21,6 +21,7 @@ from softcell.arch import Genotype
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
 from softcell.evaluate.predictions import read_predictions
+from softcell.search.phases import FIRST
 from softcell.spaces import build_space
 
 DRAWN = "random draw"
@@ -93,6 +94,8 @@ class Run:
         if self.status != "finished":
             return None
         results = self.results
+        if self.kind == "train" and self.recipe.get("task") == "retrieve":
+            return _score(results.get("recall_at_1"), f"retrieval (Recall@1), {results.get('split', 'unseen classes')}")
         if self.kind == "train":
             return _score(results.get("accuracy"), f"trained network, {results.get('split', 'test')} split")
         best = next((row["best_val_accuracy"] for row in reversed(self.metrics) if "best_val_accuracy" in row), None)
@@ -131,13 +134,18 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         if (path / MANIFEST).is_file():
             found[path] = None
         elif path.is_dir():
-            below = sorted(file.parent for file in path.rglob(MANIFEST))
+            below = sorted(file.parent for file in path.rglob(MANIFEST) if not _is_phase(file.parent))
             if not below:
                 raise UserError(f"{path} holds no run (no {MANIFEST} in it or below); give a run folder")
             found.update(dict.fromkeys(below))
         else:
             raise UserError(f"{path} must be a run folder, but there is no such folder; see what is in runs/")
     return list(found)
+
+
+def _is_phase(folder: Path) -> bool:
+    """Whether this is a part of the run it lies in, and no run of its own."""
+    return folder.name == FIRST and (folder.parent / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
@@ -155,8 +163,8 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     """Everything in a folder that can be read; `UserError` where it is no run."""
     manifest = RunFolder.open(folder).manifest
     problems: list[str] = []
-    metrics = [row for row in _lines(folder, "metrics.jsonl", problems) if number(row.get("epoch")) is not None]
-    architecture = [row for row in _lines(folder, "architecture.jsonl", problems) if "epoch" in row]
+    metrics = [row for row in read_lines(folder, "metrics.jsonl", problems) if number(row.get("epoch")) is not None]
+    architecture = [row for row in read_lines(folder, "architecture.jsonl", problems) if "epoch" in row]
     genotype, predictions = None, None
     if (folder / "genotype.json").is_file():
         try:
@@ -226,7 +234,7 @@ def is_table(value: object) -> bool:
     )
 
 
-def _lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, Any]]:
+def read_lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, Any]]:
     """The JSON objects of a `.jsonl` file; what is no such object is passed over."""
     try:
         text = (folder / name).read_text(encoding="utf-8", errors="replace")

@@ -15,7 +15,7 @@ from softcell.arch import Genotype, sample
 from softcell.data import Batches, Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
-from softcell.engine import RunFolder, new_manifest
+from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import barrier, broadcast_module, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
@@ -105,13 +105,17 @@ def _in_phases(
     # Folders are the first process's affair; the others are told.
     begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
     if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
-        tell(f"phase 1 of 2: context auto-regression on {first.data}, {first.epochs} epochs: {place}")
+        tell(f"phase 1 of 2: context auto-regression on {first.data}, {_epochs(first)}: {place}")
         done = yield from _one_phase(first, place, begun, overwrite, on_event)
         if done.genotype is None:
             on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
             return SearchResult(out, recipe, None, done.metrics, done.exit_code)
-    tell(f"phase 2 of 2: {recipe.method} on {recipe.data}, {recipe.epochs} epochs, from the logits of phase 1")
+    tell(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
     return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
+
+
+def _epochs(recipe: SearchRecipe) -> str:
+    return "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs} epochs"
 
 
 def _one_phase(
@@ -186,10 +190,19 @@ def _search(
             begun.update(recipe=recipe.to_dict(), results={**begun.manifest["results"], **manifest()["results"]})
 
         on_main(note, world)
-    if resume:
+    made = start is not None and not on_main(lambda: checkpoint.exists(out), world)  # the second of two phases begins
+    if resume and not made:
         on_main(lambda: _check_teacher(out, task.about), world)
     folder, outcome = yield from run_in_folder(
-        task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
+        task,
+        out,
+        world,
+        manifest,
+        files={},
+        resume=resume and not made,
+        overwrite=overwrite,
+        on_event=on_event,
+        made=made,
     )
     if outcome.status == "interrupted":
         return SearchResult(out, recipe, None, outcome.metrics, outcome.exit_code)

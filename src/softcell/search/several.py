@@ -21,6 +21,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.engine.interrupt import Interrupt, exit_code
 from softcell.engine.lanes import interleave
 from softcell.errors import UserError
+from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe
 from softcell.search.search import SearchResult, searching
 
@@ -162,5 +163,6 @@ def _write(
 
 def _drop_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
     for seed in seeds:
-        for name in (CURRENT, PREVIOUS):
-            (_place(folder, seed) / name).unlink(missing_ok=True)
+        for place in (_place(folder, seed), _place(folder, seed) / FIRST):
+            for name in (CURRENT, PREVIOUS):
+                (place / name).unlink(missing_ok=True)

@@ -77,7 +77,7 @@ def evaluation_scale(data: str) -> str:
     """The name of the training recipe, and of the sizes in `Space.evaluation`, that suit a dataset."""
     if data == "digits":
         return "small"
-    return "imagenet" if data in ("imagenet", "cub200") else "cifar"
+    return "imagenet" if data in ("imagenet", "cub200", "cub200-boxes") else "cifar"
 
 
 def evaluation_space(name: str, data: str, settings: Mapping[str, Any] | None = None) -> Space:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,22 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     about["multiply-adds"] = f"{results['multiply_adds']:,}"
     if results.get("accuracy") is not None:
         about["accuracy"] = f"{results['accuracy']:.2%} on the {results['split']} split ({results['count']:,} images)"
+    if results.get("recall_at_1") is not None:
+        about["recall at 1"] = f"{results['recall_at_1']:.2%} among {results['count']:,} images of {results['split']}"
     about["training"] = f"{recipe['epochs']} epochs, recipe {recipe['recipe']}, seed {manifest['seed']}"
     return {
         "genotype": Genotype.load(path).to_dict(),
         "space_settings": recipe["space_settings"],
         "plugins": list(recipe.get("plugins", ())),
-        "data": results["data"],
+        "data": {**results["data"], "classes": _learnt(results["data"]["classes"], recipe)},
+        "task": recipe.get("task", "classify"),
         "about": about,
     }
+
+
+def _learnt(classes: list[str], recipe: Mapping[str, Any]) -> list[str]:
+    """The classes that a network has learnt from: of a retrieval the first half."""
+    return classes[: len(classes) // 2] if recipe.get("task") == "retrieve" else classes
 
 
 def _exported(file: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from softcell.arch import Genotype
 from softcell.errors import UserError
 from softcell.report.html.charts import Series, line_chart, series
+from softcell.report.html.context import context
 from softcell.report.html.elements import Child, Html, big, el, facts, join, percent
 from softcell.report.html.mistakes import confusion, most_wrong
 from softcell.report.html.weights import weights
@@ -24,6 +25,7 @@ def section(run: Run, number_: int, alone: bool) -> Html:
         ("Cells", cells(run), "What was found. Lines and marks tell the kinds of operations apart."),
         ("Architecture weights", weights(run), None),
         ("Curves", curves(run), None),
+        ("Context auto-regression", context(run), "Hidden parts of images, filled in without labels."),
         ("Decisions and collapse", signs(run), None),
         ("Confusion matrix", confusion(run), "On the test split."),
         ("Most wrong images", most_wrong(run), "Test images with the most confidence in a wrong class."),
@@ -53,12 +55,16 @@ def tiles(run: Run) -> Html:
     """The few numbers that matter."""
     found: list[tuple[str, str, str]] = []
     score, results = run.score, run.results
+    retrieving = run.recipe.get("task") == "retrieve"
     if score is not None:
         count = number(results.get("count"))
         images = f", {int(count):,} images" if count and run.kind == "train" else ""
-        found.append(("accuracy", percent(score.value), score.measure + images))
+        found.append(("recall@1" if retrieving else "accuracy", percent(score.value), score.measure + images))
     else:
-        found.append(("accuracy", "–", "not measured yet" if run.status != "finished" else "not measured"))
+        name = "recall@1" if retrieving else "accuracy"
+        found.append((name, "–", "not measured yet" if run.status != "finished" else "not measured"))
+    further = {k: number(results.get(f"recall_at_{k}")) for k in (2, 4, 8)}
+    found += [(f"recall@{k}", percent(share), "") for k, share in further.items() if share is not None]
     for key, name, unit in (("parameters", "parameters", ""), ("multiply_adds", "multiply-adds", "for one image")):
         value = number(results.get(key))
         if value is not None:
@@ -232,7 +238,12 @@ def loading(run: Run) -> Html | None:
         f"mean, std = (torch.tensor(v).view(-1, 1, 1) for v in ([{mean}], [{std}]))\n\n"
         f"# images: float in 0..1, n × {shape}\n"
         "with torch.no_grad():\n"
-        "    chances = network((images - mean) / std).softmax(dim=1)\n"
+        + (
+            "    found = torch.nn.functional.normalize(network((images - mean) / std))\n"
+            "likeness = found @ found.T  # cosine similarities\n"
+            if run.recipe.get("task") == "retrieve"
+            else "    chances = network((images - mean) / std).softmax(dim=1)\n"
+        )
     )
     return _code(code, "python")
 
