@@ -1,12 +1,12 @@
 """`python -m studies.fullattention`: does context auto-regression help the search? (Figure 6 a, b; Table VII)
 
-Two arms at equal total cost on one dataset: `both` searches by context auto-regression for --first epochs without
-labels and then for --epochs on the target task; `alone` searches for --first + --epochs on the target task from random
-logits. What each finds is trained equally long and measured on the test set. Curves and record go to
-`results/fullattention/`. Stop it at any time (or with --minutes); the same command goes on. What is unfinished is
-recorded as not measured.
+Arms at equal total cost on one dataset: `both` searches by context auto-regression for --first epochs without labels
+and then for --epochs on the target task; `alone` searches for --first + --epochs on the target task from random logits,
+`tied` does so in the space of cells. What each finds is trained equally long and measured on the test set. All of them
+run side by side on one GPU. Curves and record go to `results/fullattention/`. Stop it at any time (or with --minutes);
+the same command goes on. What is unfinished is recorded as not measured.
 
-python -m studies.fullattention --data-root DIR --first 10 --epochs 15 --train-epochs 20 --minutes 9
+python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 --minutes 9
 python -m studies.fullattention --data digits --first 1 --epochs 1 --train-epochs 1 --seeds 1      # a rehearsal
 """
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,23 @@ from rich.table import Table
 
 from softcell.api import layered
 from softcell.arch import Genotype
-from softcell.engine import RunFolder
+from softcell.data.catalogue import loaded_once
+from softcell.engine import RunFolder, resolve_device
 from softcell.engine.files import atomic_write_text
+from softcell.engine.interrupt import Interrupt
+from softcell.engine.lanes import Running, interleave
 from softcell.evaluate import resolve as resolve_training
-from softcell.evaluate import stored_training, train
+from softcell.evaluate import stored_training
+from softcell.evaluate.train import training
 from softcell.report import curves_svg
 from softcell.report.svg import to_svg
-from softcell.search import SearchRecipe, resolve
+from softcell.search import SearchRecipe, resolve, stored_recipe
 from softcell.search.phases import FIRST
+from softcell.search.search import searching
 from softcell.settings import assignments
-from studies.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
 
-ARMS = ("both", "alone")
+ARMS = ("both", "alone", "tied")
 CURVES = ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "entropy")
 
 
@@ -51,6 +58,7 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
             "epochs": options.first + options.epochs,
             "pretrain": {"epochs": 0},
             "method_settings": {"init_scale": 1e-3},
+            "space_settings": {"tied": arm == "tied"},
         }
     return resolve(layered(given, own, assignments(options.set)))
 
@@ -63,27 +71,52 @@ def finished(folder: Path) -> bool:
     return (folder / "run.json").is_file() and RunFolder.open(folder).manifest["status"] == "finished"
 
 
-def train_found(folder: Path, seed: int, options: argparse.Namespace, deadline: Deadline) -> None:
-    """Trains what a search found, or goes on with it."""
+def search_and_train(arm: str, seed: int, options: argparse.Namespace, deadline: Deadline) -> Running[None]:
+    """One search and the training of what it finds, each begun or gone on with, until the time is over."""
+    folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
+    if not finished(folder):
+        begun = (folder / "run.json").is_file()
+        if begun:
+            kept = ("threads", "precision")  # decided when the run began
+            recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
+        found = yield from searching(recipe, folder, resume=begun, on_event=deadline)
+        if found.exit_code:
+            return
     place, genotype = folder / "training", Genotype.load(folder)
     if finished(place) or deadline.passed:
         return
     begun = (place / "run.json").is_file()
     if begun:
-        genotype, recipe = stored_training(place, {})
+        genotype, how = stored_training(place, {})
     else:
-        own = {"epochs": options.train_epochs, "space_settings": {}}
+        own: dict[str, Any] = {"epochs": options.train_epochs, "space_settings": {}}
         if options.channels is not None:
             own["space_settings"] = {"channels": options.channels}
-        recipe = resolve_training(genotype, layered(common(options, seed), own))
-    train(genotype, recipe, place, resume=begun, on_event=deadline)
+        how = resolve_training(genotype, layered(common(options, seed), own, assignments(options.set_training)))
+    yield from training(genotype, how, place, resume=begun, on_event=deadline)
+
+
+def run_all(options: argparse.Namespace) -> None:
+    """Goes on with everything that is not finished, side by side, until it is or the time is over."""
+    deadline, device = Deadline(options.minutes), resolve_device(options.device)
+    if deadline.passed:
+        return
+    starts = [
+        partial(search_and_train, arm, seed, options, deadline) for seed in range(options.seeds) for arm in options.arms
+    ]
+    with Interrupt(), loaded_once():
+        ended = interleave(starts, device, options.at_once or (len(starts) if device.type == "cuda" else 1))
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """What one search and its training gave, or how far they have come."""
     folder = folder_of(arm, seed, options)
     rows, before = epochs_of(folder), epochs_of(folder / FIRST)
-    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": [len(before), len(rows)]}
+    done = [len(before), len(rows), len(epochs_of(folder / "training"))]
+    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": done}
     row["curves"] = {key: [r.get(key) for r in rows] for key in CURVES}
     row["first_phase"] = {key: [r.get(key) for r in before] for key in CURVES}
     if not finished(folder):
@@ -109,9 +142,9 @@ def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     return row
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for arm in ARMS:
+    for arm in arms:
         own = [row for row in rows if row["arm"] == arm]
         searched = [row["search"] for row in own if row["search"] != NOT_MEASURED]
         trained = [row["trained"] for row in own if row["trained"] != NOT_MEASURED]
@@ -124,20 +157,25 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Training loss and accuracy of the searches on the target task (Figure 6 a, b), as means over finished seeds."""
+    """Loss and accuracy of the searches on the target task, as means over finished seeds.
+
+    By epochs on that task (Figure 6 a, b), and by all epochs that were spent, those of phase 1 included.
+    """
     for key in ("train_loss", "train_accuracy", "val_accuracy"):
-        history: list[dict[str, Any]] = [{"epoch": e} for e in range(options.first + options.epochs)]
-        labels = []
-        for arm in ARMS:
-            done = [r["curves"][key] for r in rows if r["arm"] == arm and r["search"] != NOT_MEASURED]
-            if done:
-                labels.append(arm)
-            for epoch, values in enumerate(zip(*done, strict=True)):
-                if None not in values:
-                    history[epoch][arm] = statistics.fmean(values)
-        if labels:
-            title = f"{key} on {options.data}, mean over seeds"
-            atomic_write_text(options.out / f"{key}.svg", curves_svg(history, labels, title))
+        for name, counted in ((key, False), (f"{key}-by-cost", True)):
+            history: list[dict[str, Any]] = [{"epoch": e} for e in range(options.first + options.epochs)]
+            labels = []
+            for arm in options.arms:
+                done = [r["curves"][key] for r in rows if r["arm"] == arm and r["search"] != NOT_MEASURED]
+                if done:
+                    labels.append(arm)
+                before = options.first if counted and arm == "both" else 0
+                for epoch, values in enumerate(zip(*done, strict=True)):
+                    if None not in values:
+                        history[before + epoch][arm] = statistics.fmean(values)
+            if labels:
+                title = f"{key} on {options.data}, mean over seeds{', by all epochs spent' if counted else ''}"
+                atomic_write_text(options.out / f"{name}.svg", curves_svg(history, labels, title))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -150,33 +188,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=50, help="epochs of phase 2; the arm alone has both together")
     parser.add_argument("--train-epochs", type=int, default=500, help="of what was found")
     parser.add_argument("--channels", type=int, help="width of what is trained; else the recipe's")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["both", "alone"], help="what is compared")
     parser.add_argument("--seeds", type=int, default=2, help="searches per arm")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--precision", default="auto", help="auto, float32 or bfloat16")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
+    parser.add_argument(
+        "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all trainings"
+    )
+    parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
     parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")
     options = parser.parse_args(arguments)
-    deadline = Deadline(options.minutes)
-    for seed in range(options.seeds):
-        for arm in ARMS:
-            folder = folder_of(arm, seed, options)
-            if carry_on(recipe_of(arm, seed, options), folder, deadline) is not None:
-                train_found(folder, seed, options, deadline)
+    run_all(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = [measured(arm, seed, options) for seed in range(options.seeds) for arm in ARMS]
-    summary = summarise(rows)
+    rows = [measured(arm, seed, options) for seed in range(options.seeds) for arm in options.arms]
+    summary = summarise(rows, options.arms)
     draw(rows, options)
-    published = "CIFAR-10 error at 80 channels: 4.08 without, 3.70 with context auto-regression (500 epochs)"
+    published = "CIFAR-10 error at 80 channels, 500 epochs: 4.38 tied and alone, 4.08 alone, 3.70 both"
     record = options.out / f"phases-{Path(options.data).stem}.json"
     write_record(record, "studies.fullattention", rows=rows, summary=summary, published=published)
     table = Table(title=f"{options.data}: with and without phase 1, mean over seeds")
-    for column in ("arm", "search, validation", "trained, test"):
+    for column in ("arm", "epochs done", "search, validation", "trained, test"):
         table.add_column(column, justify="right")
     for arm, found in summary.items():
         shown = (found[k] for k in ("search_accuracy", "test_accuracy"))
-        table.add_row(arm, *(v if isinstance(v, str) else f"{v['mean']:.2%} (n={v['n']})" for v in shown))
+        done = ", ".join("+".join(map(str, row["epochs_done"])) for row in rows if row["arm"] == arm)
+        table.add_row(arm, done, *(v if isinstance(v, str) else f"{v['mean']:.2%} (n={v['n']})" for v in shown))
     console = Console()
     console.print(table)
     console.print(f"written: {record}")

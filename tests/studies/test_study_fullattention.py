@@ -6,27 +6,82 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from search_toys import write_data
+from studies.runs import Deadline
+
+from softcell.data.guard import check_readable, test_set_sealed
+from softcell.engine.device import resolve_device
+from softcell.engine.events import Event, Stepped
+from softcell.engine.lanes import interleave
 from studies import fullattention
 
-TINY = ["--data", "digits", "--first", "1", "--epochs", "1", "--train-epochs", "1", "--seeds", "1", "--channels", "16"]
-TINY += ["--set", "space.candidates=[local_sa_k3_h4, non_local_sa]", "--set", "batch_size=256", "--device", "cpu"]
+TINY = ["--first", "1", "--epochs", "1", "--train-epochs", "1", "--seeds", "1", "--channels", "16", "--device", "cpu"]
+TINY += [
+    "--set",
+    "space.candidates=[local_sa_k3_h4, non_local_sa]",
+    "--set",
+    "space.layers=1",
+    "--set",
+    "batch_size=16",
+]
+TINY += ["--set-training", "batch_size=16", "--precision", "float32", "--at-once", "2"]
 
 
-def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path) -> None:
-    places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+class After(Deadline):
+    """Passes after so many steps."""
+
+    left: int
+
+    def __call__(self, event: Event) -> None:
+        self.left -= isinstance(event, Stepped)
+        if self.left == 0:
+            self._end = 0.0
+        super().__call__(event)
+
+
+def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_data(tmp_path / "toys.npz", train=32)
+    places = ["--data", str(data), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
 
     def record() -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((tmp_path / "out" / "phases-digits.json").read_text())
+        found: dict[str, Any] = json.loads((tmp_path / "out" / "phases-toys.json").read_text())
         return found
 
-    fullattention.main([*TINY, *places, "--minutes", "0"])
+    with monkeypatch.context() as patch:
+        patch.setattr(fullattention, "Deadline", type("Soon", (After,), {"left": 3}))
+        fullattention.main([*TINY, *places])
     assert {row["search"] for row in record()["rows"]} == {"not measured"}
+    assert json.loads((tmp_path / "runs" / "alone-toys-0" / "run.json").read_text())["status"] == "interrupted"
     fullattention.main([*TINY, *places])
     both, alone = record()["rows"]
-    assert both["epochs_done"] == [1, 1] and alone["epochs_done"] == [0, 2]
+    assert both["epochs_done"] == [1, 1, 1] and alone["epochs_done"] == [0, 2, 1]
     assert both["first_phase"]["val_loss"][0] > 0
     for row in (both, alone):
         assert row["trained"]["split"] == "test" and 0 <= row["trained"]["accuracy"] <= 1
     assert both["trained"]["parameters"] > 10_000
-    for name in ("train_loss.svg", "train_accuracy.svg", "both-0.svg", "alone-0.svg"):
+    for name in ("train_loss.svg", "train_accuracy-by-cost.svg", "both-0.svg", "alone-0.svg"):
         assert (tmp_path / "out" / name).exists()
+
+
+def test_a_run_that_is_over_may_look_at_the_test_set_while_others_go_on() -> None:
+    """Every lane has its own seal; outside, none is left."""
+    seen: list[str] = []
+
+    def searching() -> Any:
+        with test_set_sealed():
+            yield
+            yield
+            with pytest.raises(AssertionError, match="sealed"):
+                check_readable(is_test=True)
+            seen.append("sealed")
+
+    def training() -> Any:
+        with test_set_sealed():
+            yield
+        check_readable(is_test=True)
+        seen.append("open")
+
+    ended = interleave([searching, training], resolve_device("cpu"), 2)
+    assert ended == [None, None] and seen == ["open", "sealed"]
+    check_readable(is_test=True)

@@ -3,7 +3,8 @@
     with test_set_sealed():
         search(...)          # any read of test pixels raises AssertionError
 
-The seal counts for the whole process, all threads included: a loader thread must not be a way around it.
+The seal counts for the whole process, all threads included: a loader thread must not be a way around it. Only runs that
+take turns in one process (`softcell.engine.lanes`) have each their own (`exchange_seal`).
 """
 
 from collections.abc import Iterator
@@ -29,6 +30,14 @@ def test_set_sealed() -> Iterator[None]:
 
 # pytest collects whatever is called test_*, and this name is imported into test files.
 test_set_sealed.__test__ = False  # type: ignore[attr-defined]
+
+
+def exchange_seal(depth: int | None) -> int:
+    """Gives how often the seal is on, and puts `depth` in its place: for runs that take turns. None: leaves it."""
+    global _depth
+    with _lock:
+        before, _depth = _depth, _depth if depth is None else depth
+    return before
 
 
 def check_readable(is_test: bool) -> None:

@@ -28,11 +28,17 @@ def drain(running: Running[T]) -> T:
             return result
 
 
+EXCHANGED: list[Callable[[Any], Any]] = []
+"""Further states of the process that every lane has for itself: each gives what there is and puts another in its place,
+or leaves it as it is where it is given None."""
+
+
 class Lane:
-    """The state that runs of one process would share: torch's generators and, on CUDA, the stream."""
+    """The state that runs of one process would share: torch's generators, on CUDA the stream, and `EXCHANGED`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
+        self._own = [exchange(None) for exchange in EXCHANGED]
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -46,6 +52,7 @@ class Lane:
         """Within this context the process is this lane's."""
         cpu = torch.get_rng_state()
         torch.set_rng_state(self._cpu)
+        outside = [exchange(own) for exchange, own in zip(EXCHANGED, self._own, strict=True)]
         try:
             if self._stream is None:
                 yield
@@ -60,6 +67,7 @@ class Lane:
                     self._cuda = generator.graphsafe_get_state()
                     generator.graphsafe_set_state(before)
         finally:
+            self._own = [exchange(before) for exchange, before in zip(EXCHANGED, outside, strict=True)]
             self._cpu = torch.get_rng_state()
             torch.set_rng_state(cpu)
 

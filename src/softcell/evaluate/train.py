@@ -15,13 +15,13 @@ from torch import nn
 from softcell.arch import Genotype
 from softcell.data import Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
-from softcell.data.guard import test_set_sealed
+from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import fsync_folder
 from softcell.engine.hosted import run_in_folder, teller
-from softcell.engine.lanes import drain
+from softcell.engine.lanes import EXCHANGED, Running, drain
 from softcell.engine.meter import Measured
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
@@ -36,6 +36,8 @@ from softcell.registry import load_plugin
 from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Network, build_space
 from softcell.spaces.pretrained import WEIGHTS
+
+EXCHANGED.append(exchange_seal)  # a training that is over reads the test set while others that share its device go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,19 @@ def train(
     on_event: OnEvent | None = None,
 ) -> TrainResult:
     """Trains the network of `genotype` in the folder `out`; the test set is sealed until training is over."""
+    return drain(training(genotype, recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
+
+
+def training(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> Running[TrainResult]:
+    """`train`, giving way after every step, so that trainings can share a device."""
     for plugin in recipe.plugins:
         load_plugin(plugin)
     opened = open_session(
@@ -76,7 +91,7 @@ def train(
     )
     with opened as session:
         recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return _train(genotype, recipe, Path(out), session, resume, overwrite, on_event)
+        return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event))
 
 
 def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe]:
@@ -106,7 +121,7 @@ def _train(
     resume: bool,
     overwrite: bool,
     on_event: OnEvent | None,
-) -> TrainResult:
+) -> Running[TrainResult]:
     world = session.world
     with test_set_sealed():
         dataset = load(recipe.data, recipe.data_root, recipe.image_size)
@@ -147,10 +162,9 @@ def _train(
             return {**new_manifest("train", recipe.to_dict(), recipe.seed), "results": known}
 
         files = {"genotype.json": genotype.dumps()}
-        hosted = run_in_folder(
+        folder, outcome = yield from run_in_folder(
             task, out, world, manifest, files=files, resume=resume, overwrite=overwrite, on_event=on_event
         )
-        folder, outcome = drain(hosted)
     if outcome.status == "interrupted":
         return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     network.eval()

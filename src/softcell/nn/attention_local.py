@@ -9,92 +9,23 @@ where a, b run over those of the k × k neighbours that lie in the image: what l
 paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded
 Gaussian): one head, every position attends to all, no positions.
 
-A neighbourhood is never copied: the k² neighbours are k² shifted views, whose logits are written one after the other.
-Logits are made anew in the backward pass, so what is kept for it is q, k and v alone, whatever the extent. Of maps so
-small that a neighbourhood is a good part of them (h·w <= 4·k², or 8×8) all pairs of pixels are taken in products of
-matrices, and those too far apart left out.
+A neighbourhood is never copied (`softcell.kernels.local`). On a CPU, of maps so small that a neighbourhood is a good
+part of them (h·w <= 4·k², or 8×8) all pairs of pixels are taken in products of matrices, and those too far apart left
+out. Queries, keys and values are one convolution with the weights of the three.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.errors import UserError
-
-Window = tuple[Any, ...]
-"""An index into the last two axes of a map."""
-
-
-def shifted(extent: int, height: int, width: int) -> Iterator[tuple[int, Window, Window]]:
-    """By number of a neighbour the pixels that have it, and where it lies for them: equally large windows."""
-    reach = extent // 2
-    for number in range(extent * extent):
-        dy, dx = number // extent - reach, number % extent - reach
-        top, bottom = max(0, -dy), min(height, height - dy)
-        left, right = max(0, -dx), min(width, width - dx)
-        if top < bottom and left < right:
-            own = (..., slice(top, bottom), slice(left, right))
-            yield number, own, (..., slice(top + dy, bottom + dy), slice(left + dx, right + dx))
-
-
-def local_logits(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """[n, heads, k², h, w] in at least float32; -inf for neighbours outside the image."""
-    n, heads, _, height, width = q.shape
-    extent = rows.shape[-1]
-    by_row = torch.einsum("nedhw,edk->nekhw", q, rows)
-    by_column = torch.einsum("nedhw,edk->nekhw", q, columns)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    logits = torch.full(
-        (n, heads, extent * extent, height, width), -torch.inf, dtype=exact, device=q.device
-    )  # every pixel has itself for a neighbour, so no softmax is over nothing
-    for number, own, other in shifted(extent, height, width):
-        dots = (q[own] * k[other]).sum(2, dtype=exact)
-        positions = by_row[:, :, number // extent][own] + by_column[:, :, number % extent][own]
-        logits[:, :, number][own] = dots + positions
-    return logits
-
-
-class _LocalAttention(torch.autograd.Function):
-    """The two passes; backward consists of differentiable operations, so second derivatives are right too."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v, rows, columns)
-        weights = torch.softmax(local_logits(q, k, rows, columns), 2)
-        y = torch.zeros(v.shape, dtype=weights.dtype, device=v.device)
-        for number, own, other in shifted(rows.shape[-1], q.shape[-2], q.shape[-1]):
-            y[own] += weights[:, :, number, None][own] * v[other]
-        return y.to(v.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, rows, columns = ctx.saved_tensors
-        extent, (height, width) = rows.shape[-1], q.shape[-2:]
-        weights = torch.softmax(local_logits(q, k, rows, columns), 2)
-        pulls = torch.zeros_like(weights)  # dL/dweights
-        dv = torch.zeros(v.shape, dtype=weights.dtype, device=v.device)
-        for number, own, other in shifted(extent, height, width):
-            pulls[:, :, number][own] = (grad[own] * v[other]).sum(2, dtype=weights.dtype)
-            dv[other] += weights[:, :, number, None][own] * grad[own]
-        slopes = weights * (pulls - (weights * pulls).sum(2, keepdim=True))  # dL/dlogits, 0 outside the image
-        dq, dk = torch.zeros_like(dv), torch.zeros_like(dv)
-        for number, own, other in shifted(extent, height, width):
-            slope = slopes[:, :, number, None][own]
-            dq[own] += slope * k[other]
-            dk[other] += slope * q[own]
-        grid = slopes.unflatten(2, (extent, extent))  # type: ignore[no-untyped-call]
-        by_row, by_column = grid.sum(3).to(q.dtype), grid.sum(2).to(q.dtype)
-        dq = dq + torch.einsum("nekhw,edk->nedhw", by_row, rows) + torch.einsum("nekhw,edk->nedhw", by_column, columns)
-        drows = torch.einsum("nekhw,nedhw->edk", by_row, q)
-        dcolumns = torch.einsum("nekhw,nedhw->edk", by_column, q)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), drows.to(rows.dtype), dcolumns.to(columns.dtype)
-
+from softcell.kernels.backend import runs_triton
+from softcell.kernels.local import attend_by_shifts, attend_packed, unpacked
 
 DENSE = 4
 """Maps of at most this many neighbourhoods are computed as a whole,"""
@@ -119,8 +50,7 @@ def attend_local(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor)
     if q.shape[-2] * q.shape[-1] <= max(SMALL, DENSE * rows.shape[-1] ** 2) and not _SHIFTS_ONLY:
         return attend_dense(q, k, v, rows, columns)
     if torch.is_grad_enabled():
-        result: Tensor = _LocalAttention.apply(q, k, v, rows, columns)  # type: ignore[no-untyped-call]
-        return result
+        return attend_by_shifts(q, k, v, rows, columns)
     return attend_shifted(q, k, v, rows, columns)
 
 
@@ -196,9 +126,24 @@ class Attention(nn.Module):
         self.width = width
         self.queries, self.keys, self.values, self.project = (nn.Conv2d(width, width, 1, bias=False) for _ in range(4))
 
+    def packed(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of [n, width, h, w] behind each other, [n, 3·width, h, w]."""
+        return F.conv2d(x, torch.cat([part.weight for part in (self.queries, self.keys, self.values)]))
+
     def uncounted(self, height: int, width: int) -> int:
         """Multiply-adds for one image that are no convolution and no product of matrices."""
         return 0
+
+
+_FUSED: list[Callable[[Tensor, Tensor, Tensor], Tensor | None]] = []
+"""Faster forms, tried first: packed maps and embeddings to [n, c, h, w], or None. Exported networks have none."""
+
+
+def _by_triton(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
+    return attend_packed(packed, rows, columns) if runs_triton(packed) else None
+
+
+_FUSED.append(_by_triton)
 
 
 class LocalAttention(Attention):
@@ -215,11 +160,13 @@ class LocalAttention(Attention):
         self.rows, self.columns = (nn.Parameter(torch.randn(size) * 0.02) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        n, c, height, width = x.shape
-        heads = (n, self.heads, c // self.heads, height, width)
-        q, k, v = (part(x).reshape(heads) for part in (self.queries, self.keys, self.values))
-        y = attend_local(q, k, v, self.rows, self.columns)
-        return self.project(y.reshape(n, c, height, width))  # type: ignore[no-any-return]
+        packed = self.packed(x)
+        for fused in _FUSED:
+            y = fused(packed, self.rows, self.columns)
+            if y is not None:
+                return self.project(y)  # type: ignore[no-any-return]
+        y = attend_local(*unpacked(packed, self.heads), self.rows, self.columns)
+        return self.project(y.reshape(x.shape))  # type: ignore[no-any-return]
 
     def uncounted(self, height: int, width: int) -> int:
         """Logits and weighted values of all neighbours; those of positions are products of matrices."""
@@ -238,6 +185,6 @@ class NonLocalAttention(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         n, c, height, width = x.shape
-        q, k, v = (part(x).flatten(2).transpose(1, 2)[:, None] for part in (self.queries, self.keys, self.values))
+        q, k, v = (part.flatten(2).transpose(1, 2)[:, None] for part in self.packed(x).chunk(3, 1))
         y = F.scaled_dot_product_attention(q, k, v, scale=1.0)  # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
         return self.project(y[:, 0].transpose(1, 2).reshape(n, c, height, width))  # type: ignore[no-any-return]

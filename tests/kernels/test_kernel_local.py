@@ -1,0 +1,80 @@
+"""Local attention by Triton's kernels against its twin: on a GPU, or on a CPU by Triton's interpreter.
+
+TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_local.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.kernels import local
+from softcell.kernels.backend import has_triton, runs_triton
+from softcell.nn.attention_local import LocalAttention
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not has_triton(), reason="needs Triton"),
+]
+CASES = [(2, 4, 2, (5, 4), 3), (2, 8, 1, (8, 5), 7), (1, 4, 3, (2, 3), 5), (2, 8, 6, (9, 11), 5), (3, 8, 24, (4, 4), 7)]
+
+
+def outcomes(packed: Tensor, rows: Tensor, columns: Tensor, grad: Tensor, *, plain: bool) -> list[Tensor]:
+    y = (local._plainly if plain else local.attend_packed)(packed, rows, columns)
+    return [y, *torch.autograd.grad(y, (packed, rows, columns), grad)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("n", "heads", "d", "size", "extent"), CASES)
+@pytest.mark.parametrize("last", [True, False])
+def test_the_kernels_equal_their_twin_in_float64(
+    n: int, heads: int, d: int, size: tuple[int, int], extent: int, dtype: torch.dtype, tolerance: float, last: bool
+) -> None:
+    torch.manual_seed(0)
+    packed = torch.randn(n, 3 * heads * d, *size, device=DEVICE).to(dtype)
+    packed = packed.to(memory_format=torch.channels_last if last else torch.contiguous_format).requires_grad_()
+    embeddings = [torch.randn(heads, d, extent, device=DEVICE, requires_grad=True) for _ in range(2)]
+    grad = torch.randn(n, heads * d, *size, device=DEVICE).to(dtype)
+    assert runs_triton(packed)
+    mine = outcomes(packed, embeddings[0], embeddings[1], grad, plain=False)
+    exact = [t.detach().cpu().double().requires_grad_() for t in (packed, *embeddings)]
+    theirs = outcomes(exact[0], exact[1], exact[2], grad.cpu().double(), plain=True)
+    for a, b, given in zip(mine, theirs, (packed, packed, *embeddings), strict=True):
+        assert a.dtype == given.dtype
+        assert float((a.detach().double().cpu() - b.detach()).norm()) <= tolerance * float(b.detach().norm())
+    again = outcomes(packed, embeddings[0], embeddings[1], grad, plain=False)
+    assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))  # no atomic sums
+
+
+def test_second_derivatives_are_those_of_the_twin() -> None:
+    torch.manual_seed(0)
+    found = []
+    packed = torch.randn(1, 12, 3, 4, device=DEVICE, requires_grad=True)
+    rows, columns = (torch.randn(2, 2, 3, device=DEVICE, requires_grad=True) for _ in range(2))
+    for form in (local.attend_packed, local._plainly):
+        (first,) = torch.autograd.grad(form(packed, rows, columns).square().sum(), packed, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), (packed, rows, columns)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_layer_runs_them_and_keeps_no_neighbourhood() -> None:
+    """What is kept does not grow with the extent: queries, keys, values, the result and one number per head."""
+    kept = []
+    for extent in (3, 7):
+        torch.manual_seed(0)
+        layer = LocalAttention(8, extent, 4).to(DEVICE)
+        x = torch.randn(2, 8, 12, 12, device=DEVICE)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):  # type: ignore[misc]
+            y = layer(x)
+        kept.append(sum(sizes) - 2 * layer.rows.numel())
+        exact = layer.double().cpu()(x.double().cpu())
+        assert float((y.detach().cpu() - exact).norm() / exact.norm()) < 1e-5
+    assert kept[0] == kept[1]
