@@ -7,7 +7,7 @@ is evaluated node by node: when a node is known, everything that leaves it runs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.drop import DropPath
+from softcell.nn.stack import run_stacked, stack_key, stacks
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.bottleneck import Bottleneck, narrowed
-from softcell.spaces.fused import Fused, serves
+from softcell.spaces.fused import Fused, is_distributed, literal, serves
 from softcell.spaces.fused_plan import Entry
 
 SpecOf = Callable[[int], Spec]
@@ -94,6 +95,19 @@ class _Runner:
             self._done[key] = self._run(module)
         return self._done[key]
 
+    def together(self, modules: Iterable[nn.Module | None]) -> None:
+        """Runs those that can be stacked ahead of the others, where that pays."""
+        if self._bottleneck is not None or not stacks(self._x) or is_distributed() or literal():
+            return
+        kinds: dict[Hashable, dict[int, nn.Module]] = {}
+        for module in modules:
+            if module is not None and (kind := stack_key(module)) is not None:
+                kinds.setdefault(kind, {})[id(module)] = module
+        for alike in kinds.values():
+            if len(alike) > 1:
+                outputs = run_stacked(list(alike.values()), self._activate())
+                self._done.update(zip(alike, outputs, strict=True))
+
     def value(self) -> Tensor:
         """What the modules run on: the node's value, behind a bottleneck a narrower one."""
         self._narrow()
@@ -106,9 +120,12 @@ class _Runner:
     def _run(self, module: nn.Module) -> Tensor:
         if not isinstance(module, ReLUFirst | FactorisedReduction):
             return module(self._x)  # type: ignore[no-any-return]
+        return module(self._x, self._activate())  # type: ignore[no-any-return]
+
+    def _activate(self) -> Tensor:
         if self._activated is None:
             self._activated = torch.relu(self._x)
-        return module(self._x, self._activated)  # type: ignore[no-any-return]
+        return self._activated
 
 
 class MixedCell(nn.Module):
@@ -204,10 +221,14 @@ class MixedCell(nn.Module):
         live: Live | None,
         arrived: dict[int, list[tuple[int, int, Tensor | None]]],
     ) -> None:
-        for entry, choice, candidate, target in self._leaving[node]:
-            if live is None or candidate in live[choice]:
-                module = self.edges.module(entry)
-                arrived[target].append((choice, candidate, None if module is None else run(module)))
+        leaving = [
+            (choice, candidate, target, self.edges.module(entry))
+            for entry, choice, candidate, target in self._leaving[node]
+            if live is None or candidate in live[choice]
+        ]
+        run.together(module for *_, module in leaving)
+        for choice, candidate, target, module in leaving:
+            arrived[target].append((choice, candidate, None if module is None else run(module)))
 
     def _combine(
         self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int, factors: Tensor | None

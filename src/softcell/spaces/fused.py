@@ -28,9 +28,14 @@ def modules_only() -> Iterator[None]:
         _MODULES_ONLY.reset(token)
 
 
+def literal() -> bool:
+    """Whether `modules_only` holds here."""
+    return _MODULES_ONLY.get()
+
+
 def serves(x: Tensor) -> bool:
     """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, in one process."""
-    if x.device.type != "cuda" or _MODULES_ONLY.get() or is_distributed():
+    if x.device.type != "cuda" or literal() or is_distributed():
         return False
     return has_triton() and compute_type(x) in (torch.float32, torch.bfloat16)
 

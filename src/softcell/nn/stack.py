@@ -1,0 +1,63 @@
+"""Convolutions of one kind that read the same input, run as one: their weights stacked, one norm over all channels.
+
+On a CPU a call costs as much as the arithmetic of a small convolution, so that a third of them takes little more than
+a third of the time. Large inputs gain nothing, and outputs that are views of one tensor are read more slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.nn.conv import ReLUConvBN
+
+LARGEST = 2**17
+"""Elements of an input up to which stacking pays."""
+
+
+def stacks(x: Tensor) -> bool:
+    """Whether convolutions of `x` should be stacked."""
+    return x.device.type == "cpu" and x.numel() <= LARGEST
+
+
+def stack_key(module: nn.Module | None) -> Hashable | None:
+    """What modules have in common that can be stacked; None for a module that runs alone."""
+    if type(module) is not ReLUConvBN:
+        return None
+    conv, norm = _parts(module)
+    if norm.momentum is None or not norm.track_running_stats or any(part._forward_hooks for part in module.modules()):
+        return None  # whoever listens to a module must hear it
+    shape = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.in_channels, conv.out_channels)
+    return (*shape, norm.eps, norm.momentum, norm.affine, norm.training)
+
+
+def run_stacked(modules: Sequence[nn.Module], activated: Tensor) -> tuple[Tensor, ...]:
+    """Modules of one key on max(x, 0) [n, c, h, w]: their outputs, each [n, c_out, h', w'], as views of one tensor."""
+    convs, norms = zip(*(_parts(module) for module in modules), strict=True)
+    first, norm = convs[0], norms[0]
+    weight = torch.cat([conv.weight for conv in convs])
+    y = F.conv2d(activated, weight, None, first.stride, first.padding, first.dilation)
+    means, variances = _buffers(norms, "running_mean"), _buffers(norms, "running_var")
+    mean, variance = torch.cat(means), torch.cat(variances)
+    scale = torch.cat([n.weight for n in norms]) if norm.affine else None
+    shift = torch.cat([n.bias for n in norms]) if norm.affine else None
+    y = F.batch_norm(y, mean, variance, scale, shift, norm.training, norm.momentum, norm.eps)
+    if norm.training:
+        with torch.no_grad():
+            sizes = [n.num_features for n in norms]
+            torch._foreach_copy_([*means, *variances], [*torch.split(mean, sizes), *torch.split(variance, sizes)])
+            torch._foreach_add_(_buffers(norms, "num_batches_tracked"), 1)
+    return torch.split(y, first.out_channels, dim=1)
+
+
+def _buffers(norms: Sequence[nn.BatchNorm2d], name: str) -> list[Tensor]:
+    return [norm.get_buffer(name) for norm in norms]
+
+
+def _parts(module: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    _, conv, norm = module.children()
+    assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
+    return conv, norm

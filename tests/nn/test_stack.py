@@ -1,0 +1,88 @@
+"""Stacked convolutions are the modules they stand for: values, gradients, running statistics."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import WeightMix
+from softcell.nn.conv import DilatedConv, ReLUConvBN
+from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacks
+from softcell.spaces import cell
+from softcell.spaces.fused import modules_only
+from softcell.testing import tiny_space
+
+
+def made(affine: bool, kernel: int = 3, stride: int = 1) -> list[ReLUConvBN]:
+    torch.manual_seed(0)
+    modules = [ReLUConvBN(4, 6, kernel, stride, affine=affine).double() for _ in range(3)]
+    for module in modules:
+        norm: Any = module[2]
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2)
+        if affine:
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+    return modules
+
+
+def outcome(modules: list[ReLUConvBN], x: Tensor, stacked: bool) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    outputs = run_stacked(modules, torch.relu(x)) if stacked else [module(x) for module in modules]
+    loss = sum(((i + 1) * y.sin()).sum() for i, y in enumerate(outputs))
+    assert isinstance(loss, Tensor)
+    parameters = [p for module in modules for p in module.parameters()]
+    first = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+    buffers = [b.clone() for module in modules for b in module.buffers()]
+    return [*outputs, *first, *second, *buffers]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_values_gradients_and_statistics_are_those_of_the_modules(
+    training: bool, affine: bool, kernel: int, stride: int
+) -> None:
+    x = torch.randn(5, 4, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected, found = (
+        outcome([m.train(training) for m in made(affine, kernel, stride)], x, stacked) for stacked in (False, True)
+    )
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
+
+
+def test_what_differs_or_is_listened_to_is_not_stacked() -> None:
+    assert stack_key(None) is None
+    assert stack_key(DilatedConv(4, 3, 1, affine=False)) is None
+    one, other = made(True)[:2]
+    assert stack_key(one) == stack_key(other)
+    assert stack_key(one) != stack_key(ReLUConvBN(4, 6, 1).double())
+    assert stack_key(one) != stack_key(other.eval()), "norms in another mode"
+    one[1].register_forward_hook(lambda *_: None)
+    assert stack_key(one) is None
+    assert stacks(torch.zeros(LARGEST))
+    assert not stacks(torch.zeros(LARGEST + 1))
+
+
+def test_a_supernet_computes_the_same_with_and_without_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(cell, "run_stacked", lambda ms, x: calls.append(len(ms)) or run_stacked(ms, x))
+    results = []
+    for literal in (False, True):
+        torch.manual_seed(0)
+        supernet = tiny_space("nb201").supernet((3, 8, 8), 5).double()
+        tables = {t.name: torch.randn(len(t), t.width, dtype=torch.float64).softmax(1) for t in supernet.layout.tables}
+        x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+        before = len(calls)
+        if literal:
+            with modules_only():
+                y = supernet(x, WeightMix(supernet.layout, tables))
+            assert len(calls) == before
+        else:
+            y = supernet(x, WeightMix(supernet.layout, tables))
+        results.append((y, torch.autograd.grad(y.sum(), list(supernet.parameters())), list(supernet.buffers())))
+    assert calls, "several convolutions leave a node"
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-10)
