@@ -82,6 +82,21 @@ def test_one_seed_is_never_a_result(tmp_path: Path) -> None:
     assert "no statement can be made, since darts in nb201 has n = 1 and snas in nb201 has n = 1" in pair.sentence
 
 
+def test_what_cannot_be_said_is_said_once(tmp_path: Path) -> None:
+    for method in ("snas", "darts", "random"):
+        make_training(tmp_path / method, method=method, accuracy=0.9)
+    found = comparison(tmp_path)
+    assert len(found.pairs) == 3
+    (said,) = found.sentences
+    assert said.startswith("On 3 pairs of groups no statement can be made: n = 1 of") and "snas in nb201" in said
+    for seed in (1, 2):
+        make_training(tmp_path / f"snas{seed}", method="snas", seed=seed, accuracy=0.9 + seed / 100)
+        make_training(tmp_path / f"darts{seed}", method="darts", seed=seed, accuracy=0.8 + seed / 100)
+    found = comparison(tmp_path)
+    assert len(found.sentences) == 2 and "by Welch's t-test" in found.sentences[0]
+    assert found.sentences[1].startswith("On 2 pairs")
+
+
 def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
     make_training(tmp_path / "a", accuracy=0.9)
     make_training(tmp_path / "copy", accuracy=0.9)

@@ -87,6 +87,48 @@ def test_the_same_folder_gives_the_same_bytes_from_anywhere(tmp_path: Path, monk
     assert sorted(file.name for file in tmp_path.iterdir()) == ["page.html", "run"]  # nothing half-written stays
 
 
+def a_whole_run(folder: Path) -> dict[str, Any]:
+    """The folders of one `softcell run`, and its summary."""
+    make_search(folder / "search")
+    rows = {}
+    for name, accuracy in (("train", 0.8), ("plain", 0.9), ("random-1", 0.7), ("random-2", 0.6)):
+        make_training(folder / name, accuracy=accuracy)
+        rows[name] = {"accuracy": accuracy, "parameters": 1500, "multiply_adds": 2e6, "latency": 1.25, "epochs": 18}
+    random = [rows["random-1"], rows["random-2"]]
+    summary = {
+        "found": rows["train"],
+        "plain": rows["plain"],
+        "random": random,
+        "count": 72,
+        "verdict": ["Not <worth> it."],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
+def test_a_whole_run_begins_with_its_outcome(tmp_path: Path) -> None:
+    a_whole_run(tmp_path)
+    text = "".join(parse(report(find_runs([tmp_path]))).text)
+    begin = text.index("Was the search worth it?")
+    for part in ("on 72 test images, all trained alike for 18 epochs", "found by search", "80.0 %", "Not <worth> it."):
+        assert begin < text.index(part) < text.index("Show run"), part
+    assert "65.0 ± 7.1 %" in text and "1.25 ms" in text and "accuracy against latency" in text
+    assert "Groups over seeds" not in text  # of one seed each: the outcome says what can be said
+    assert text.index("search –") < text.index("train –") < text.index("plain –") < text.index("random-1 –")
+
+
+@pytest.mark.parametrize("damage", ["", "[1]", '{"found": 3}', "accuracy", "random", "verdict"])
+def test_a_damaged_summary_costs_its_part_only(tmp_path: Path, damage: str) -> None:
+    summary = a_whole_run(tmp_path)
+    if damage == "accuracy":
+        summary["found"]["accuracy"] = "high"
+    elif damage in summary:
+        del summary[damage]
+    (tmp_path / "summary.json").write_text(json.dumps(summary) if damage.isalpha() else damage)
+    text = "".join(parse(report(find_runs([tmp_path]))).text)
+    assert "worth it" not in text and "Groups over seeds" in text
+
+
 def test_random_architectures_stand_beside_their_run(tmp_path: Path) -> None:
     folder = make_training(tmp_path / "run", accuracy=0.95)
     assert "Beside random" not in report([folder])

@@ -89,8 +89,8 @@ def _terminal(found: Comparison, width: int | None = None) -> str:
         screen.print(Text(f"accuracy of {clean(measure)}, data {clean(data)}", "bold underline"))
         screen.print(table, soft_wrap=False)
         screen.print()
-    for pair in found.pairs:
-        screen.print(Text(f"• {clean(pair.sentence)}"), soft_wrap=False)
+    for said in found.sentences:
+        screen.print(Text(f"• {clean(said)}"), soft_wrap=False)
     for note in found.notes:
         screen.print(Text(f"note: {clean(note)}", "yellow"), soft_wrap=False)
     return stream.getvalue()

@@ -24,7 +24,7 @@ def report(
     runs: Runs,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write; else report.html in the folder of a single run, or here."),
+        typer.Option(metavar="FILE", help="Where to write; else report.html in the folder given; of several, here."),
     ] = None,
     overwrite: o.OverwriteFile = False,
     plugin: o.Plugin = None,
@@ -40,7 +40,7 @@ def report(
 
     o.load_plugins(plugin)
     folders = find_runs(runs)
-    own = folders[0] / REPORT if len(folders) == 1 else None
+    own = runs[0] / REPORT if len(runs) == 1 else None
     path = out or own or Path(REPORT)
     if path.is_dir():
         raise UserError(f"--out must be a file, but {path} is a folder; give {path / REPORT}")

@@ -174,9 +174,13 @@ def _widest(
     while not meets(channels):
         channels -= 1
         if channels < 1:
-            stated = " and ".join(f"{value:,.0f} {kind.replace('_', '-')}" for kind, value in limits.items())
+            stated, least = (
+                " and ".join(f"{values[kind]:,.0f} {kind.replace('_', '-')}" for kind in limits)
+                for values in (limits, known[1])
+            )
             raise UserError(
-                f"no network of space {name} is as small as {stated}; raise the budget or choose another --space"
+                f"no network of space {name} is as small as {stated}; one channel wide it has {least}: raise the "
+                "budget, or choose another --space or a smaller --image-size"
             )
     return {**settings, "channels": channels}
 

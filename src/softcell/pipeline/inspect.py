@@ -80,7 +80,7 @@ class Inspection:
         tested = f"{sum(self.test.values()):,} for testing" if self.test else "a fifth is held out for testing"
         found = [
             f"{self.num_train:,} {kind} images of {len(self.train)} classes, {tested}; short side {pixels} pixels",
-            f"{low:,} ({least}) to {high:,} ({most}) images per class",
+            f"{low:,} ({least}) to {high:,} ({most}) images per class" if low < high else f"{low:,} images per class",
         ]
         if self.broken:
             first, reason = self.broken[0]

@@ -80,6 +80,19 @@ class Comparison:
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
 
+    @property
+    def sentences(self) -> list[str]:
+        """One on every pair that could be tested; those that could not be are named together."""
+        tested = [pair.sentence for pair in self.pairs if pair.test is not None]
+        untested = [pair for pair in self.pairs if pair.test is None]
+        if len(untested) < 2:
+            return tested + [pair.sentence for pair in untested]
+        groups = {id(group): group for pair in untested for group in (pair.first, pair.second)}.values()
+        few = [group.name for group in groups if len(group.runs) < 2]
+        reason = f"n = 1 of {', '.join(few)}" if few else "groups without any spread"
+        needed = "a spread over at least 2 runs on both sides is needed"
+        return [*tested, f"On {len(untested)} pairs of groups no statement can be made: {reason}; {needed}."]
+
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """Groups the runs that have a score and compares every two groups that were measured alike on the same data."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
+from softcell.report.html.outcome import SUMMARY, read_outcome
 from softcell.report.html.page import gather, render
 from softcell.report.runs import Run, read_run
 
@@ -41,7 +42,10 @@ class LivePage:
         """The page and the tag of its content."""
         with self._lock:
             folders = self._folders()
-            seen = [(folder, *map(_stamp, (folder / name for name in _FILES))) for folder in folders]
+            seen = [
+                (folder, *map(_stamp, (*(folder / name for name in _FILES), folder.parent / SUMMARY)))
+                for folder in folders
+            ]
             if seen != self._seen or not self._page:
                 self._page = self._render(folders).encode("utf-8")
                 self._seen = seen
@@ -68,7 +72,7 @@ class LivePage:
         if len(shown) > MOST_RUNS:
             notes.append(f"the latest {MOST_RUNS} of {len(shown)} runs are shown; name folders to choose others")
         runs, beside = gather(shown[:MOST_RUNS], self._read)
-        return render(runs, beside, live=self._every, notes=notes)
+        return render(runs, beside, outcome=read_outcome(folders), live=self._every, notes=notes)
 
     def _read(self, folder: Path, label: str) -> Run:
         """The run as it is, or as it was before its `run.json` was damaged or half-written."""

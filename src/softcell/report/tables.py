@@ -33,7 +33,7 @@ def markdown(found: Comparison) -> str:
     """The table, one sentence per pair, and the notes."""
     lines = [_line(HEADER), _line("---:" if i in NUMERIC else "---" for i in range(len(HEADER)))]
     lines += [_line(group_row(group)) for group in found.groups]
-    lines += ["", *(f"- {_plain(pair.sentence)}" for pair in found.pairs)] if found.pairs else []
+    lines += ["", *(f"- {_plain(said)}" for said in found.sentences)] if found.pairs else []
     lines += ["", *(f"- Note: {_plain(note)}" for note in found.notes)] if found.notes else []
     return "\n".join(lines) + "\n"
 

@@ -21,7 +21,7 @@ def overview(runs: Sequence[Run], beside: Sequence[Run]) -> Html | None:
     found = compare(everything)
     heading = "Groups over seeds" if len(runs) > 1 else "Beside random architectures"
     parts = [
-        el("section", el("h2", "Runs"), _runs(runs), id="runs") if len(runs) > 1 else None,
+        list_of(runs) if len(runs) > 1 else None,
         el("section", el("h2", heading), _groups(found), id="groups") if found.groups else None,
     ]
     pictures = costs(found)
@@ -31,6 +31,11 @@ def overview(runs: Sequence[Run], beside: Sequence[Run]) -> Html | None:
             el("section", el("h2", "Cost against accuracy"), el("p", about, class_="quiet"), pictures, id="cost")
         )
     return join([part for part in parts if part is not None])
+
+
+def list_of(runs: Sequence[Run]) -> Html:
+    """The section that leads to each run."""
+    return el("section", el("h2", "Runs"), _runs(runs), id="runs")
 
 
 def _runs(runs: Sequence[Run]) -> Html:
@@ -64,7 +69,7 @@ def _groups(found: Comparison) -> Html:
         mean = f"{100 * s.mean:.2f}"
         rows.append((group.name, str(s.n), mean, std, big(cost.mean) if cost else "–", group.data, group.measure))
     names = ("group", "n", "mean, %", "std", "parameters", "data", "accuracy of")
-    said = el("ul", [el("li", pair.sentence) for pair in found.pairs], class_="statements") if found.pairs else None
+    said = el("ul", [el("li", said) for said in found.sentences], class_="statements") if found.pairs else None
     notes = el("ul", [el("li", note) for note in found.notes], class_="quiet") if found.notes else None
     return join(table(names, rows, numeric=(1, 2, 3, 4)), said, notes)
 

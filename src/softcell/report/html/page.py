@@ -15,7 +15,8 @@ from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.report.curves import _shades
 from softcell.report.html.elements import Html, el, join
-from softcell.report.html.overview import overview
+from softcell.report.html.outcome import Outcome, in_order, outcome_section, read_outcome
+from softcell.report.html.overview import list_of, overview
 from softcell.report.html.sections import headline, section
 from softcell.report.runs import Run, companions, labels, read_run
 from softcell.report.theme import page_sheet
@@ -32,8 +33,9 @@ def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathL
 
 def report(folders: Sequence[Path]) -> str:
     """The page as text."""
-    runs, beside = gather(folders)
-    return render(runs, beside)
+    outcome = read_outcome(folders)
+    runs, beside = gather(folders if outcome is None else in_order(folders))
+    return render(runs, beside, outcome=outcome)
 
 
 def gather(folders: Sequence[Path], read: Callable[[Path, str], Run] = read_run) -> tuple[list[Run], list[Run]]:
@@ -57,12 +59,18 @@ def gather(folders: Sequence[Path], read: Callable[[Path, str], Run] = read_run)
 
 
 def render(
-    runs: Sequence[Run], beside: Sequence[Run] = (), *, live: float | None = None, notes: Sequence[str] = ()
+    runs: Sequence[Run],
+    beside: Sequence[Run] = (),
+    *,
+    outcome: Outcome | None = None,
+    live: float | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
-    """The page. live: seconds between two looks of a page that is being served; notes: lines to show on top."""
+    """The page. outcome: of one `softcell run`, to which all runs belong; live: seconds between two looks of a page
+    that is being served; notes: lines to show on top."""
     title = _title(runs)
     several = len(runs) > 1
-    top = overview(runs, beside)
+    top = overview(runs, beside) if outcome is None else join(outcome_section(outcome), list_of(runs))
     chooser = None
     if several:
         options = [el("option", f"{run.label} – {headline(run)}", value=f"run-{i}") for i, run in enumerate(runs)]

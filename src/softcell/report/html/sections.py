@@ -222,7 +222,11 @@ def loading(run: Run) -> Html | None:
             return None
         code = f"softcell train {_shell(name)}"
         return join(
-            el("p", "A search leaves an architecture; this trains its network from scratch:"), _code(code, "shell")
+            el(
+                "p",
+                "A search leaves an architecture; this trains its network from scratch (with the path of this folder):",
+            ),
+            _code(code, "shell"),
         )
     if run.status != "finished":
         return None
@@ -287,7 +291,7 @@ def origin(run: Run) -> Html:
     ]
     recipe = el("details", el("summary", "the complete recipe"), facts(_settings(run.recipe)))
     again = f"softcell {run.kind} --config {_shell(run.folder.resolve().name)} --out again"
-    repeat = join(el("p", "This run again:"), _code(again, "shell"))
+    repeat = join(el("p", "This run again (with the path of this folder):"), _code(again, "shell"))
     return join(el("div", facts(pairs), class_="card"), repeat, recipe)
 
 
