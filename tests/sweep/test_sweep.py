@@ -311,6 +311,20 @@ def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
     assert "random in nb201" in (tmp_path / "runs" / "plan" / "report.html").read_text()
 
 
+def test_what_a_run_decided_for_itself_is_no_other_setting(tmp_path: Path) -> None:
+    """A real run, since only those write down what "auto" became."""
+    from softcell.api import search_recipe, search_with
+
+    file = plan(tmp_path)
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    assert search_recipe(job.search).precision == "auto"
+    search_with(search_recipe(job.search), job.folder / "search")
+    assert json.loads((job.folder / "search" / "run.json").read_text())["recipe"]["precision"] == "float32"
+    assert jobs_of(read_plan(file), tmp_path / "out") == [job]  # the same command again
+    with pytest.raises(UserError, match="batch_size: 256 -> 128"):
+        jobs_of(read_plan(plan(tmp_path, search={**TINY, "batch_size": 128})), tmp_path / "out")
+
+
 def test_submitit_carries_jobs_and_their_exit_codes(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed (the slurm extra)")
     done, lost = jobs(tmp_path, 2)

@@ -126,7 +126,8 @@ def _conclude(screen: Console, folder: Path, every: list[Job], outcome: Outcome,
         _terminal(compare(read_runs(runs)))
         screen.print(f"\nreport: {folder / REPORT}", markup=False)
     for job, attempts, error in outcome.failed.values():
-        text = f"failed after {attempts} attempts: {job.name}: {error}\n  log: {job.folder / LOG}"
+        tries = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+        text = f"failed after {tries}: {job.name}: {error}\n  log: {job.folder / LOG}"
         screen.print(text, style="yellow", markup=False)
     if outcome.interrupted:
         screen.print(

@@ -86,4 +86,6 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
 
 
 def _points(difference: float) -> str:
+    if abs(difference) < 0.0005:
+        return "equal"
     return f"{abs(difference) * 100:.1f} points {'better' if difference >= 0 else 'worse'}"

@@ -123,7 +123,9 @@ def finished(folder: Path) -> bool:
 
 def _same(folder: Path, wanted: Mapping[str, Any]) -> None:
     stored = RunFolder.open(folder).manifest["recipe"]
-    different = [key for key in wanted if key not in _ELSEWHERE and stored.get(key) != wanted[key]]
+    # What was left to the run ("auto") it has decided, and written down.
+    left = {key for key, value in wanted.items() if value == "auto"} | _ELSEWHERE
+    different = [key for key in wanted if key not in left and stored.get(key) != wanted[key]]
     if different:
         changes = ", ".join(f"{key}: {stored.get(key)} -> {wanted[key]}" for key in different)
         raise UserError(
