@@ -100,7 +100,9 @@ def test_a_run_that_is_slow_to_start_says_that_it_prepares(terminal: bool, monke
     monkeypatch.setattr(progress, "SECONDS", 0.01)
     console, stream = screen(terminal)
     with Display(console, "a run"):
-        time.sleep(0.1)
+        deadline = time.monotonic() + 10
+        while PREPARING not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert PREPARING in stream.getvalue()
     console, stream = screen(False)
     with Display(console, "a run") as display:
@@ -123,7 +125,9 @@ def test_what_has_no_steps_to_count_says_what_it_does_in_a_log_too(monkeypatch: 
     monkeypatch.setattr(progress, "SECONDS", 0.01)
     console, stream = screen(False)
     with counting(console, "exporting"):
-        time.sleep(0.1)
+        deadline = time.monotonic() + 10
+        while not stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert stream.getvalue() == "exporting ...\n"
     console, stream = screen(False)
     with counting(console, "measuring") as step:

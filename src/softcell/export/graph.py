@@ -45,7 +45,9 @@ def write_onnx(model: Model, file: Path) -> None:
     """Writes an ONNX file with the weights inside; class names, mean, std and facts are in its metadata."""
     _need("onnxscript")
     with torch.no_grad(), _quiet():
-        program = to_program(model).run_decompositions({torch.ops.aten.conv2d.default: grouped_by_image})
+        program = to_program(model)
+        if _has_kernels_per_image(program):
+            program = program.run_decompositions({torch.ops.aten.conv2d.default: grouped_by_image})
         made = torch.onnx.export(
             program, input_names=[INPUT], output_names=[model.output], opset_version=OPSET, dynamo=True, verbose=False
         )
@@ -70,6 +72,15 @@ def check_onnx(file: Path, model: Model) -> float:
             found = torch.from_numpy(session.run([model.output], {INPUT: pixels.numpy()})[0])
             worst = max(worst, check_equal(file.name, model.normalised()(pixels), found))
     return worst
+
+
+def _has_kernels_per_image(program: ExportedProgram) -> bool:
+    """Whether some convolution's number of groups, its last argument, is computed; most networks have none."""
+    return any(
+        node.target is torch.ops.aten.conv2d.default and not isinstance(node.args[-1], int | list)
+        for node in program.graph.nodes
+        if len(node.args) == 7
+    )
 
 
 def grouped_by_image(

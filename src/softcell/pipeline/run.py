@@ -58,6 +58,8 @@ MOST_RESERVED = 45.0
 LATENCY_ROUNDS = 5
 MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
 HOLDOUT = 0.1
+MANY = 10_000
+"""Epochs of a job whose pace is measured: more than it will see."""
 PROBE = 0.01
 """Of the time, for measuring the pace of one job; at least and at most:"""
 PROBE_BOUNDS = (0.3, 6.0)
@@ -253,7 +255,7 @@ class _Run:
         )
 
     def _search_pace(self, choice: Choice) -> Pace:
-        recipe = self._search_recipe(choice, 10**6)
+        recipe = self._search_recipe(choice, MANY)
         split = recipe.split
         evaluated = float(split["validation"]) / float(split["weights"])
         scratch = self.plan.folder / "measuring"
@@ -365,7 +367,7 @@ class _Run:
         )
 
     def _train_pace(self, choice: Choice, genotype: Genotype, settings: dict[str, Any]) -> Pace:
-        recipe = self._train_recipe(choice, genotype, settings, 10**6)
+        recipe = self._train_recipe(choice, genotype, settings, MANY)
         return probe(
             lambda folder, watch: train_with(genotype, recipe, folder, on_event=watch),
             self.plan.folder / "measuring",
