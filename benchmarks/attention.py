@@ -1,11 +1,14 @@
 """`python -m benchmarks.attention`: local attention beside its naive form and torch's own, time and memory in one run.
 
-Forward and backward of one layer on maps [batch, width, side, side]: `ours` (shifted views; products of matrices on
-small maps), `unfold` (all neighbourhoods copied by F.unfold), `masked` (torch's scaled_dot_product_attention over all
-pairs with a mask; without relative positions, so it does less). Memory is what is allocated at the peak on a GPU; on a
-CPU it is what autograd keeps for the backward pass. A form that does not fit is told.
+Forward and backward of one layer from queries, keys and values [batch, 3·width, side, side]: `ours` (on a GPU Triton
+kernels; elsewhere shifted views, on small maps products of matrices), `unfold` (all neighbourhoods copied by F.unfold),
+`masked` (torch's scaled_dot_product_attention over all pairs with a mask; without relative positions, so it does less)
+and `flex` (torch's compiled flex_attention with positions and a block mask; on a GPU only, heads padded to 16 numbers).
+Time on a GPU is that of a recorded step. Memory is what is allocated on top at the peak on a GPU; on a CPU it is what
+autograd keeps for the backward pass. A form that does not fit or does not run is told.
 
 python -m benchmarks.attention --sides 8 32 --batch 8
+python -m benchmarks.attention --batch 64 --width 8 --sides 8 16 32 56 --precision bfloat16 --rounds 20 --out FILE
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,31 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from softcell.engine.capture import TRIED, WARMUP, CapturedStep
 from softcell.engine.device import resolve_device, set_threads
 from softcell.engine.provenance import collect, now
+from softcell.engine.timing import Stopwatch
+from softcell.kernels.backend import runs_triton
+from softcell.kernels.local import attend_packed, unpacked
 from softcell.nn.attention_local import attend_local
 
-Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries, keys and values [n, 3·c, h, w] and embeddings [heads, d, extent] to [n, c, h, w]."""
 LARGEST = 8 * 1024**3
 """Bytes of one copy beyond which a form is not tried."""
+LEAST_HEAD = 16
+"""Numbers of a head below which flex_attention does not run; zeros are added."""
 
 
-def unfolded(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def ours(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    if runs_triton(packed):
+        return attend_packed(packed, rows, columns)
+    return _joined(attend_local(*unpacked(packed, rows.shape[0]), rows, columns))
+
+
+def unfolded(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """The naive form: k² copies of keys and values."""
+    q, k, v = unpacked(packed, rows.shape[0])
     n, heads, d, height, width = q.shape
     extent = rows.shape[-1]
     reach = extent // 2
@@ -42,61 +58,136 @@ def unfolded(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> 
     def around(x: Tensor) -> Tensor:
         return F.unfold(x.flatten(1, 2), extent, padding=reach).view(n, heads, d, extent**2, height, width)
 
-    positions = (rows[..., :, None] + columns[..., None, :]).flatten(2)
+    positions = (rows[..., :, None] + columns[..., None, :]).flatten(2).to(q.dtype)
     inside = F.unfold(torch.ones(1, 1, height, width, device=q.device), extent, padding=reach)
     logits = (q[:, :, :, None] * (around(k) + positions[None, ..., None, None])).sum(2)
     logits = logits.masked_fill(inside.view(1, 1, extent**2, height, width) == 0, -torch.inf)
-    return (around(v) * torch.softmax(logits, 2)[:, :, None]).sum(3)
+    return _joined((around(v) * torch.softmax(logits, 2)[:, :, None]).sum(3))
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def masked(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """torch's own attention over all pairs, those too far apart masked; no positions."""
-    height, width = q.shape[-2:]
+    q, k, v = (t.flatten(3).transpose(2, 3) for t in unpacked(packed, rows.shape[0]))
+    height, width = packed.shape[-2:]
     reach = rows.shape[-1] // 2
     y, x = torch.arange(height, device=q.device), torch.arange(width, device=q.device)
     near = ((y[:, None] - y).abs() <= reach)[:, None, :, None] & ((x[:, None] - x).abs() <= reach)[None, :, None, :]
     mask = near.reshape(height * width, height * width)
-    flat = [t.flatten(3).transpose(2, 3) for t in (q, k, v)]
-    return F.scaled_dot_product_attention(*flat, attn_mask=mask, scale=1.0).transpose(2, 3).reshape(q.shape)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+    return found.transpose(2, 3).reshape(packed.shape[0], -1, height, width)
 
 
-FORMS: dict[str, Form] = {"ours": attend_local, "unfold": unfolded, "masked": masked}
+def flexed(packed: Tensor, rows: Tensor, columns: Tensor, *, compiled: bool = True) -> Tensor:
+    """torch's flex_attention; what rows and columns of a neighbour add is computed before, and read by score."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = unpacked(packed, rows.shape[0])
+    (height, width), d, reach = packed.shape[-2:], q.shape[2], rows.shape[-1] // 2
+    by_row = torch.einsum("nedhw,edk->nehwk", q, rows.to(q.dtype)).flatten(2, 3)
+    by_column = torch.einsum("nedhw,edk->nehwk", q, columns.to(q.dtype)).flatten(2, 3)
+
+    def score(logit: Tensor, n: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        down = (j // width - i // width + reach).clamp(0, 2 * reach)
+        across = (j % width - i % width + reach).clamp(0, 2 * reach)
+        return logit + by_row[n, head, i, down] + by_column[n, head, i, across]
+
+    room = (0, max(0, LEAST_HEAD - d))
+    flat = [F.pad(t.flatten(3).transpose(2, 3), room) for t in (q, k, v)]
+    run: Any = _compiled() if compiled else flex_attention
+    mask = _block_mask(height, width, reach, q.device)
+    found: Tensor = run(flat[0], flat[1], flat[2], score_mod=score, block_mask=mask, scale=1.0)
+    return found[..., :d].transpose(2, 3).reshape(packed.shape[0], -1, height, width)
 
 
-def largest_copy(form: str, options: argparse.Namespace, side: int, extent: int) -> int:
+_KEPT: dict[Any, Any] = {}
+
+
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if "flex" not in _KEPT:
+        _KEPT["flex"] = torch.compile(flex_attention, dynamic=False)
+    return _KEPT["flex"]
+
+
+def _block_mask(height: int, width: int, reach: int, device: torch.device) -> Any:
+    """Which pairs of pixels are near; made once for each size, as it would be in use."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def near(n: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i // width - j // width).abs() <= reach) & ((i % width - j % width).abs() <= reach)
+
+    key = (height, width, reach, device)
+    if key not in _KEPT:
+        _KEPT[key] = create_block_mask(near, None, None, height * width, height * width, device=str(device))
+    return _KEPT[key]
+
+
+def _joined(y: Tensor) -> Tensor:
+    return y.flatten(1, 2)
+
+
+FORMS: dict[str, Form] = {"ours": ours, "unfold": unfolded, "masked": masked, "flex": flexed}
+
+
+def why_not(form: str, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> str | None:
+    """Why a form is not tried."""
+    if form == "flex" and device.type != "cuda":
+        return "not measured: no gradients on a CPU"
     pixels = side * side
-    numbers = {"ours": 1, "unfold": options.width * extent**2 * pixels, "masked": options.heads * pixels**2}[form]
-    return 4 * options.batch * numbers
+    copied = {"unfold": options.width * extent**2 * pixels, "masked": options.heads * pixels**2}.get(form, 0)
+    return "too large" if 4 * options.batch * copied > LARGEST else None
 
 
-def measure(form: Form, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> dict[str, float]:
+def measure(form: Form, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> dict[str, Any]:
     """Median milliseconds of forward and backward, and megabytes."""
     torch.manual_seed(0)
-    d = options.width // options.heads
-    shape = (options.batch, options.heads, d, side, side)
-    given = [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-    given += [torch.randn(options.heads, d, extent, device=device, requires_grad=True) for _ in range(2)]
+    dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
+    packed = torch.randn(options.batch, 3 * options.width, side, side, device=device).to(dtype)
+    packed = packed.to(memory_format=torch.channels_last).requires_grad_()
+    size = (options.heads, options.width // options.heads, extent)
+    embeddings = [torch.randn(size, device=device, requires_grad=True) for _ in range(2)]
+    notes: list[str] = []
     kept: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
+    def step() -> None:
+        y = form(packed, embeddings[0], embeddings[1])
+        torch.autograd.grad(y.float().sum(), [packed, *embeddings], allow_unused=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        step()  # the first one compiles what has to be
+    watch = Stopwatch(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    with watch:
+        step()
+    memory = watch.timing.peak_bytes - before if device.type == "cuda" else sum(kept.values())
+    work: Callable[[], None] = step
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+        work = CapturedStep(step, notes.append)
+        for _ in range(WARMUP + TRIED + 1):
+            work()
     times = []
-    for _ in range(options.rounds + 1):
-        before = time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            y = form(given[0], given[1], given[2], given[3], given[4])
-        torch.autograd.grad(y.sum(), given, allow_unused=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(1e3 * (time.perf_counter() - before))
-        if len(times) == 1 and device.type != "cuda":
-            once = sum(kept.values())
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else once
-    return {"ms": statistics.median(times[1:]), "megabytes": memory / 1e6}
+    for _ in range(options.rounds):
+        with watch:
+            work()
+        times.append(1e3 * watch.timing.seconds)
+    return {"ms": statistics.median(times), "megabytes": memory / 1e6, **({"notes": notes} if notes else {})}
+
+
+def tried(name: str, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> dict[str, Any] | str:
+    reason = why_not(name, options, side, extent, device)
+    if reason is not None:
+        return reason
+    try:
+        return measure(FORMS[name], options, side, extent, device)
+    except Exception as error:  # of torch's compiled form: whatever it raises is what a user would see
+        if name != "flex":
+            raise
+        return f"not measured: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -106,26 +197,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3, help="timed ones after one warm-up")
+    parser.add_argument("--rounds", type=int, default=3, help="timed ones after a warm-up")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="a JSON file for the record")
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
     if device.type == "cpu":
         set_threads(1)
-    table = Table(title=f"one layer, [{options.batch}, {options.width}, side, side], {options.heads} heads, {device}")
+    shape = f"[{options.batch}, {options.width}, side, side]"
+    table = Table(title=f"one layer, {shape}, {options.heads} heads, {options.precision}, {device}")
     for column in ("side", "extent", *FORMS):
         table.add_column(column, justify="right")
     rows: list[dict[str, Any]] = []
     for side in options.sides:
         for extent in options.extents:
-            found: dict[str, Any] = {"side": side, "extent": extent}
-            for name, form in FORMS.items():
-                fits = largest_copy(name, options, side, extent) <= LARGEST
-                found[name] = measure(form, options, side, extent, device) if fits else "too large"
-            rows.append(found)
+            found: dict[str, Any] = {name: tried(name, options, side, extent, device) for name in FORMS}
+            rows.append({"side": side, "extent": extent, **found})
             cells = (
-                v if isinstance(v := found[n], str) else f"{v['ms']:.1f} ms, {v['megabytes']:.1f} MB" for n in FORMS
+                v if isinstance(v := found[n], str) else f"{v['ms']:.2f} ms, {v['megabytes']:.1f} MB" for n in FORMS
             )
             table.add_row(str(side), str(extent), *cells)
     Console().print(table)
