@@ -130,6 +130,8 @@ def test_parameters_at_the_papers_widths_follow_from_the_blocks_by_hand() -> Non
         "parameters at 96 channels, 10 classes: 2,344,474 to 2,370,682",
         "parameters at 80 channels, 10 classes: 1,630,530 to 1,652,370",
     ]
+    more = 2_344_474 + 90 * (4 * 96 + 1)  # a column of the classifier for each of 90 further classes
+    assert SPACE.remarks(100)[0].startswith(f"parameters at 96 channels, 100 classes: {more:,} to")
 
 
 def test_multiply_adds_of_local_attention_are_those_of_its_loop() -> None:

@@ -49,7 +49,7 @@ def info(
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     settings = merge(size, given.get("space", {}))
     if what in SPACES:
-        describe_space(console(), what, settings)
+        describe_space(console(), what, settings, classes or 10)
     else:
         describe_network(console(), what, settings, None if input_ is None else shape(input_), classes)
 
@@ -83,10 +83,12 @@ def describe_network(
     facts(out, space=found.space)
     if found.about:
         facts(out, found_by=", ".join(f"{key} {value}" for key, value in found.about.items()))
+    retrieving = trained and manifest is not None and manifest["recipe"].get("task") == "retrieve"
+    outputs = f"embedding of {classes}" if retrieving else f"{classes} classes"
     sizes = ", ".join(f"{key} {getattr(space, key)}" for key in _sizes(space))
     facts(
         out,
-        network=f"{sizes}, input {'x'.join(map(str, image))}, {classes} classes, without auxiliary tower",
+        network=f"{sizes}, input {'x'.join(map(str, image))}, {outputs}, without auxiliary tower",
         parameters=f"{cost.parameters:,}",
         multiply_adds=f"{cost.multiply_adds:,}",
         size=f"{cost.megabytes:.2f} MB in float32",
@@ -108,11 +110,14 @@ def describe_run(out: Console, manifest: dict[str, Any], folder: Path) -> None:
             out,
             accuracy=f"{percent(results['accuracy'])} on the {results['split']} split ({results['count']:,} images)",
         )
+    elif results.get("recall_at_1") is not None:
+        shares = ", ".join(f"@{k} {percent(results[f'recall_at_{k}'])}" for k in (1, 2, 4, 8))
+        facts(out, recall=f"{shares} among images of {results['split']} ({results['count']:,} images)")
     elif results.get("val_accuracy") is not None:
         facts(out, supernet=f"{percent(results['val_accuracy'])} on the {results['val_split']} split")
 
 
-def describe_space(out: Console, name: str, settings: dict[str, Any]) -> None:
+def describe_space(out: Console, name: str, settings: dict[str, Any], classes: int) -> None:
     from softcell.arch import count
     from softcell.cli.results import facts
     from softcell.settings import to_dict
@@ -123,7 +128,7 @@ def describe_space(out: Console, name: str, settings: dict[str, Any]) -> None:
     number = count(layout)
     facts(out, space=f"{name}: {space.about}" if space.about else name)
     facts(out, architectures=f"{number:,}" if number < 10**7 else f"{number:,} (about {number:.1e})")
-    for remark in space.remarks():
+    for remark in space.remarks(classes):
         facts(out, remark=remark)
     for table in layout.tables:
         sites = len(layout.sites_of(table.name))

@@ -165,7 +165,8 @@ class LocalAttention(Attention):
             y = fused(packed, self.rows, self.columns)
             if y is not None:
                 return self.project(y)  # type: ignore[no-any-return]
-        y = attend_local(*unpacked(packed, self.heads), self.rows, self.columns)
+        # Plane by plane: a shifted view then is rows of neighbours in memory, not single numbers.
+        y = attend_local(*unpacked(packed.contiguous(), self.heads), self.rows, self.columns)
         return self.project(y.reshape(x.shape))  # type: ignore[no-any-return]
 
     def uncounted(self, height: int, width: int) -> int:

@@ -134,8 +134,8 @@ class Space(ABC):
     evaluation: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     has_auxiliary: ClassVar[bool] = False
 
-    def remarks(self) -> tuple[str, ...]:
-        """Lines that `softcell info` adds, such as a paper's own count of its architectures."""
+    def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
+        """Lines that `softcell info` adds, such as a paper's own count; of networks for so many classes."""
         return ()
 
     @abstractmethod

@@ -143,15 +143,15 @@ class FullAttentionSpace(Space):
             found.append(derive(layout, strengths))
         return found[0], found[1]
 
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         lines = []
         for channels, printed in PRINTED.items():
             space = replace(self, channels=channels)
-            least, most = (_total(space, genotype) for genotype in space.extremes())
+            least, most = (_total(space, genotype, num_classes) for genotype in space.extremes())
             low, high = (f"{(total - printed) / 1e6:+.3f}M" for total in (least, most))
             lines.append(
-                f"parameters at {channels} channels, 10 classes: {least:,} to {most:,} over all choices; the paper "
-                f"prints {printed / 1e6:.2f}M ({low} to {high})"
+                f"parameters at {channels} channels, {num_classes} classes: {least:,} to {most:,} over all choices; the "
+                f"paper prints {printed / 1e6:.2f}M ({low} to {high})"
             )
         return tuple(lines)
 
@@ -167,9 +167,9 @@ def _parameters(op: str, spec: Spec) -> int:
         return sum(p.numel() for p in get_candidate(op).build(spec).parameters())
 
 
-def _total(space: FullAttentionSpace, genotype: Genotype) -> int:
+def _total(space: FullAttentionSpace, genotype: Genotype, num_classes: int) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in space.network(genotype, (3, 32, 32), 10).parameters())
+        return sum(p.numel() for p in space.network(genotype, (3, 32, 32), num_classes).parameters())
 
 
 class Skeleton(nn.Module):

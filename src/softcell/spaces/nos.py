@@ -86,7 +86,7 @@ class NosSpace(DartsSpace):
         tiers = self.tiers if genotype is None else tiers_of(genotype)
         return output if tiers == 2 else ()
 
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         blocks = range(1, self.nodes + 1)
         pairs = prod((n + 1) * n // 2 for n in blocks)
         every, alone = len(self.candidates), len(self.features)

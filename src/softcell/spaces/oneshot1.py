@@ -121,7 +121,7 @@ class _OneShot1(Space):
         """The nodes that have parents: the sums of the blocks, and the output."""
         return [*(2 * block - 1 for block in range(1, self.blocks + 1)), self.output]
 
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         if self.blocks > 4:
             ours = f"raw {raw_count(self.parents):,} (others: python -m softcell.spaces.oneshot1_count)"
         else:

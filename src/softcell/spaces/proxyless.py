@@ -105,7 +105,7 @@ class ProxylessSpace(Space):
         large = self.stem == "imagenet" or (self.stem == "auto" and min(shape[1:]) >= LARGE)
         return (2, STRIDES) if large else (1, (1, *STRIDES[1:]))
 
-    def remarks(self) -> tuple[str, ...]:
+    def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         smallest, largest = (self.extreme(largest=largest) for largest in (False, True))
         costs = [count_genotype(self, g, (3, 224, 224), 1000).multiply_adds / 1e6 for g in (smallest, largest)]
         skippable = sum(SKIP in choice.candidates for choice in self.layout().tables[0].choices)
