@@ -10,6 +10,7 @@ import pytest
 from cli_calls import CELL, TINY, Softcell
 
 import softcell.engine.files
+from softcell.cli import main
 from softcell.cli.main import run
 
 WRONG: list[tuple[str, str]] = [
@@ -30,6 +31,8 @@ WRONG: list[tuple[str, str]] = [
     ("search --epochs 0", "epochs=0"),
     ("search --set space.cells=1", "`cells >= 3` must hold"),
     ("search --set space.candidates=[none,sep_conv_9x9]", "--plugin"),
+    ("search fullattention --set space.channels=24", "`channels` must be a multiple of 16"),
+    ("search fullattention --set pretrain.data=no/such/folder", "existing path"),
     ("search --device tpu", "the device must be"),
     ("search --config missing.yaml", "missing.yaml"),
     ("search --config broken.json", "cannot be read as JSON"),
@@ -150,3 +153,11 @@ def test_our_own_bugs_keep_their_traceback(call: Softcell, monkeypatch: pytest.M
 def test_other_ranks_say_who_they_are(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     assert call("show", "nothing").error.startswith("error: rank 3: ")
+
+
+def test_warnings_of_ours_are_one_line_and_others_come_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    passed: list[object] = []
+    main._warn(lambda *given: passed.append(given[0]), "too few images", UserWarning, main.__file__, 3)
+    assert capsys.readouterr().err == "warning: too few images\n" and not passed
+    main._warn(lambda *given: passed.append(given[0]), "of torch", UserWarning, "/elsewhere/torch/nn.py", 3)
+    assert passed == ["of torch"] and not capsys.readouterr().err

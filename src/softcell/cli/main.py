@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -115,7 +117,19 @@ for _registered in app.registered_commands:
 def main(arguments: list[str] | None = None) -> None:
     """The entry point: exits with 0, with 2 for bad input, with 128 + n after signal n; bugs keep a traceback."""
     process.enter()
+    shown = warnings.showwarning
+    warnings.showwarning = lambda *given, **named: _warn(shown, *given, **named)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _warn(
+    shown: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *rest: Any, **named: Any
+) -> None:
+    """A warning of ours on one line; those of other packages as they come."""
+    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        shown(message, category, filename, *rest, **named)
 
 
 def run(arguments: list[str]) -> int:

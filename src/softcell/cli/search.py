@@ -12,6 +12,7 @@ from softcell.cli import options as o
 
 if TYPE_CHECKING:
     from softcell.engine.events import OnEvent
+    from softcell.search import SearchRecipe
 
 SEEDS = "seeds.json"  # as softcell.search.several has it, which would be slow to import here
 
@@ -176,8 +177,7 @@ def run_search(
         return result.exit_code
     results.show_search(screen, result)
     if hint and not quiet:
-        root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
-        results.facts(screen, next=command("train", folder, "--data", recipe.data, *root))
+        results.facts(screen, next=command("train", folder, *_on(recipe)))
     return 0
 
 
@@ -226,10 +226,16 @@ def run_seeds(
     if any(one.genotype is None for one in result.results.values()):
         results.interrupted(screen, "search", "--resume", str(folder))
     elif result.best is not None and not quiet:
-        root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
-        best = folder / f"seed-{result.best}"
-        results.facts(screen, next=command("train", best, "--data", recipe.data, *root))
+        results.facts(screen, next=command("train", folder / f"seed-{result.best}", *_on(recipe)))
     return result.exit_code
+
+
+def _on(recipe: SearchRecipe) -> tuple[str, ...]:
+    """The options that name the data to train on: the search's own, unless it needed no labels."""
+    if recipe.objective == "context":
+        return ("--data", "IMAGES-WITH-CLASSES")
+    root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
+    return ("--data", recipe.data, *root)
 
 
 def logged(display: OnEvent, folder: Path, tensorboard: bool) -> OnEvent:

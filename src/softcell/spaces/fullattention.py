@@ -150,8 +150,8 @@ class FullAttentionSpace(Space):
             least, most = (_total(space, genotype, num_classes) for genotype in space.extremes())
             low, high = (f"{(total - printed) / 1e6:+.3f}M" for total in (least, most))
             lines.append(
-                f"parameters at {channels} channels, {num_classes} classes: {least:,} to {most:,} over all choices; the "
-                f"paper prints {printed / 1e6:.2f}M ({low} to {high})"
+                f"parameters at {channels} channels, {num_classes} classes: {least:,} to {most:,} over all choices; "
+                f"the paper prints {printed / 1e6:.2f}M ({low} to {high})"
             )
         return tuple(lines)
 
