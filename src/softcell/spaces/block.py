@@ -79,6 +79,13 @@ class Block:
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)
 
+    def undropped(self, factors: Tensor) -> Tensor:
+        """Drop-path's factors [choices, n] with ones for the choices whose sums it leaves alone."""
+        if not self._choices:
+            return factors
+        index = self._index(factors.device, -1, tuple(sorted(self._choices.values())))
+        return factors.index_fill(0, index, 1.0)
+
     def _index(self, device: torch.device, choice: int, columns: tuple[int, ...]) -> Tensor:
         """Columns as a tensor on the device; kept, since copying them each step would stall a GPU."""
         key = (device, choice, columns)

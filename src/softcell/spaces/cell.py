@@ -7,7 +7,8 @@ is evaluated node by node: when a node is known, everything that leaves it runs,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,116 +17,29 @@ from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
 from softcell.kernels.mix import weighted_sum
 from softcell.nn.calibrate import Calibration
-from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.conv import FactorisedReduction, ReLUFirst
+from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
-from softcell.nn.stack import run_stacked, stack_key, stacks
-from softcell.spaces.block import Block, calibrates
+from softcell.spaces.block import Block, Output, calibrates
 from softcell.spaces.bottleneck import Bottleneck, narrowed
-from softcell.spaces.fused import Fused, is_distributed, literal, serves
+from softcell.spaces.edges import Edges, Runner, SpecOf
+from softcell.spaces.fused import Departures, Fused, serves
 from softcell.spaces.fused_plan import Entry
 
-SpecOf = Callable[[int], Spec]
-"""What the candidates that leave a node are built for."""
+__all__ = ["MixedCell", "PickedCell", "SpecOf"]
 
 
-class Edges(nn.Module):
-    """The candidate modules of a set of picks.
+@dataclass(slots=True)
+class _Arrived:
+    """What has reached a node."""
 
-    `own` holds one module per edge and candidate, `shared` one per source and candidate that needs no weights. With
-    `share_features` everything is shared by source (EnTranNAS, Eq 6). A candidate that stands twice on one edge gets a
-    module each time.
-    """
+    outputs: list[Output] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)  # of features, weighted already
+    summed: set[int] = field(default_factory=set)  # their candidates
 
-    def __init__(self, picks: Iterable[Pick], spec_of: SpecOf, *, share_features: bool = False) -> None:
-        super().__init__()
-        self.own, self.shared = nn.ModuleDict(), nn.ModuleDict()
-        self.places: list[tuple[str, str, str] | None] = []  # None: a zero candidate, which has no module
-        counts: dict[Pick, int] = {}
-        for pick in picks:
-            kind, spec = get_candidate(pick.op), spec_of(pick.source)
-            if kind.zero:
-                self.places.append(None)
-                continue
-            sharing = kind.shared(spec)
-            group = self.shared if sharing else self.own
-            by_source = sharing or share_features
-            row = str(pick.source) if by_source else f"{pick.source}_{pick.target}"
-            counts[pick] = counts.get(pick, 0) + 1
-            column = pick.op if by_source or counts[pick] == 1 else f"{pick.op}__{counts[pick]}"
-            modules = _row(group, row)
-            if column not in modules:
-                modules[column] = kind.build(spec)
-            self.places.append(("shared" if sharing else "own", row, column))
-
-    def module(self, index: int) -> nn.Module | None:
-        """The module of pick number `index`; the same object for picks that share it."""
-        place = self.places[index]
-        if place is None:
-            return None
-        group, row, column = place
-        modules = (self.shared if group == "shared" else self.own)[row]
-        assert isinstance(modules, nn.ModuleDict)
-        return modules[column]
-
-
-def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
-    if name not in group:
-        group[name] = nn.ModuleDict()
-    row = group[name]
-    assert isinstance(row, nn.ModuleDict)
-    return row
-
-
-class _Runner:
-    """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all.
-
-    A bottleneck narrows the value before the first module that runs.
-    """
-
-    def __init__(self, x: Tensor, node: int, bottleneck: Bottleneck | None) -> None:
-        self._x, self._done = x, dict[int, Tensor]()
-        self._node, self._bottleneck = node, bottleneck
-        self._activated: Tensor | None = None
-
-    def __call__(self, module: nn.Module) -> Tensor:
-        key = id(module)
-        if key not in self._done:
-            self._narrow()
-            self._done[key] = self._run(module)
-        return self._done[key]
-
-    def together(self, modules: Iterable[nn.Module | None]) -> None:
-        """Runs those that can be stacked ahead of the others, where that pays."""
-        if self._bottleneck is not None or not stacks(self._x) or is_distributed() or literal():
-            return
-        kinds: dict[Hashable, dict[int, nn.Module]] = {}
-        for module in modules:
-            if module is not None and (kind := stack_key(module)) is not None:
-                kinds.setdefault(kind, {})[id(module)] = module
-        for alike in kinds.values():
-            if len(alike) > 1:
-                outputs = run_stacked(list(alike.values()), self._activate())
-                self._done.update(zip(alike, outputs, strict=True))
-
-    def value(self) -> Tensor:
-        """What the modules run on: the node's value, behind a bottleneck a narrower one."""
-        self._narrow()
-        return self._x
-
-    def _narrow(self) -> None:
-        if self._bottleneck is not None:
-            self._x, self._bottleneck = self._bottleneck.leave(self._node, self._x), None
-
-    def _run(self, module: nn.Module) -> Tensor:
-        if not isinstance(module, ReLUFirst | FactorisedReduction):
-            return module(self._x)  # type: ignore[no-any-return]
-        return module(self._x, self._activate())  # type: ignore[no-any-return]
-
-    def _activate(self) -> Tensor:
-        if self._activated is None:
-            self._activated = torch.relu(self._x)
-        return self._activated
+    def plus(self, value: Tensor | None) -> Tensor | None:
+        """The sums and `value`, the sum of the other features."""
+        terms = self.sums if value is None else [*self.sums, value]
+        return _total(terms) if terms else None
 
 
 class MixedCell(nn.Module):
@@ -174,6 +88,7 @@ class MixedCell(nn.Module):
         self._drop_path: list[DropPath] = []  # a list: the supernet owns it
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
+        self._departures = Departures(self._features, self._spec.channels)
 
     def use_drop_path(self, drop_path: DropPath | None) -> None:
         """Puts what each choice contributes through `drop_path`; None takes it out."""
@@ -190,49 +105,82 @@ class MixedCell(nn.Module):
                     weight = choice * self.table.width + candidate
                     yield Entry(source, target, weight, self.edges.module(entry), choice)
 
+    def _features(self, node: int, live: Live | None) -> Iterator[tuple[int, Entry]]:
+        """The live features that leave a node, each with its candidate's number."""
+        for entry, choice, candidate, target in self._leaving[node]:
+            module = self.edges.module(entry)
+            if module is None or isinstance(module, Calibration) or not (live is None or candidate in live[choice]):
+                continue
+            yield candidate, Entry(node, target, choice * self.table.width + candidate, module, choice)
+
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         live = mix.live(site)
         factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
-        fusible = self.bottleneck is None and self._block is None
-        if fusible and isinstance(mix, WeightMix) and serves(states[0]):
+        fuses = isinstance(mix, WeightMix) and serves(states[0])
+        if fuses and self.bottleneck is None and self._block is None:
             fused = self._fused.of(live, self._spec.channels, self._spec.stride)
             if fused is not None:
-                return fused(states, mix.weights(site).flatten(), factors)
+                return fused(states, mix.weights(site).flatten(), factors)  # type: ignore[attr-defined]
         values = list(states)
-        arrived: dict[int, list[tuple[int, int, Tensor | None]]] = {target: [] for target in self.table.targets}
-        runners: dict[int, _Runner] = {}
+        arrived: dict[int, _Arrived] = {target: _Arrived() for target in self.table.targets}
+        runners: dict[int, Runner] = {}
         for node in range(max(self.table.targets) + 1):
             if node >= self.inputs:
                 if self._block is None:
-                    value = self._combine(arrived[node], mix, site, factors)
+                    value = arrived[node].plus(self._combine(arrived[node].outputs, mix, site, factors))
                 else:
                     value = self._calibrate(self._block, node, arrived[node], runners, mix, site, factors)
                 values.append(_node(node, value, states[0], self._spec, self.bottleneck))
             if node in self._leaving:
-                runners[node] = _Runner(values[node], node, self.bottleneck)
-                self._depart(node, runners[node], live, arrived)
+                runners[node] = Runner(values[node], node, self.bottleneck)
+                summed = fuses and self._depart_together(node, runners[node], mix, site, factors, arrived)
+                self._depart(node, runners[node], live, arrived, calibrations_only=summed)
         return values
+
+    def _depart_together(
+        self,
+        node: int,
+        run: Runner,
+        mix: Mix,
+        site: int,
+        factors: Tensor | None,
+        arrived: Mapping[int, _Arrived],
+    ) -> bool:
+        """Runs the features that leave a node as one program; False where they must run one by one."""
+        assert isinstance(mix, WeightMix)
+        departure = self._departures.of(node, mix.live(site), self._spec.stride if node < self.inputs else 1)
+        if departure is None:
+            return False
+        if factors is not None and self._block is not None:
+            factors = self._block.undropped(factors)
+        _, *sums = departure.cell([run.value()], mix.weights(site).flatten(), factors)
+        for (target, candidates), value in zip(departure.candidates.items(), sums, strict=True):
+            arrived[target].sums.append(value)
+            arrived[target].summed |= candidates
+        return True
 
     def _depart(
         self,
         node: int,
-        run: _Runner,
+        run: Runner,
         live: Live | None,
-        arrived: dict[int, list[tuple[int, int, Tensor | None]]],
+        arrived: Mapping[int, _Arrived],
+        *,
+        calibrations_only: bool,
     ) -> None:
         leaving = [
             (choice, candidate, target, self.edges.module(entry))
             for entry, choice, candidate, target in self._leaving[node]
             if live is None or candidate in live[choice]
         ]
+        if calibrations_only:
+            leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
         run.together(module for *_, module in leaving)
         for choice, candidate, target, module in leaving:
-            arrived[target].append((choice, candidate, None if module is None else run(module)))
+            arrived[target].outputs.append((choice, candidate, None if module is None else run(module)))
 
-    def _combine(
-        self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int, factors: Tensor | None
-    ) -> Tensor | None:
+    def _combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
         """The value of a node out of all that arrives; with drop-path (factors [choices, n]), choice by choice."""
         if factors is None:
             return self._sum(outputs, mix, site)
@@ -248,24 +196,25 @@ class MixedCell(nn.Module):
         self,
         block: Block,
         node: int,
-        outputs: list[tuple[int, int, Tensor | None]],
-        runners: Mapping[int, _Runner],
+        arrived: _Arrived,
+        runners: Mapping[int, Runner],
         mix: Mix,
         site: int,
         factors: Tensor | None,
     ) -> Tensor | None:
         """The value of a node at which calibrating candidates may arrive (NOS, Eq 2-5)."""
+        outputs = arrived.outputs
         if not isinstance(mix, WeightMix):
             for choice in sorted({choice for choice, _, _ in outputs}):
                 mix.meet(site, choice, {k: x for c, k, x in outputs if c == choice})
         features, calibrations = block.sorted(outputs)
         if node in block.residual:
             x = runners[block.residual[node]].value()
-            base = self._sum(features, mix, site)
-            rest = block.rest(node, {k for _, k, _ in features}, x, mix, site) * x
+            base = arrived.plus(self._sum(features, mix, site))
+            rest = block.rest(node, arrived.summed | {k for _, k, _ in features}, x, mix, site) * x
             base = rest if base is None else base + rest
         else:
-            base = self._combine(features, mix, site, factors)
+            base = arrived.plus(self._combine(features, mix, site, factors))
         if base is None:
             return None
         value = base
@@ -275,7 +224,7 @@ class MixedCell(nn.Module):
                 value = value + self._calibrations[op].applied(base, made)
         return value
 
-    def _sum(self, outputs: list[tuple[int, int, Tensor | None]], mix: Mix, site: int) -> Tensor | None:
+    def _sum(self, outputs: list[Output], mix: Mix, site: int) -> Tensor | None:
         if isinstance(mix, WeightMix):
             present = [(choice, candidate, x) for choice, candidate, x in outputs if x is not None]
             if not present:
@@ -337,7 +286,7 @@ class PickedCell(nn.Module):
     def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         values = list(states)
-        runners = [_Runner(x, node, self.bottleneck) for node, x in enumerate(values)]
+        runners = [Runner(x, node, self.bottleneck) for node, x in enumerate(values)]
         for node in range(self.inputs, self._nodes):
             total: Tensor | None = None
             calibrations: dict[str, tuple[Calibration, Tensor]] = {}
@@ -361,7 +310,7 @@ class PickedCell(nn.Module):
                 for module, made in calibrations.values():
                     total = total + module.applied(base, made)
             values.append(_node(node, total, states[0], self._spec, self.bottleneck))
-            runners.append(_Runner(values[-1], node, self.bottleneck))
+            runners.append(Runner(values[-1], node, self.bottleneck))
         return values
 
     def _incoming(self, node: int) -> Iterator[tuple[int, Pick]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,49 @@ class Fused:
             except Unfit:
                 self._known[live] = None
         return self._known[live]
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Features that leave one node, run together: the cell they make, and the candidates in its sums by target."""
+
+    cell: FusedCell
+    candidates: Mapping[int, frozenset[int]]
+
+
+class Departures:
+    """The fused forms of the features that leave the nodes of one cell, for cells that cannot be fused as a whole.
+
+    Something stands between such a cell's nodes (a bottleneck, a calibration), but what leaves one node is a small
+    cell: one input, and one weighted sum per target.
+    """
+
+    def __init__(self, features_of: Callable[[int, Live | None], Iterable[tuple[int, Entry]]], channels: int) -> None:
+        self._features_of, self._channels = features_of, channels
+        self._known: dict[tuple[int, Live | None], Departure | None] = {}
+
+    def of(self, node: int, live: Live | None, stride: int) -> Departure | None:
+        """None where the features must run one by one; `stride` is that of all that leaves the node."""
+        key = (node, live)
+        if key not in self._known:
+            while len(self._known) >= Fused.KEPT:
+                self._known.pop(next(iter(self._known)))
+            self._known[key] = self._plan(node, live, stride)
+        return self._known[key]
+
+    def _plan(self, node: int, live: Live | None, stride: int) -> Departure | None:
+        candidates: dict[int, set[int]] = {}
+        entries = []
+        for candidate, entry in self._features_of(node, live):
+            candidates.setdefault(entry.target, set()).add(candidate)
+            entries.append(entry)
+        places = {target: 1 + i for i, target in enumerate(candidates)}
+        own = [replace(entry, source=0, target=places[entry.target]) for entry in entries]
+        try:
+            cell = plan(own, 1, 1 + len(places), self._channels, stride)
+        except Unfit:
+            return None
+        return Departure(cell, {target: frozenset(found) for target, found in candidates.items()})
 
 
 def is_distributed() -> bool:

@@ -1,0 +1,117 @@
+"""The candidate modules of a cell's edges, and how those that leave one node are run on its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Pick
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.nn.conv import FactorisedReduction, ReLUFirst
+from softcell.nn.stack import run_stacked, stack_key, stacks
+from softcell.spaces.bottleneck import Bottleneck
+from softcell.spaces.fused import is_distributed, literal
+
+SpecOf = Callable[[int], Spec]
+"""What the candidates that leave a node are built for."""
+
+
+class Edges(nn.Module):
+    """The candidate modules of a set of picks.
+
+    `own` holds one module per edge and candidate, `shared` one per source and candidate that needs no weights. With
+    `share_features` everything is shared by source (EnTranNAS, Eq 6). A candidate that stands twice on one edge gets a
+    module each time.
+    """
+
+    def __init__(self, picks: Iterable[Pick], spec_of: SpecOf, *, share_features: bool = False) -> None:
+        super().__init__()
+        self.own, self.shared = nn.ModuleDict(), nn.ModuleDict()
+        self.places: list[tuple[str, str, str] | None] = []  # None: a zero candidate, which has no module
+        counts: dict[Pick, int] = {}
+        for pick in picks:
+            kind, spec = get_candidate(pick.op), spec_of(pick.source)
+            if kind.zero:
+                self.places.append(None)
+                continue
+            sharing = kind.shared(spec)
+            group = self.shared if sharing else self.own
+            by_source = sharing or share_features
+            row = str(pick.source) if by_source else f"{pick.source}_{pick.target}"
+            counts[pick] = counts.get(pick, 0) + 1
+            column = pick.op if by_source or counts[pick] == 1 else f"{pick.op}__{counts[pick]}"
+            modules = _row(group, row)
+            if column not in modules:
+                modules[column] = kind.build(spec)
+            self.places.append(("shared" if sharing else "own", row, column))
+
+    def module(self, index: int) -> nn.Module | None:
+        """The module of pick number `index`; the same object for picks that share it."""
+        place = self.places[index]
+        if place is None:
+            return None
+        group, row, column = place
+        modules = (self.shared if group == "shared" else self.own)[row]
+        assert isinstance(modules, nn.ModuleDict)
+        return modules[column]
+
+
+def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
+    if name not in group:
+        group[name] = nn.ModuleDict()
+    row = group[name]
+    assert isinstance(row, nn.ModuleDict)
+    return row
+
+
+class Runner:
+    """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all.
+
+    A bottleneck narrows the value before the first module that runs.
+    """
+
+    def __init__(self, x: Tensor, node: int, bottleneck: Bottleneck | None) -> None:
+        self._x, self._done = x, dict[int, Tensor]()
+        self._node, self._bottleneck = node, bottleneck
+        self._activated: Tensor | None = None
+
+    def __call__(self, module: nn.Module) -> Tensor:
+        key = id(module)
+        if key not in self._done:
+            self._narrow()
+            self._done[key] = self._run(module)
+        return self._done[key]
+
+    def together(self, modules: Iterable[nn.Module | None]) -> None:
+        """Runs those that can be stacked ahead of the others, where that pays."""
+        if self._bottleneck is not None or not stacks(self._x) or is_distributed() or literal():
+            return
+        kinds: dict[Hashable, dict[int, nn.Module]] = {}
+        for module in modules:
+            if module is not None and (kind := stack_key(module)) is not None:
+                kinds.setdefault(kind, {})[id(module)] = module
+        for alike in kinds.values():
+            if len(alike) > 1:
+                outputs = run_stacked(list(alike.values()), self._activate())
+                self._done.update(zip(alike, outputs, strict=True))
+
+    def value(self) -> Tensor:
+        """What the modules run on: the node's value, behind a bottleneck a narrower one."""
+        self._narrow()
+        return self._x
+
+    def _narrow(self) -> None:
+        if self._bottleneck is not None:
+            self._x, self._bottleneck = self._bottleneck.leave(self._node, self._x), None
+
+    def _run(self, module: nn.Module) -> Tensor:
+        if not isinstance(module, ReLUFirst | FactorisedReduction):
+            return module(self._x)  # type: ignore[no-any-return]
+        return module(self._x, self._activate())  # type: ignore[no-any-return]
+
+    def _activate(self) -> Tensor:
+        if self._activated is None:
+            self._activated = torch.relu(self._x)
+        return self._activated

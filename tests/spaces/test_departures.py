@@ -1,0 +1,99 @@
+"""Cells that cannot be fused as a whole: what leaves a node runs as one program, equal to module by module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.arch import WeightMix
+from softcell.spaces import build_space, cell
+from softcell.spaces.fused import Departures, literal, modules_only
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "nos": ("nos", {"cells": 3, "channels": 4, "nodes": 3}),
+    "nos, shared": ("nos", {"cells": 3, "channels": 4, "nodes": 3, "share_features": True}),
+    "bottleneck": ("darts", {"cells": 3, "channels": 8, "nodes": 3, "bottleneck": 2}),
+    "bottleneck, shared": ("darts", {"cells": 3, "channels": 8, "nodes": 3, "bottleneck": 2, "share_features": True}),
+}
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Cells are fused on the CPU too, by the kernels' plain twins; lists whether each departure found a plan."""
+    found: list[bool] = []
+    original = Departures.of
+
+    def of(self: Departures, *arguments: Any) -> Any:
+        departure = original(self, *arguments)
+        found.append(departure is not None)
+        return departure
+
+    monkeypatch.setattr(Departures, "of", of)
+    monkeypatch.setattr(cell, "serves", lambda x: not literal())
+    return found
+
+
+def outcome(
+    name: str,
+    settings: dict[str, Any],
+    *,
+    dropping: bool = False,
+    some: bool = False,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:
+    """Output, gradients and running statistics of one training step."""
+    torch.manual_seed(0)
+    supernet = build_space(name, settings).supernet((3, 8, 8), 5).to(device=device, dtype=dtype)
+    layout = supernet.layout
+    if dropping:
+        supernet.use_drop_path(0.5)
+        supernet.drop_path.set_fraction(1.0)
+    tables = {t.name: torch.randn(len(t), t.width, dtype=torch.float64).softmax(1) for t in layout.tables}
+    tables = {key: value.to(device=device, dtype=dtype).requires_grad_() for key, value in tables.items()}
+    lives = None
+    if some:  # every second candidate of each choice
+        lives = {
+            site: tuple(tuple(range(i % 2, len(c.candidates), 2)) for i, c in enumerate(layout.table(own).choices))
+            for site, own in enumerate(layout.sites)
+        }
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64).to(device=device, dtype=dtype)
+    torch.manual_seed(1)
+    y = supernet(x, WeightMix(layout, tables, lives))
+    wanted = [*tables.values(), *supernet.parameters()]
+    gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+    found = [g if g is not None else torch.zeros_like(w) for g, w in zip(gradients, wanted, strict=True)]
+    return [y, *found, *supernet.buffers()]
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("dropping", [False, True], ids=["whole", "dropping"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_step_equals_one_module_by_module(case: str, dropping: bool, some: bool, planned: list[bool]) -> None:
+    name, settings = CASES[case]
+    found = outcome(name, settings, dropping=dropping, some=some)
+    assert planned and all(planned), "everything that leaves a node here has a fused form"
+    planned.clear()
+    with modules_only():
+        expected = outcome(name, settings, dropping=dropping, some=some)
+    assert not planned
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # drop-path's factors are float32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none")
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_on_a_gpu_the_kernels_give_what_modules_give_in_float64(case: str, some: bool) -> None:
+    name, settings = CASES[case]
+    expected = outcome(name, settings, some=some)
+    found = outcome(name, settings, some=some, device="cuda", dtype=torch.float32)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        error = (a.cpu().double() - b).norm() / b.double().norm().clamp(min=1e-3)
+        assert error < 1e-3
