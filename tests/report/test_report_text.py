@@ -32,11 +32,11 @@ def printed(genotype: Genotype, columns: int = 80, encoding: str = "utf-8", **op
 
 def decode(cell: Cell, drawn: str) -> list[Pick]:
     """Follows every line from the rail it leaves to the rail it enters."""
-    nodes = node_numbers(cell, input_nodes(cell))
+    nodes, mark = node_numbers(cell, input_nodes(cell)), f"[{''.join(MARKS.values())}]"
     rows = [
-        (line[: found.start()], found[2])
+        (line[: found.start()], re.split(rf"  {mark} ", found[1]))
         for line in drawn.splitlines()
-        if (found := re.search(rf"([{''.join(MARKS.values())}]) (.+)$", line))
+        if (found := re.search(rf"{mark} (.+)$", line))
     ]
     inked = [
         i for ink, _ in rows for i, c in enumerate(ink) if c in "├╰╮┤↻" or (c.isdigit() and not ink[i - 1].isdigit())
@@ -45,16 +45,16 @@ def decode(cell: Cell, drawn: str) -> list[Pick]:
         if all(i % pitch == 1 for i in inked) and max(inked, default=0) // pitch < len(nodes):
             break
     picks = []
-    for ink, name in rows:
+    for ink, names in rows:
         own = ink.find("↻")
         if own >= 0:
-            node = nodes[own // pitch]
-            picks.append(Pick(node, node, name))
-            continue
-        start = next(i for i, c in enumerate(ink) if c in "├╰")
-        end = next(i for i, c in enumerate(ink[start + 1 :], start + 1) if c in "╮┤▶")
-        end += ink[end] == "▶"
-        picks.append(Pick(nodes[start // pitch], nodes[end // pitch], name))
+            source = target = nodes[own // pitch]
+        elif re.search("[├╰]", ink):  # else the names go on
+            start = next(i for i, c in enumerate(ink) if c in "├╰")
+            end = next(i for i, c in enumerate(ink[start + 1 :], start + 1) if c in "╮┤▶")
+            end += ink[end] == "▶"
+            source, target = nodes[start // pitch], nodes[end // pitch]
+        picks += [Pick(source, target, name) for name in names]
     return picks
 
 
@@ -73,6 +73,23 @@ def test_darts_v2_normal_cell_is_drawn_as_expected() -> None:
         " ╰─────────│────│────│────╮ ···· → skip_connect\n"
         "           ├────│────│───▶5 ···· □ dil_conv_3x3\n"
         "           ╰────┴────┴────┴─▶ c_{k} = concat(2, 3, 4, 5)\n"
+    )
+
+
+def test_operations_on_one_edge_share_its_line() -> None:
+    ops = ("sep_conv_3x3", "sep_conv_5x5", "dil_conv_3x3", "skip_connect")
+    picks = (*(Pick(0, 2, op) for op in ops), Pick(1, 2, "skip_connect"), Pick(2, 3, "skip_connect"))
+    drawn = printed(Genotype("darts", {"normal": Cell((*picks, Pick(0, 3, "max_pool_3x3")), (2, 3))}), 64)
+    assert drawn == (
+        "normal\n"
+        " c_{k-2}\n"
+        " │    c_{k-1}\n"
+        " ├────│────╮ ········· ■ sep_conv_3x3  ■ sep_conv_5x5\n"
+        " │    │    │ ········· □ dil_conv_3x3  → skip_connect\n"
+        " │    ╰───▶2 ········· → skip_connect\n"
+        " ╰─────────│────╮ ···· ▼ max_pool_3x3\n"
+        "           ├───▶3 ···· → skip_connect\n"
+        "           ╰────┴─▶ c_{k} = concat(2, 3)\n"
     )
 
 

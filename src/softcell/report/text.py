@@ -8,14 +8,16 @@
     │  ├──│─▶3                 ■ sep_conv_3x3
           ╰──┴──────────▶ c_{k} = concat(2, 3)
 
-A node's number stands where its last input arrives; its rail ends with its last reader. Cells with more rails than fit
-become a list per node, and plain chains run from left to right.
+A node's number stands where its last input arrives; its rail ends with its last reader. Several operations on one edge
+share its line, and more lines where they need them. Cells with more rails than fit become a list per node, and plain
+chains run from left to right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -133,7 +135,7 @@ class _Rails:
         self.picks = {n: sorted((p for p in picks if p.target == n), key=lambda p: p.source) for n in labels}
         self.live: list[int] = []  # rails that run at this row
         self.readers = {
-            n: sum(p.source == n for p in picks) + (n in cell.output)  # how many lines still leave the rail
+            n: _lines_from(n, picks) + (n in cell.output)  # how many lines still leave the rail
             for n in labels
         }
 
@@ -146,10 +148,18 @@ class _Rails:
                 row = self._birth(number, self.labels[number], "bright_black")
                 lines.append(self._named(row, Text("empty: no inputs", "bright_black italic")))
             arriving = [pick for pick in self.picks[number] if pick.source != number]
-            for i, pick in enumerate(arriving):
-                lines.append(self._edge(pick, first=i == 0, last=i == len(arriving) - 1))
-            if arriving:
-                self._start(number)
+            edges = [list(edge) for _, edge in groupby(arriving, key=lambda pick: pick.source)]
+            for i, edge in enumerate(edges):
+                first, *more = self._names(edge)
+                last = i == len(edges) - 1
+                lines.append(self._named(self._edge(edge[0], first=i == 0, last=last), first))
+                if last:
+                    self._start(number)
+                for name in more:
+                    rails = self._row()
+                    if not last:
+                        rails[self.column[number]] = ("│", "bright_black")
+                    lines.append(self._named(_join(rails), name))
             for pick in self.picks[number]:
                 if pick.source == number:
                     lines.append(self._own(pick))
@@ -200,7 +210,7 @@ class _Rails:
                     row[end + i] = (character, "bold")
         else:
             row[end] = ("╮" if first else "┤", paint)
-        return self._named(_join(row), self._name(pick))
+        return _join(row)
 
     def _own(self, pick: Pick) -> Text:
         """An operation of a node on itself."""
@@ -213,6 +223,17 @@ class _Rails:
         kind = family(pick.op)
         room = max(self.width - self.names - 2, 1)
         return Text(f"{MARKS[kind]} {shorten(pick.op, room)}", STYLES[kind])
+
+    def _names(self, edge: list[Pick]) -> list[Text]:
+        """The operations of one edge, in as few lines as they fit."""
+        room = max(self.width - self.names, 1)
+        lines = [self._name(edge[0])]
+        for name in map(self._name, edge[1:]):
+            if columns(lines[-1].plain) + 2 + columns(name.plain) > room:
+                lines.append(name)
+            else:
+                lines[-1].append("  ").append_text(name)
+        return lines
 
     def _named(self, row: Text, name: Text) -> Text:
         row.rstrip()
@@ -232,6 +253,12 @@ class _Rails:
         line = _join(row[: ends[-1] + 1])
         room = max(self.width - columns(line.plain) - 3, 1)
         return line.append("─▶ ").append(shorten(output_text(self.cell, self.inputs), room), "bold")
+
+
+def _lines_from(node: int, picks: list[Pick]) -> int:
+    """Lines that leave a node: one per edge, and one per operation of the node on itself."""
+    others = {pick.target for pick in picks if pick.source == node != pick.target}
+    return len(others) + sum(pick.source == node == pick.target for pick in picks)
 
 
 def _join(row: list[tuple[str, str]]) -> Text:
