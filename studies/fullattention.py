@@ -24,21 +24,23 @@ from rich.table import Table
 
 from softcell.api import layered
 from softcell.arch import Genotype
-from softcell.data.catalogue import loaded_once
-from softcell.engine import RunFolder, resolve_device
+from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interrupt import Interrupt
-from softcell.engine.lanes import Running, interleave
-from softcell.evaluate import resolve as resolve_training
-from softcell.evaluate import stored_training
-from softcell.evaluate.train import training
 from softcell.report import curves_svg
 from softcell.report.svg import to_svg
-from softcell.search import SearchRecipe, resolve, stored_recipe
+from softcell.search import SearchRecipe, resolve
 from softcell.search.phases import FIRST
-from softcell.search.search import searching
 from softcell.settings import assignments
-from studies.runs import NOT_MEASURED, Deadline, epochs_of, spread, write_record
+from studies.runs import (
+    NOT_MEASURED,
+    Deadline,
+    epochs_of,
+    finished,
+    interleaved,
+    searched_and_trained,
+    spread,
+    write_record,
+)
 
 ARMS = ("both", "alone", "tied")
 CURVES = ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "entropy")
@@ -67,48 +69,19 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
     return Path(options.runs) / f"{arm}-{Path(options.data).stem}-{seed}"
 
 
-def finished(folder: Path) -> bool:
-    return (folder / "run.json").is_file() and RunFolder.open(folder).manifest["status"] == "finished"
-
-
-def search_and_train(arm: str, seed: int, options: argparse.Namespace, deadline: Deadline) -> Running[None]:
-    """One search and the training of what it finds, each begun or gone on with, until the time is over."""
-    folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
-    if not finished(folder):
-        begun = (folder / "run.json").is_file()
-        if begun:
-            kept = ("threads", "precision")  # decided when the run began
-            recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
-        found = yield from searching(recipe, folder, resume=begun, on_event=deadline)
-        if found.exit_code:
-            return
-    place, genotype = folder / "training", Genotype.load(folder)
-    if finished(place) or deadline.passed:
-        return
-    begun = (place / "run.json").is_file()
-    if begun:
-        genotype, how = stored_training(place, {})
-    else:
-        own: dict[str, Any] = {"epochs": options.train_epochs, "space_settings": {}}
-        if options.channels is not None:
-            own["space_settings"] = {"channels": options.channels}
-        how = resolve_training(genotype, layered(common(options, seed), own, assignments(options.set_training)))
-    yield from training(genotype, how, place, resume=begun, on_event=deadline)
-
-
 def run_all(options: argparse.Namespace) -> None:
     """Goes on with everything that is not finished, side by side, until it is or the time is over."""
-    deadline, device = Deadline(options.minutes), resolve_device(options.device)
-    if deadline.passed:
-        return
-    starts = [
-        partial(search_and_train, arm, seed, options, deadline) for seed in range(options.seeds) for arm in options.arms
-    ]
-    with Interrupt(), loaded_once():
-        ended = interleave(starts, device, options.at_once or (len(starts) if device.type == "cuda" else 1))
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
+    deadline, starts = Deadline(options.minutes), []
+    for seed in range(options.seeds):
+        own: dict[str, Any] = {**common(options, seed), "epochs": options.train_epochs, "space_settings": {}}
+        if options.channels is not None:
+            own["space_settings"] = {"channels": options.channels}
+        own = layered(own, assignments(options.set_training))
+        for arm in options.arms:
+            folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
+            starts.append(partial(searched_and_trained, recipe, folder, folder / "training", own, deadline))
+    if not deadline.passed:
+        interleaved(starts, options.device, options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -8,18 +8,23 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from softcell.arch import Genotype
+from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.events import Event, Stepped
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interrupt import Interrupt
-from softcell.engine.lanes import interleave
+from softcell.engine.lanes import Running, interleave
 from softcell.engine.provenance import collect, now
 from softcell.errors import UserError
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate import stored_training
+from softcell.evaluate.train import training
 from softcell.search import SearchRecipe, search, stored_recipe
 from softcell.search.search import searching
 
@@ -59,25 +64,44 @@ def carry_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str
 def side_by_side(
     jobs: Sequence[tuple[SearchRecipe, Path]], deadline: Deadline, device: str, at_once: int | None = None
 ) -> None:
-    """Runs all searches that are not finished, or what is left of them, until they are or the time is over.
+    """Runs all searches that are not finished, or what is left of them, until they are or the time is over."""
+    interleaved([partial(gone_on, recipe, folder, deadline) for recipe, folder in jobs], device, at_once)
 
-    at_once: how many share the device; None: all of them on a GPU, one elsewhere.
-    """
-    starts = []
-    for recipe, folder in jobs:
-        begun = (folder / "run.json").is_file()
-        if begun:
-            kept = ("threads", "precision")  # decided when the run began
-            recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
-        if begun and RunFolder.open(folder).manifest["status"] == "finished":
-            continue
-        starts.append(partial(searching, recipe, folder, resume=begun, on_event=deadline))
+
+def interleaved(starts: Sequence[Callable[[], Running[Any]]], device: str, at_once: int | None = None) -> None:
+    """Runs generators in turns. at_once: how many share the device; None: all of them on a GPU, one elsewhere."""
     where = resolve_device(device)
-    with Interrupt():
+    with Interrupt(), loaded_once():
         found = interleave(starts, where, at_once or (len(starts) if where.type == "cuda" else 1))
     for error in found:
         if isinstance(error, Exception):
             raise error
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "run.json").is_file() and RunFolder.open(folder).manifest["status"] == "finished"
+
+
+def gone_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[None]:
+    """A search, or what is left of it."""
+    begun = (folder / "run.json").is_file()
+    if begun:
+        kept = ("threads", "precision")  # decided when the run began
+        recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
+    if not finished(folder) and not deadline.passed:
+        yield from searching(recipe, folder, resume=begun, on_event=deadline)
+
+
+def searched_and_trained(
+    recipe: SearchRecipe, folder: Path, place: Path, given: Mapping[str, Any], deadline: Deadline
+) -> Running[None]:
+    """A search in `folder` and, by the settings `given`, the training of what it finds in `place`."""
+    yield from gone_on(recipe, folder, deadline)
+    if not finished(folder) or finished(place) or deadline.passed:
+        return
+    begun, genotype = (place / "run.json").is_file(), Genotype.load(folder)
+    how = stored_training(place, {})[1] if begun else resolve_training(genotype, dict(given))
+    yield from training(genotype, how, place, resume=begun, on_event=deadline)
 
 
 def entry(main: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from studies.nos_parameters import ParameterCount
 from softcell.arch import sample
 from softcell.spaces.count import count_genotype
 from softcell.spaces.nos import NosSpace
-from studies import nos_guidance
+from studies import nos_guidance, runs
 
 
 @pytest.mark.parametrize("space", [NosSpace(cells=4, channels=6, nodes=2), NosSpace(cells=3, channels=8, nodes=3)])
@@ -60,20 +61,26 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     arguments += [item for value in sizes for item in ("--search-set", value)]
     arguments += [item for value in (*sizes, "auxiliary=0") for item in ("--train-set", value)]
 
-    stopped = nos_guidance.Study.train
-    monkeypatch.setattr(nos_guidance.Study, "train", lambda self, seed, arm: False)
-    assert nos_guidance.main(arguments) == 0
-    record = json.loads((tmp_path / "results/nos/guidance.json").read_text())
-    assert isinstance(record["teacher"]["test_accuracy"], float)
-    assert record["summary"]["guided"]["val_accuracy_last"]["n"] == 2
-    assert record["summary"]["guided"]["derived_test_accuracy"] == "not measured"
-    assert record["arms"]["guided"]["1"]["gradient_norms"] and not record["arms"]["unguided"]["1"]["gradient_norms"]
+    def nothing(*_: object, **__: object) -> Iterator[None]:
+        return
+        yield
 
-    monkeypatch.setattr(nos_guidance.Study, "train", stopped)
-    before = (tmp_path / "runs/nos-guidance/search-guided-1/metrics.jsonl").read_text()
-    assert nos_guidance.main(arguments) == 0
-    assert (tmp_path / "runs/nos-guidance/search-guided-1/metrics.jsonl").read_text() == before
-    record = json.loads((tmp_path / "results/nos/guidance.json").read_text())
+    with monkeypatch.context() as halted:
+        halted.setattr(runs, "training", nothing)
+        nos_guidance.main(arguments)
+    file = tmp_path / "results/nos/guidance-data.json"
+    record = json.loads(file.read_text())
+    assert isinstance(record["teacher"]["test_accuracy"], float)
+    assert record["summary"]["guided"]["search_accuracy"]["n"] == 2
+    assert record["summary"]["guided"]["test_accuracy"] == "not measured"
+    for row in record["rows"]:
+        assert bool(row["gradient_norms"]) == (row["arm"] == "guided")
+
+    before = (tmp_path / "runs/nos-study/guided-data-1/metrics.jsonl").read_text()
+    nos_guidance.main(arguments)
+    assert (tmp_path / "runs/nos-study/guided-data-1/metrics.jsonl").read_text() == before
+    record = json.loads(file.read_text())
     for arm in ("guided", "unguided"):
-        assert record["summary"][arm]["derived_test_accuracy"]["n"] == 2
+        assert record["summary"][arm]["test_accuracy"]["n"] == 2
     assert "<svg" in (tmp_path / "results/nos/guidance.svg").read_text()
+    assert "<svg" in (tmp_path / "results/nos/guided-1.svg").read_text()
