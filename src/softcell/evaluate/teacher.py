@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,21 +10,18 @@ from typing import Any
 import torch
 
 from softcell.data import load
-from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
 from softcell.engine.events import OnEvent
-from softcell.engine.hosted import run_in_folder, teller
+from softcell.engine.hosted import run_in_folder
 from softcell.engine.lanes import drain
 from softcell.engine.meter import Measured, measure
 from softcell.engine.session import Session, open_session
-from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_module
 from softcell.evaluate.recipe import TrainRecipe
-from softcell.evaluate.task import TrainTask
-from softcell.evaluate.train import facts_of, parts_of, save_weights
+from softcell.evaluate.train import facts_of, finish, prepare, save_weights
 from softcell.nn.classifiers import Classifier, build_classifier, get_architecture
 from softcell.registry import load_plugin
 from softcell.settings import build, merge, refuse_changes, to_dict, without_auto
@@ -155,23 +151,7 @@ def _train(
         name, settings = recipe.classifier, recipe.classifier_settings
         cost = count_classifier(name, settings, dataset.shape, dataset.num_classes)
         network = session.place(build_classifier(name, settings, dataset.shape[0], dataset.num_classes))
-        feeds = Feeds(
-            dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
-        )
-        parts = parts_of(dataset, recipe)
-        augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
-        held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
-        batches = feeds.training(parts["train"], augment)
-        tell = teller(on_event, world)
-        if recipe.precision == "auto":
-
-            def make(precision: str) -> TrainTask:
-                tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
-                return TrainTask(tried, copy.deepcopy(network), world, train=batches, held=None, tell=tell)
-
-            job = f"teacher {name}, {settings}, batch {recipe.batch_size}, {dataset.shape}"
-            recipe = replace(recipe, precision=choose_precision(job, world, make, tell))  # type: ignore[arg-type]
-        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell)
+        recipe, task, feeds, parts = prepare(recipe, dataset, network, session, f"teacher {name}, {settings}", on_event)
 
         def manifest() -> dict[str, Any]:
             known = facts_of(dataset, cost, parts)
@@ -190,14 +170,7 @@ def _train(
 
     def conclude() -> None:
         save_weights(network, out, classifier_metadata(name, settings, dataset.shape[0], dataset.num_classes))
-        folder.finish(
-            "finished",
-            accuracy=None if measured is None else measured.accuracy,
-            loss=None if measured is None else measured.loss,
-            split="test",
-            count=0 if measured is None else measured.count,
-            seconds=sum(row["seconds"] for row in outcome.metrics),
-        )
+        finish(folder, measured, outcome.metrics)
 
     on_main(conclude, world)
     barrier(world)

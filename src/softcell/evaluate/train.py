@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -31,12 +31,14 @@ from softcell.evaluate.predictions import Predictions, predict, write_prediction
 from softcell.evaluate.recipe import TrainRecipe, resolve
 from softcell.evaluate.retrieval import measure_retrieval, num_seen, seen_images
 from softcell.evaluate.task import TrainTask
+from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
 from softcell.registry import load_plugin
 from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Network, build_space
 from softcell.spaces.pretrained import WEIGHTS
 
+R = TypeVar("R", bound=TrainRecipe)
 EXCHANGED.append(exchange_seal)  # a training that is over reads the test set while others that share its device go on
 
 
@@ -132,28 +134,8 @@ def _train(
         network = space.network(genotype, dataset.shape, outputs, auxiliary=recipe.auxiliary > 0)
         criterion = session.place(ProxyNCA(num_seen(dataset), outputs)) if retrieving else None
         session.place(network)
-        feeds = Feeds(
-            dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
-        )
-        parts = parts_of(dataset, recipe)
-        augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
-        if retrieving and augment.resized_crop:  # the paper's: scaled to 256, then cropped to 227 at random
-            augment = replace(augment, resized_crop=False, window=True)
-        held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
-        batches = feeds.training(parts["train"], augment)
-        tell = teller(on_event, world)
-        if recipe.precision == "auto":
-
-            def make(precision: str) -> TrainTask:
-                tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
-                own, other = copy.deepcopy((network, criterion))
-                return TrainTask(tried, own, world, train=batches, held=None, tell=tell, criterion=other)
-
-            sizes = recipe.space_settings
-            job = f"train {genotype.space}, {sizes}, batch {recipe.batch_size}, {dataset.shape}"
-            chosen = choose_precision(job, world, make, tell)
-            recipe = replace(recipe, precision=chosen)  # type: ignore[arg-type]
-        task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell, criterion=criterion)
+        job = f"train {genotype.space}, {recipe.space_settings}"
+        recipe, task, feeds, parts = prepare(recipe, dataset, network, session, job, on_event, criterion)
 
         def manifest() -> dict[str, Any]:
             # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
@@ -190,19 +172,60 @@ def _train(
         if dataset.test is not None and answers is not None:
             alone = replace(feeds, rank=0, world=1)
             write_predictions(out, answers, network, dataset.test, alone, teller(on_event, world))
-        folder.finish(
-            "finished",
-            accuracy=None if measured is None else measured.accuracy,
-            loss=None if measured is None else measured.loss,
-            split="test",
-            count=0 if measured is None else measured.count,
-            seconds=sum(row["seconds"] for row in outcome.metrics),
-        )
+        finish(folder, measured, outcome.metrics)
 
     on_main(conclude, world)
     barrier(world)
     accuracy = None if measured is None else measured.accuracy
     return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0)
+
+
+def prepare(
+    recipe: R,
+    dataset: Dataset,
+    network: Network | Classifier,
+    session: Session,
+    job: str,
+    on_event: OnEvent | None,
+    criterion: ProxyNCA | None = None,
+) -> tuple[R, TrainTask, Feeds, dict[str, torch.Tensor]]:
+    """The task that trains `network`, its recipe with a precision chosen, the feeds, and the parts of the images.
+
+    job: what is trained, in words; a precision that was timed for it is kept under them.
+    """
+    world = session.world
+    feeds = Feeds(
+        dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
+    )
+    parts = parts_of(dataset, recipe)
+    augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
+    if recipe.task == "retrieve" and augment.resized_crop:  # the paper's: scaled to 256, then cropped to 227 at random
+        augment = replace(augment, resized_crop=False, window=True)
+    held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
+    batches, tell = feeds.training(parts["train"], augment), teller(on_event, world)
+    if recipe.precision == "auto":
+
+        def make(precision: str) -> TrainTask:
+            tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
+            own, other = copy.deepcopy((network, criterion))
+            return TrainTask(tried, own, world, train=batches, held=None, tell=tell, criterion=other)
+
+        timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
+        recipe = replace(recipe, precision=choose_precision(timed, world, make, tell))  # type: ignore[arg-type]
+    task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell, criterion=criterion)
+    return recipe, task, feeds, parts
+
+
+def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mapping[str, Any]]) -> None:
+    """Notes that the run is over and what the test set says; None where there is none."""
+    folder.finish(
+        "finished",
+        accuracy=None if measured is None else measured.accuracy,
+        loss=None if measured is None else measured.loss,
+        split="test",
+        count=0 if measured is None else measured.count,
+        seconds=sum(row["seconds"] for row in metrics),
+    )
 
 
 def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
