@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,9 +222,9 @@ def main(arguments: list[str] | None = None) -> None:
     Console().print(table)
     if options.out is not None:
         settings = {k: v for k, v in vars(options).items() if k != "out"}
-        options.out.write_text(
-            json.dumps({"date": now(), **collect(), "settings": settings, "rows": rows}, indent=2) + "\n"
-        )
+        command = ["python", "-m", "benchmarks.attention", *sys.argv[1:]]
+        record = {"date": now(), **collect(), "command": command, "settings": settings, "rows": rows}
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
