@@ -1,7 +1,10 @@
 """`python -m studies.entrannas_sparsity`: how λ of EnTranNAS-DST controls the number of connections (Eq 11).
 
-Searches with the small recipe on digits, every λ with every seed, on the CPU; thresholds and connections per node go to
-a record. Run it again to go on where it was stopped.
+Searches every λ with every seed, by default with the small recipe on digits, side by side on a GPU; thresholds and
+connections per node go to a record. Run it again to go on where it was stopped.
+
+python -m studies.entrannas_sparsity --seeds 4
+python -m studies.entrannas_sparsity --data cifar10 --data-root DIR --epochs 5 --minutes 9
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from softcell.arch import Genotype
-from softcell.search import resolve
-from studies.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
+from softcell.engine import RunFolder
+from softcell.search import SearchRecipe, resolve
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, side_by_side, spread, write_record
 
 WEIGHTS = (0.0, 0.01, 0.1, 1.0)
 
@@ -39,35 +43,42 @@ def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.entrannas_sparsity", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results/entrannas/sparsity-digits.json"), help="the record")
+    parser.add_argument("--data", default="digits", help="dataset")
+    parser.add_argument("--data-root", help="where named data lie")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
+    parser.add_argument("--out", type=Path, help="the record; else results/entrannas/sparsity-DATA.json")
     parser.add_argument("--runs", type=Path, default=Path("runs/sparsity"), help="where the searches lie")
     parser.add_argument("--seeds", type=int, default=2, help="searches per λ")
-    parser.add_argument("--epochs", type=int, help="another number than the small recipe's")
+    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
     parser.add_argument("--speed", type=float, help="another method.threshold_speed than the default")
     parser.add_argument("--schedule", help="another temperature schedule than `constant`, such as `exponential`")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
     options = parser.parse_args()
     changed = {"threshold_speed": options.speed, "schedule": options.schedule}
     method = {key: value for key, value in changed.items() if value is not None}
-    deadline, rows = Deadline(options.minutes), []
-    recipe: dict[str, Any] = {}
+    options.out = options.out or Path(f"results/entrannas/sparsity-{Path(options.data).stem}.json")
+    jobs: dict[tuple[float, int], tuple[SearchRecipe, Path]] = {}
     for weight in WEIGHTS:
         for seed in range(options.seeds):
-            given: dict[str, Any] = {"method": "entrannas-dst", "seed": seed, "device": "cpu", "threads": 1}
-            given |= {"epochs": options.epochs} if options.epochs else {}
-            resolved = resolve({**given, "method_settings": {**method, "sparsity": weight}})
-            recipe = resolved.to_dict()
-            folder = options.runs / f"lambda-{weight:g}-seed-{seed}"
-            manifest = carry_on(resolved, folder, deadline)
-            found = NOT_MEASURED if manifest is None else measured(folder, manifest)
-            rows.append({"lambda": weight, "seed": seed, "result": found})
+            given: dict[str, Any] = {"method": "entrannas-dst", "seed": seed, "threads": 1}
+            given["child_every"] = 1000  # the derived network is measured at the end alone
+            given |= {key: getattr(options, key) for key in ("data", "data_root", "device", "epochs")}
+            given = {key: value for key, value in given.items() if value is not None}
+            recipe = resolve({**given, "method_settings": {**method, "sparsity": weight}})
+            jobs[weight, seed] = recipe, options.runs / f"lambda-{weight:g}-{Path(options.data).stem}-{seed}"
+    side_by_side(list(jobs.values()), Deadline(options.minutes), options.device, options.at_once)
+    rows = []
+    for (weight, seed), (_, folder) in jobs.items():
+        found = measured(folder, RunFolder.open(folder).manifest) if finished(folder) else NOT_MEASURED
+        rows.append({"lambda": weight, "seed": seed, "result": found})
     summary = {}
     for weight in WEIGHTS:
         done = [row["result"] for row in rows if row["lambda"] == weight and row["result"] != NOT_MEASURED]
         keys = ("connections_per_node", "mean_threshold", "supernet_accuracy", "derived_accuracy_bn")
         summary[f"{weight:g}"] = {key: spread([r[key] for r in done]) for key in keys} if done else NOT_MEASURED
-    write_record(options.out, "studies.entrannas_sparsity", recipe=recipe, rows=rows, summary=summary)
-    table = Table(title=f"EnTranNAS-DST on digits, {options.seeds} seeds")
+    write_record(options.out, "studies.entrannas_sparsity", recipe=recipe.to_dict(), rows=rows, summary=summary)
+    table = Table(title=f"EnTranNAS-DST on {options.data}, {options.seeds} seeds")
     for column in ("λ", "connections per node", "threshold", "supernet", "derived (norms re-estimated)"):
         table.add_column(column, justify="right")
     for weight, row in summary.items():
@@ -81,4 +92,4 @@ def _shown(value: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)
