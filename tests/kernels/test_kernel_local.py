@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softcell.kernels import local
-from softcell.kernels.backend import has_triton, runs_triton
+from softcell.kernels.backend import has_triton, runs_triton, triton_kernels
 from softcell.nn.attention_local import LocalAttention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -50,6 +50,20 @@ def test_the_kernels_equal_their_twin_in_float64(
         assert float((a.detach().double().cpu() - b.detach()).norm()) <= tolerance * float(b.detach().norm())
     again = outcomes(packed, embeddings[0], embeddings[1], grad, plain=False)
     assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))  # no atomic sums
+
+
+def test_positions_are_summed_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few programs each goes through several tiles, the last of them not a whole one."""
+    torch.manual_seed(0)
+    packed = torch.randn(3, 3 * 64, 5, 7, device=DEVICE, requires_grad=True)
+    rows, columns = (torch.randn(8, 8, 3, device=DEVICE, requires_grad=True) for _ in range(2))
+    grad = torch.randn(3, 64, 5, 7, device=DEVICE)
+    exact = [t.detach().cpu().double().requires_grad_() for t in (packed, rows, columns)]
+    theirs = outcomes(exact[0], exact[1], exact[2], grad.cpu().double(), plain=True)
+    for programs in (1, 20):
+        monkeypatch.setattr(triton_kernels("local"), "PROGRAMS", programs)
+        for a, b in zip(outcomes(packed, rows, columns, grad, plain=False), theirs, strict=True):
+            assert float((a.detach().double().cpu() - b.detach()).norm()) <= 1e-5 * float(b.detach().norm())
 
 
 def test_second_derivatives_are_those_of_the_twin() -> None:

@@ -1,8 +1,9 @@
 # mypy: ignore-errors
-"""Triton kernels of `local`: one pass over a neighbourhood forward, two backward; nothing of it is ever stored.
+"""Triton kernels of `local`: one pass over a neighbourhood forward, three backward; nothing of it is ever stored.
 
 A program has BLOCK pixels and all heads: tiles [BLOCK, HB, DB], padded to powers of two. Sums are in float32. Gradients
-of positions are summed per program and added up outside, in a fixed order, so that results repeat bit for bit.
+of positions are summed over many tiles per program and added up outside, in a fixed order, so that results repeat bit
+for bit.
 """
 
 import torch
@@ -11,6 +12,8 @@ import triton.language as tl
 
 TILE = 1024
 """Numbers of a tile, about."""
+PROGRAMS = 4096
+"""That share the sums over all pixels, about: enough to fill a GPU, few enough that what they leave is small."""
 
 
 @triton.jit
@@ -68,12 +71,11 @@ def _forward(
 
 @triton.jit
 def _backward_queries(
-    packed_ptr, rows_ptr, columns_ptr, y_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, partial_ptr, pixels, height, width,
+    packed_ptr, rows_ptr, columns_ptr, y_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = H * D
-    program = tl.program_id(0)
-    m = program * BLOCK + tl.arange(0, BLOCK)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     head = tl.arange(0, HB)
     within = tl.arange(0, DB)
     channel = head[:, None] * D + within[None, :]
@@ -105,8 +107,6 @@ def _backward_queries(
         weight = tl.exp(tl.where(here[:, None], tl.sum(q * key, 2) - lse, float("-inf")))
         slope = weight * (tl.sum(dy * value, 2) - delta)  # dL/dlogit
         dq += slope[:, :, None] * key
-        to = partial_ptr + (program.to(tl.int64) * (K * K) + tap) * C + channel
-        tl.store(to, tl.sum(slope[:, :, None] * q, 0), mask=c_ok)
     tl.store(out_ptr + at, dq.to(out_ptr.dtype.element_ty), mask=ok)
 
 
@@ -154,6 +154,48 @@ def _backward_keys(
     tl.store(out_ptr + at + 2 * C, dv.to(out_ptr.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _backward_positions(
+    packed_ptr, rows_ptr, columns_ptr, lse_ptr, dy_ptr, delta_ptr, partial_ptr, pixels, height, width, tiles,
+    K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
+):  # fmt: skip
+    """Of one neighbour: Σ slope · q over `tiles` tiles of pixels."""
+    C: tl.constexpr = H * D
+    program = tl.program_id(0)
+    tap = tl.program_id(1)
+    down = tap // K - K // 2
+    across = tap % K - K // 2
+    step = down * width + across
+    head = tl.arange(0, HB)
+    within = tl.arange(0, DB)
+    channel = head[:, None] * D + within[None, :]
+    h_ok = (head < H)[None, :]
+    c_ok = (head < H)[:, None] & (within < D)[None, :]
+    position = _position(rows_ptr, columns_ptr, channel, c_ok, tap, K)
+    total = tl.zeros((BLOCK, HB, DB), dtype=tl.float32)
+    for tile in range(tiles):
+        m = (program * tiles + tile) * BLOCK + tl.arange(0, BLOCK)
+        i = (m % (height * width)) // width
+        j = m % width
+        here = (m < pixels) & (i + down >= 0) & (i + down < height) & (j + across >= 0) & (j + across < width)
+        seen = here[:, None, None] & c_ok[None]
+        at = m.to(tl.int64)[:, None, None] * (3 * C) + channel[None]
+        own = m.to(tl.int64)[:, None, None] * C + channel[None]
+        place = m.to(tl.int64)[:, None] * H + head[None, :]
+        q = tl.load(packed_ptr + at, mask=seen, other=0.0).to(tl.float32)
+        key = tl.load(packed_ptr + at + step * (3 * C) + C, mask=seen, other=0.0).to(tl.float32)
+        value = tl.load(packed_ptr + at + step * (3 * C) + 2 * C, mask=seen, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + own, mask=seen, other=0.0).to(tl.float32)
+        lse = tl.load(lse_ptr + place, mask=here[:, None] & h_ok, other=0.0)
+        delta = tl.load(delta_ptr + place, mask=here[:, None] & h_ok, other=0.0)
+        logit = tl.sum(q * (key + position[None]), 2)
+        weight = tl.exp(tl.where(here[:, None], logit - lse, float("-inf")))
+        slope = weight * (tl.sum(dy * value, 2) - delta)
+        total += slope[:, :, None] * q
+    to = partial_ptr + (program * (K * K) + tap) * C + channel
+    tl.store(to, tl.sum(total, 0), mask=c_ok)
+
+
 def _sizes(packed, rows):
     n, height, width, channels = packed.shape
     heads, d, extent = rows.shape
@@ -180,11 +222,15 @@ def backward(packed, rows, columns, y, lse, dy):
     pixels, height, width, programs, settings = _sizes(packed, rows)
     out, delta = torch.empty_like(packed), torch.empty_like(lse)
     heads, d, extent = rows.shape
-    partial = torch.empty(programs, extent, extent, heads, d, dtype=torch.float32, device=packed.device)
+    tiles = max(1, programs * extent * extent // PROGRAMS)
+    chunks = triton.cdiv(programs, tiles)
+    partial = torch.empty(chunks, extent, extent, heads, d, dtype=torch.float32, device=packed.device)
     if pixels:
-        _backward_queries[(programs,)](
-            packed, rows, columns, y, lse, dy, delta, out, partial, pixels, height, width, **settings
+        about = (pixels, height, width)
+        _backward_queries[(programs,)](packed, rows, columns, y, lse, dy, delta, out, *about, **settings)
+        _backward_keys[(programs,)](packed, rows, columns, lse, dy, delta, out, *about, **settings)
+        _backward_positions[(chunks, extent * extent)](
+            packed, rows, columns, lse, dy, delta, partial, *about, tiles, **settings
         )
-        _backward_keys[(programs,)](packed, rows, columns, lse, dy, delta, out, pixels, height, width, **settings)
     summed = partial.sum(0)  # [row, column, heads, d]
     return out, summed.sum(1).permute(1, 2, 0), summed.sum(0).permute(1, 2, 0)
