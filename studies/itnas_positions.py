@@ -3,7 +3,10 @@
 After a search on NAS-Bench-201 cells the indicator is read three times from the same supernet and images: as it is,
 with all maps zeroed inside the attention (positions alone), and with every position replaced by their mean (content
 alone). Each search is repeated with the candidates in reverse order, so that a preference for a slot and one for a
-candidate can be told apart. A planted variant has three candidates of noise and one that passes the image on.
+candidate can be told apart; how often winners agree over seeds says what agreement over orders could be at best.
+
+Two variants have known answers. `noise`: on each of the six edges noise stands beside two useful operations, and must
+not be chosen. `planted`: one edge per cell, three candidates of noise and one that passes the image on.
 
 python -m studies.itnas_positions                            # digits, on a CPU: minutes
 python -m studies.itnas_positions --data cifar10 --data-root DIR --scale paper --seeds 3
@@ -31,7 +34,9 @@ from softcell.search.restored import restore
 from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, spread, write_record
 
 CELL = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
+NOISE = ("noise", "skip_connect", "nor_conv_3x3")
 PLANTED = ("noise_a", "noise_b", "skip_connect", "noise_c")
+TASKS = {"cell": CELL, "noise": NOISE, "planted": PLANTED}
 KINDS = ("whole", "positions", "content")
 
 
@@ -113,10 +118,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where the record goes")
     options = parser.parse_args()
     for name in PLANTED:
-        if name.startswith("noise") and name not in known_candidates():
+        if name.startswith("noise_") and name not in known_candidates():
             candidate(name)(lambda spec: _Noise())
     deadline, rows = Deadline(options.minutes), []
-    for task, names in (("cell", CELL), ("planted", PLANTED)):
+    for task, names in TASKS.items():
         for seed in range(options.seeds):
             winners: dict[str, list[str]] = {}
             for order in ("given", "reversed"):
@@ -128,7 +133,7 @@ def main() -> None:
                 same = sum(a == b for a, b in pairs) / len(pairs)
                 slots = sum(names.index(a) == len(names) - 1 - names.index(b) for a, b in pairs) / len(pairs)
                 rows[-1] |= {"same_candidate_in_both_orders": same, "same_slot_in_both_orders": slots}
-    summary = {task: summarise([row for row in rows if row["task"] == task]) for task in ("cell", "planted")}
+    summary = {task: summarise([row for row in rows if row["task"] == task]) for task in TASKS}
     record = options.out / f"positions-{Path(options.data).stem}.json"
     write_record(record, "studies.itnas_positions", rows=rows, summary=summary)
     _print(summary, record)
@@ -167,6 +172,9 @@ def study(
         found["strength"] = float(readings["whole"][0, names.index("skip_connect")])
         uniform = 1 / (len(names) + 1)
         found["strength_over_uniform"] = found["strength"] / uniform
+    if task == "noise":
+        found["noise_wins"] = sum(w == "noise" for w in winners) / len(winners)
+        found["noise_over_uniform"] = float(readings["whole"][:, names.index("noise")].mean()) * (len(names) + 1)
     values = {kind: rows.tolist() for kind, rows in readings.items()}
     accuracy = manifest["results"]["val_accuracy"]
     return {**row, "winners": winners, "val_accuracy": accuracy, "readings": values, "result": found}
@@ -181,6 +189,14 @@ def summarise(rows: list[dict[str, Any]]) -> Any:
         known = [row[key] for row in done if key in row]
         if known:
             found[key] = spread(known)
+    pairs = [
+        sum(a == b for a, b in zip(one["winners"], other["winners"], strict=True)) / len(one["winners"])
+        for i, one in enumerate(done)
+        for other in done[i + 1 :]
+        if one["order"] == other["order"]
+    ]
+    if pairs:
+        found["same_candidate_over_seeds"] = spread(pairs)
     return found
 
 

@@ -38,6 +38,10 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}, **double),
         ),
         "entrannas": ("search", settings("darts", data, method="entrannas", child_every=0, **once)),
+        "itnas-single": (
+            "search",
+            settings("nb201", data, method="itnas", method_settings={"paths": "single"}, **once),
+        ),
         "random": ("search", settings("nb201", data, **one, **once)),
         "train": ("train", training("darts", data, **double)),
     }

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 
 from reference_itnas import encoder
 
-from softcell.arch import Layout, Mix
+from softcell.arch import Layout, Mix, Plan
 from softcell.arch.margins import margins
 from softcell.errors import UserError
 from softcell.methods import fitted
@@ -25,12 +25,13 @@ from softcell.spaces import Supernet, build_space
 from softcell.spaces.shapes import output_shapes
 
 SIZES = {"nb201": {"cells_per_stage": 1, "channels": 4}, "darts": {"cells": 3, "channels": 2, "nodes": 2}}
+CHAIN = {"width": 0.25, "depths": (2, 1, 1, 1, 1, 1), "head": 16}
 
 
 def make(space: str = "nb201", seed: int = 0, **settings: object) -> tuple[Supernet, ItNas]:
     """Supernet and method in float64, attention spread out so that candidates differ."""
     torch.manual_seed(seed)
-    supernet = build_space(space, SIZES[space]).supernet((1, 8, 8), 3).double().eval()
+    supernet = build_space(space, SIZES.get(space, CHAIN)).supernet((1, 8, 8), 3).double().eval()
     method = fitted(ItNas, ItNasSettings(**settings), supernet).double()  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in method.parameters():
@@ -243,6 +244,35 @@ def test_a_step_of_single_paths_attends_to_one_random_choice(paths: str) -> None
     output = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     is_itself = mix.combine(0, 0, {1: output}) is output
     assert is_itself is (paths == "single"), "off the attended choice a candidate counts 1; in pairs the IT attends"
+
+
+@pytest.mark.parametrize("space", ["proxyless", "nb201"])
+def test_a_step_of_single_paths_learns_the_same_without_what_candidates_would_keep(space: str) -> None:
+    found = {}
+    for recompute in (True, False):
+        supernet, method = make(space, paths="single", recompute=recompute)
+        supernet.train()
+        step = next(n for n in range(40) if _attended(method.draw(n), at_least=4))
+        kept: list[Tensor] = []
+        keeping = torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: (kept.append(x), x)[1], lambda x: x)
+        with keeping, method.following(method.draw(step)):
+            loss = supernet(images(6), method.relax()).square().mean()
+        size = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
+        parameters = [*supernet.parameters(), *method.parameters()]
+        found[recompute] = loss, torch.autograd.grad(loss, parameters, allow_unused=True), supernet.state_dict(), size
+    (loss, gradients, state, size), (plain, expected, wanted, more) = found[True], found[False]
+    torch.testing.assert_close(loss, plain)
+    assert [g is None for g in gradients] == [g is None for g in expected]
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for name in wanted:
+        torch.testing.assert_close(state[name], wanted[name], msg=name)
+    assert size < 0.85 * more
+
+
+def _attended(plan: Plan | None, at_least: int) -> bool:
+    assert plan is not None
+    return any(len(row) >= at_least for live in plan if live is not None for row in live)
 
 
 def test_looks_in_turn_attend_to_every_choice_under_its_own_path() -> None:

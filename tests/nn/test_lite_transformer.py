@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 
 from reference_itnas import encoder
 
-from softcell.nn.lite_transformer import LiteTransformer
+from softcell.nn.lite_transformer import LiteTransformer, normalised
 from softcell.nn.pool import adaptive_windows
 
 SHAPES = [(3, 8, 8), (4, 5, 7), (5, 2, 2), (1, 1, 1)]
@@ -113,3 +113,22 @@ def test_every_gradient_agrees_with_finite_differences() -> None:
     module, outputs = make((2, 3, 3), tokens=2, width=3), maps((2, 3, 3), tokens=2, n=1, zero=None)
     inputs = tuple(x.requires_grad_() for x in outputs.values() if x is not None)
     assert torch.autograd.gradcheck(lambda a, b: module({0: a, 1: b}), inputs)
+
+
+@pytest.mark.parametrize("written_out", [True, False])
+def test_norms_of_tokens_that_lie_channels_last_are_group_norms(written_out: bool) -> None:
+    norm, x = torch.nn.GroupNorm(1, 3).double(), torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        norm.weight.normal_()
+        norm.bias.normal_()
+    tokens = x.permute(0, 2, 3, 1).reshape(2, 20, 3)
+    mine = normalised(tokens, norm, written_out=written_out).view(2, 4, 5, 3).permute(0, 3, 1, 2)
+    weight = torch.randn_like(mine)
+    torch.testing.assert_close(mine, norm(x))
+    wanted = [x, norm.weight, norm.bias]
+    for a, b in zip(
+        torch.autograd.grad((mine * weight).sum(), wanted),
+        torch.autograd.grad((norm(x) * weight).sum(), wanted),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)

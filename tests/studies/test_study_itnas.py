@@ -101,13 +101,27 @@ def test_positions_and_content_are_read_apart(tmp_path: Path, monkeypatch: pytes
     positions.main()
     record = json.loads((tmp_path / "positions-data.json").read_text())
     assert [(row["task"], row["order"]) for row in record["rows"]] == [
-        (task, order) for task in ("cell", "planted") for order in ("given", "reversed")
+        (task, order) for task in ("cell", "noise", "planted") for order in ("given", "reversed")
     ]
     for row in record["rows"]:
         whole, alone, content = (torch.tensor(row["readings"][kind]) for kind in positions.KINDS)
         assert not torch.equal(whole, alone) and not torch.equal(whole, content)
         assert 0 <= row["result"]["variance_between_images"] <= 1
     assert "same_slot_in_both_orders" in record["summary"]["planted"]
+    for row in record["rows"]:
+        if row["task"] == "noise":
+            at = row["candidates"].index("noise")
+            mean = sum(edge[at] for edge in row["readings"]["whole"]) / 6
+            assert row["result"]["noise_over_uniform"] == pytest.approx(4 * mean)
+            assert row["result"]["noise_wins"] == row["winners"].count("noise") / 6
+
+
+def test_winners_are_compared_over_seeds_of_one_order() -> None:
+    rows = [
+        {"order": order, "winners": winners, "result": {"x": 0.0}}
+        for order, winners in (("given", ["a", "b"]), ("reversed", ["a", "a"]), ("given", ["a", "c"]))
+    ]
+    assert positions.summarise(rows)["same_candidate_over_seeds"] == {"n": 1, "mean": 0.5, "std": None}
 
 
 def test_readings_are_compared_edge_by_edge() -> None:

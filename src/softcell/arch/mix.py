@@ -42,6 +42,10 @@ class Mix(ABC):
         """Which candidates of each choice must run at this site; None means all."""
         return None
 
+    def recomputes(self, site: int, choice: int) -> bool:
+        """Whether a choice's candidates keep their inputs alone for the backward pass, and run anew in it."""
+        return False
+
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
         """Sees all live outputs of a choice before `combine` gets them in parts.
 

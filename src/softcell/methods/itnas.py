@@ -43,10 +43,11 @@ class ItNasSettings:
     """The Lite-Transformer and how its attention is read.
 
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
-    `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, which saves memory for
-    some time. `close`: an edge is called close when its best candidate leads by less than so many standard errors.
-    `paths`: what runs in a step. `all` candidates under attention; `single`: all of one random choice, one random
-    candidate of every other (SPOS); `pairwise`: one random candidate everywhere, attended to alone, which ranks weakly.
+    `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, and with single paths
+    what the candidates under attention keep: memory saved for some time. `close`: an edge is called close when its best
+    candidate leads by less than so many standard errors. `paths`: what runs in a step. `all` under attention;
+    `single`: all of one random choice, one random candidate of every other (SPOS); `pairwise`: one random candidate
+    everywhere, attended to alone, which ranks weakly.
     """
 
     tokens: Literal["pooled", "flat"] = "pooled"
@@ -83,6 +84,13 @@ class ItMix(Mix):
         if self._plan is not None:
             return self._plan[site]
         return self._method.live[self._method.layout.sites[site]]
+
+    def recomputes(self, site: int, choice: int) -> bool:
+        """The one choice of a path that runs all its candidates, which would keep more than all others together."""
+        if self._plan is None or not self._method.settings.recompute:
+            return False
+        live = self._plan[site]
+        return live is not None and len(live[choice]) > 1
 
     def signature(self) -> Hashable:
         return ("it-nas", self._into is not None, self._plan)

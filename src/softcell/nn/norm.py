@@ -10,12 +10,27 @@ brings all (n_i, m_i, s_i) everywhere. It is differentiable and everything else 
 gradients of any order flow across the processes: second-order search differentiates a gradient step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+_kept = False
+
+
+@contextmanager
+def statistics_kept() -> Iterator[None]:
+    """Within this context running statistics do not move: a batch that is computed again has been counted already."""
+    global _kept
+    before, _kept = _kept, True
+    try:
+        yield
+    finally:
+        _kept = before
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -75,6 +90,10 @@ class BatchNorm2d(nn.BatchNorm2d):
         """Normalise `input` [N, C, H, W] per channel and return the same shape."""
         by_batch = self.training or self.running_mean is None
         if not (by_batch and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            if self.training and _kept:
+                # Copies: what is kept for the backward pass must be of the same number and shapes.
+                mean, variance = (None if x is None else x.clone() for x in (self.running_mean, self.running_var))
+                return F.batch_norm(input, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
             return super().forward(input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
@@ -83,7 +102,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         # Reading the count costs nothing on the CPU, but would stall a CUDA stream.
         if self.training and count.device.type == "cpu" and count <= 1:
             raise ValueError(f"training needs more than 1 value per channel over all ranks, but got {int(count)}")
-        if self.training:
+        if self.training and not _kept:
             self._update_running(count, mean.detach(), variance.detach())
         y = (input - mean[:, None, None]) * torch.rsqrt(variance + self.eps)[:, None, None]
         if self.affine:

@@ -135,7 +135,7 @@ class MixedCell(nn.Module):
             if node in self._leaving:
                 runners[node] = Runner(values[node], node, self.bottleneck)
                 summed = fuses and self._depart_together(node, runners[node], mix, site, factors, arrived)
-                self._depart(node, runners[node], live, arrived, calibrations_only=summed)
+                self._depart(node, runners[node], mix, site, arrived, calibrations_only=summed)
         return values
 
     def _depart_together(
@@ -164,11 +164,13 @@ class MixedCell(nn.Module):
         self,
         node: int,
         run: Runner,
-        live: Live | None,
+        mix: Mix,
+        site: int,
         arrived: Mapping[int, _Arrived],
         *,
         calibrations_only: bool,
     ) -> None:
+        live = mix.live(site)
         leaving = [
             (choice, candidate, target, self.edges.module(entry))
             for entry, choice, candidate, target in self._leaving[node]
@@ -176,9 +178,11 @@ class MixedCell(nn.Module):
         ]
         if calibrations_only:
             leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
-        run.together(module for *_, module in leaving)
+        again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
+        run.together(module for choice, *_, module in leaving if not again[choice])
         for choice, candidate, target, module in leaving:
-            arrived[target].outputs.append((choice, candidate, None if module is None else run(module)))
+            output = None if module is None else run(module, again=again[choice])
+            arrived[target].outputs.append((choice, candidate, output))
 
     def _combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
         """The value of a node out of all that arrives; with drop-path (factors [choices, n]), choice by choice."""

@@ -8,6 +8,7 @@ drops what they add to it; a layer that changes them is never dropped, being the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from softcell.arch import Cell, Mix, Table
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
+from softcell.nn.recompute import recomputed
 from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
 
 
@@ -41,9 +43,11 @@ class MixedChain(MixedCell):
         for layer, choice in enumerate(self.table.choices):
             x, spec = values[-1], self.spec_of(layer)
             outputs: list[tuple[int, int, Tensor | None]] = []
+            again = mix.recomputes(site, layer)
             for k in range(len(choice.candidates)) if live is None else live[layer]:
                 module = self.edges.module(self._starts[layer] + k)
-                outputs.append((layer, k, None if module is None else module(x)))
+                run = module if module is None or not again else partial(recomputed, module)
+                outputs.append((layer, k, None if run is None else run(x)))
             value = self._sum(outputs, mix, site)
             if value is None:
                 n, _, height, width = x.shape

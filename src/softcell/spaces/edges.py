@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from softcell.arch import Pick
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
+from softcell.nn.recompute import recomputed
 from softcell.nn.stack import run_stacked, stack_key, stacks
 from softcell.spaces.bottleneck import Bottleneck
 from softcell.spaces.fused import is_distributed, literal
@@ -77,11 +78,12 @@ class Runner:
         self._node, self._bottleneck = node, bottleneck
         self._activated: Tensor | None = None
 
-    def __call__(self, module: nn.Module) -> Tensor:
+    def __call__(self, module: nn.Module, *, again: bool = False) -> Tensor:
+        """again: only the input is kept for the backward pass, in which the module runs anew."""
         key = id(module)
         if key not in self._done:
             self._narrow()
-            self._done[key] = self._run(module)
+            self._done[key] = self._run(module, again)
         return self._done[key]
 
     def together(self, modules: Iterable[nn.Module | None]) -> None:
@@ -106,10 +108,10 @@ class Runner:
         if self._bottleneck is not None:
             self._x, self._bottleneck = self._bottleneck.leave(self._node, self._x), None
 
-    def _run(self, module: nn.Module) -> Tensor:
-        if not isinstance(module, ReLUFirst | FactorisedReduction):
-            return module(self._x)  # type: ignore[no-any-return]
-        return module(self._x, self._activate())  # type: ignore[no-any-return]
+    def _run(self, module: nn.Module, again: bool) -> Tensor:
+        starts = isinstance(module, ReLUFirst | FactorisedReduction)
+        inputs = (self._x, self._activate()) if starts else (self._x,)
+        return recomputed(module, *inputs) if again else module(*inputs)
 
     def _activate(self) -> Tensor:
         if self._activated is None:
