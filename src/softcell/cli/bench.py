@@ -273,7 +273,7 @@ def _proxy(
     for split in ("valid", "test"):
         where = f"{column.rsplit('_', 1)[0]}_{split}"
         values = taus(table, found["cell"].tolist(), genotype, where)
-        rows += [(f"Zero-Cost-PT, {name}", where, ranking, values[ranking]) for ranking in RANKINGS]
+        rows += [(name, where, ranking, values[ranking]) for ranking in RANKINGS]
     _taus(screen, rows)
 
 
