@@ -20,7 +20,7 @@ from softcell.errors import UserError
 from softcell.evaluate import load_network, resolve, train
 from softcell.evaluate.retrieval import recall_at
 from softcell.nn.proxy import ProxyNCA
-from softcell.spaces import build_space
+from softcell.spaces import SPACES, build_space
 
 
 def literal(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
@@ -103,6 +103,17 @@ def test_any_architecture_learns_to_retrieve_and_goes_on_bit_for_bit(space: str,
     assert results["count"] == 3 * 10 + 3 * 3 and results["split"] == "unseen classes"
     assert all("train_accuracy" not in row for row in whole.metrics)
     assert load_network(tmp_path / "whole")(torch.zeros(2, 1, 8, 8)).shape == (2, 5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("space", sorted(SPACES))
+def test_networks_of_every_space_learn_to_retrieve(space: str, tmp_path: Path) -> None:
+    sizes = dict(SPACES.get(space).tiny)
+    genotype = sample(build_space(space, sizes).layout(), 0)
+    own = {"data": str(write(tmp_path / "data.npz", 4)), "task": "retrieve", "space": sizes, "epochs": 1}
+    recipe = resolve(genotype, {**own, "batch_size": 10, "device": "cpu", "threads": 1, "precision": "float32"})
+    recall = train(genotype, recipe, tmp_path / "run").recall
+    assert recall is not None and list(recall) == [1, 2, 4, 8] and sorted(recall.values()) == list(recall.values())
 
 
 def test_too_few_classes_are_told(tmp_path: Path) -> None:
