@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from softcell.arch import Cell, Genotype
+from softcell.arch import Cell, Genotype, Layout, Table
 from softcell.search.recipe import Collapse
 
 SKIP = "skip_connect"
 
 
-def share(cell: Cell, op: str) -> float:
-    """The share of a cell's picks that are `op`; `none` does not count as a pick."""
-    picks = [pick for pick in cell.picks if pick.op != "none"]
+def share(cell: Cell, op: str, table: Table) -> float:
+    """The share of a cell's picks that are `op`; `none` does not count as a pick.
+
+    Nor do edges that only choose whether to be there (the parents of NAS-Bench-1Shot1): they say nothing of operations.
+    """
+    links = {(c.source, c.target) for c in table.choices if set(c.candidates) == {op, "none"}}
+    picks = [pick for pick in cell.picks if pick.op != "none" and (pick.source, pick.target) not in links]
     return sum(pick.op == op for pick in picks) / len(picks) if picks else 0.0
 
 
@@ -23,8 +27,8 @@ class CollapseWatch:
     `kept` is the last architecture from before the collapse that ended a search.
     """
 
-    def __init__(self, settings: Collapse, tell: Callable[[str], None]) -> None:
-        self._settings, self._tell = settings, tell
+    def __init__(self, settings: Collapse, layout: Layout, tell: Callable[[str], None]) -> None:
+        self._settings, self._layout, self._tell = settings, layout, tell
         self._streaks: dict[str, int] = {}
         self._warned: set[str] = set()
         self._healthy: Genotype | None = None
@@ -32,7 +36,7 @@ class CollapseWatch:
 
     def look(self, epoch: int, genotype: Genotype) -> str | None:
         """Takes note of an epoch's architecture; gives the reason to stop, if there is one."""
-        shares = {name: share(cell, SKIP) for name, cell in genotype.cells.items()}
+        shares = {name: share(cell, SKIP, self._layout.table(name)) for name, cell in genotype.cells.items()}
         for name, value in shares.items():
             collapsed = value > self._settings.warn_above
             self._streaks[name] = self._streaks.get(name, 0) + 1 if collapsed else 0

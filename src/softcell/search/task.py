@@ -88,7 +88,7 @@ class SearchTask:
         )
         self._selection: dict[str, Any] = {}
         self._tally = Tally(world.device)
-        self._collapse = CollapseWatch(recipe.collapse, tell)
+        self._collapse = CollapseWatch(recipe.collapse, method.layout, tell)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         if recipe.engine == "compile" and compile_regions(method.regions() or supernet.regions(), tell):
@@ -199,7 +199,7 @@ class SearchTask:
         metrics["entropy"] = _mean_entropy(list(probabilities.values()))
         for name, table in probabilities.items():
             metrics[f"entropy_{name}"] = _mean_entropy([table])
-            metrics[f"skip_share_{name}"] = share(genotype.cells[name], SKIP)
+            metrics[f"skip_share_{name}"] = share(genotype.cells[name], SKIP, self.method.layout.table(name))
         stop = self._collapse.look(epoch, genotype)
         if stop is not None:
             metrics["_stop"] = stop
