@@ -93,6 +93,9 @@ def test_a_retrieval_is_exported_as_an_embedding(
     monkeypatch.setattr(sys, "argv", ["model.py", *names])
     runpy.run_path(str(out / "model.py"), run_name="__main__")
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [names[2], names[1]]
+    monkeypatch.setattr(sys, "argv", ["model.py"])
+    runpy.run_path(str(out / "model.py"), run_name="__main__")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:

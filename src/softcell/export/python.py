@@ -111,7 +111,7 @@ def embed(files: list[str]) -> Tensor:
         return F.normalize(load()(normalise(torch.cat([read_image(file) for file in files]))))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 2:
     # python model.py query.jpg other.jpg ...: the others, the most similar to the query first
     query, *others = embed(sys.argv[1:])
     for likeness, file in sorted(zip([float(query @ x) for x in others], sys.argv[2:]), reverse=True):
