@@ -477,6 +477,24 @@ def test_a_latency_budget_is_the_sum_over_all_cells_of_the_trained_network(data:
         assert any("over the budget of a latency of 0.4" in text for text in notes_of(events))
 
 
+def test_a_latency_table_of_another_network_is_told(tmp_path: Path) -> None:
+    space, file, told = build_space("nb201", NETWORK), tmp_path / "times.yaml", []
+    times = "skip_connect: 0.5\nnor_conv_1x1: 1\nnor_conv_3x3: 3\navg_pool_3x3: 1\n"
+    for about in (
+        "channels: 4, input: [1, 8, 8]",
+        "channels: 16, input: [1, 8, 8]",
+        "channels: 4, input: [3, 8, 8]",
+        "",
+    ):
+        file.write_text(f"about: {{unit: ms, {about}}}\n{times}")
+        resource, texts = Resource(max_latency=1e9, latency_table=str(file)), []
+        costs = with_latencies(count_candidates(space, (1, 8, 8), 3), str(file))
+        Budget(resource, None, space, (1, 8, 8), 3, num_epochs=1).warn(space.layout(), costs, None, texts.append)
+        told.append(" ".join(texts))
+    assert told[0] == told[3] == ""
+    assert "channels 16 there and 4 here" in told[1] and "input [3, 8, 8] there and [1, 8, 8] here" in told[2]
+
+
 def test_the_cheapest_architecture_is_sought_by_the_methods_own_rule() -> None:
     """DARTS never derives `none`, SNAS does: what is out of reach for one need not be for the other."""
     assert METHODS.get("darts").rule is None  # type: ignore[union-attr]

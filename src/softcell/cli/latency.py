@@ -117,6 +117,8 @@ def _measure(
 
 
 def show_table(screen: Console, table: LatencyTable, about: dict[str, Any], out: Path | None, overwrite: bool) -> None:
+    import statistics
+
     import yaml
 
     from softcell.cli.console import command, write
@@ -142,9 +144,10 @@ def show_table(screen: Console, table: LatencyTable, about: dict[str, Any], out:
         )
         write(out, header + yaml.safe_dump(table.to_dict(about), sort_keys=False), overwrite)
         facts(screen, written=str(out))
-        facts(
-            screen, next=command("search", "--space", str(about["space"]), "--latency-table", out) + " --max-latency MS"
-        )
+        middle = statistics.median(found.median for _, found in table.networks) if table.networks else None
+        limit = "MS" if middle is None else f"{middle:.3g}"  # half of the random networks are slower
+        search = command("search", "--space", str(about["space"]), "--latency-table", out)
+        facts(screen, next=f"{search} --max-latency {limit}")
 
 
 def show_network(

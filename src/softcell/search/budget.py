@@ -99,7 +99,8 @@ class Budget:
         return metrics
 
     def warn(self, layout: Layout, costs: CostTables, rule: Rule | None, tell: Callable[[str], None]) -> None:
-        """Says before the search when a budget looks out of reach."""
+        """Says before the search when a budget looks out of reach, or times were measured for another network."""
+        self._warn_of_other_sizes(tell)
         for kind, limit in self.limits.items():
             cheap = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
             cheap |= {name: -costs.of(kind, name).sum(0) for name in costs.read_tables()}
@@ -111,6 +112,20 @@ class Budget:
                     f"the network has {shown(kind, least)} ({self.sizes()}). Raise it, or make the network smaller "
                     "(--set resource.network.channels=N)."
                 )
+
+    def _warn_of_other_sizes(self, tell: Callable[[str], None]) -> None:
+        if self._settings.latency_table is None:
+            return
+        own: dict[str, object] = {**to_dict(self._space), "input": list(self._shape)}
+        measured = measured_for(self._settings.latency_table)
+        other = [key for key, value in measured.items() if key in own and own[key] != value]
+        if other:
+            differences = ", ".join(f"{key} {measured[key]} there and {own[key]} here" for key in other)
+            tell(
+                f"{self._settings.latency_table} was measured for another network than this search is for "
+                f"({differences}), so its times may not hold; `softcell latency` with --input, --channels and --set "
+                "measures this one"
+            )
 
     def verdict(self, genotype: Genotype) -> tuple[dict[str, object], str | None]:
         """For the run's results, what was allowed and what came out; and a message where a budget was missed."""
@@ -176,6 +191,12 @@ def read_latencies(path: str) -> dict[str, object]:
             if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
                 raise UserError(f"{path}: the time of {op!r} must be a number of 0 or more, got {time!r}")
     return data
+
+
+def measured_for(path: str) -> Mapping[str, object]:
+    """What a table says of itself: sizes of the network and of its input; nothing where people wrote it."""
+    about = read_mapping(path).get("about")
+    return about if isinstance(about, Mapping) else {}
 
 
 def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
