@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
+
+from cli_calls import DARTS_V2
+from report_runs import make_search, make_training
+
+from softcell.arch import notation
+from softcell.cli.main import run as softcell
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -56,6 +67,42 @@ def test_command_line_names_existing_options(where: str, line: str) -> None:
     assert command is not None, f"{where}: no command {arguments[0]!r}"
     # The parser itself: options, their values and what must be given.
     command.make_context(arguments[0], [*arguments[1:]], resilient_parsing="--help" in arguments)
+
+
+QUICK = ("show", "info", "convert", "list", "compare", "report")
+"""Commands that take no time: these lines are run, wherever they stand. Long ones are run in the tutorials."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs that the documentation speaks of."""
+    root = tmp_path_factory.mktemp("documentation")
+    genotype = notation.parse(DARTS_V2)
+    genotype.save(root / "genotype.json")
+    genotype.save(make_search(root / "runs" / "darts-darts-digits-1") / "genotype.json")
+    for name in ("train", "comparison/", "my-sweep/", "sweep/"):
+        for seed in range(2):
+            for method in ("darts", "snas"):
+                make_training(
+                    root / "runs" / f"{name}-{method}-{seed}", method=method, seed=seed, accuracy=0.8 + seed / 9
+                )
+    return root
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        (where, line)
+        for where, line in command_lines()
+        if line.split()[:1] == ["softcell"] and line.split()[1] in QUICK and not where.startswith("docs/tutorials/")
+    ],
+)
+def test_quick_command_line_runs(where: str, line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    words = [name for word in shlex.split(line)[1:] for name in (sorted(glob.glob(word)) or [word])]
+    for made in ("results.md", "sweep.html", "comparison.html", "all.html"):
+        (place / made).unlink(missing_ok=True)
+    assert softcell(words) == 0, f"{where}: {line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -26,6 +26,7 @@ from softcell.methods.snas import Snas, SnasSettings, concrete, credit, gumbel, 
 from softcell.nn.candidates import Spec
 from softcell.search import resolve, search
 from softcell.search.steps import bilevel, single_level
+from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.testing import RaggedSpace, one_hot, tiny_space
 
@@ -189,7 +190,7 @@ def test_the_paper_recipe_is_the_papers() -> None:
 
 
 def test_a_vanished_node_is_zeros_in_the_child_and_left_out_in_the_evaluation_network() -> None:
-    space = tiny_space("darts")
+    space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 3})
     layout = space.layout()
     torch.manual_seed(0)
     method = Snas(layout, SnasSettings())

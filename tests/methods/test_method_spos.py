@@ -70,7 +70,7 @@ def test_all_sites_of_a_table_run_the_same_cell_of_the_space() -> None:
     assert all(len(lives) == 1 for lives in by_table.values())
     for live in plan:
         assert live is not None
-        assert sum(len(row) for row in live) == 2 * 3  # two inputs for each of three nodes
+        assert sum(len(row) for row in live) == 2 * 2  # two inputs for each of two nodes
 
 
 def test_outside_of_steps_always_the_same_path_runs() -> None:

@@ -45,6 +45,7 @@ class DartsSpace(Space):
 
     name: ClassVar[str] = "darts"
     about: ClassVar[str] = "DARTS cells: 2 inputs, 4 inner nodes, 14 edges, 8 candidates; normal and reduction cell"
+    tiny: ClassVar[dict[str, Any]] = {"nodes": 2}
     small: ClassVar[dict[str, Any]] = {"cells": 4, "channels": 8}
     evaluation: ClassVar[dict[str, dict[str, Any]]] = {
         "small": {"cells": 5, "channels": 16},
