@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from softcell.arch import WeightMix
 from softcell.nn.conv import DilatedConv, ReLUConvBN
 from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacks
-from softcell.spaces import cell
+from softcell.spaces import edges
 from softcell.spaces.fused import modules_only
 from softcell.testing import tiny_space
 
@@ -69,7 +69,7 @@ def test_what_differs_or_is_listened_to_is_not_stacked() -> None:
 
 def test_a_supernet_computes_the_same_with_and_without_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(cell, "run_stacked", lambda ms, x: calls.append(len(ms)) or run_stacked(ms, x))
+    monkeypatch.setattr(edges, "run_stacked", lambda ms, x: calls.append(len(ms)) or run_stacked(ms, x))
     results = []
     for literal in (False, True):
         torch.manual_seed(0)
