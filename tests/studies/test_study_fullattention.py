@@ -57,6 +57,7 @@ def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path, mo
     both, alone = record()["rows"]
     assert both["epochs_done"] == [1, 1, 1] and alone["epochs_done"] == [0, 2, 1]
     assert both["first_phase"]["val_loss"][0] > 0
+    assert str(tmp_path) not in json.dumps(record()) and both["search"]["recipe"]["data"] == "DIR/toys.npz"
     for row in (both, alone):
         assert row["trained"]["split"] == "test" and 0 <= row["trained"]["accuracy"] <= 1
     assert both["trained"]["parameters"] > 10_000
