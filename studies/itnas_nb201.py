@@ -32,7 +32,7 @@ from softcell.report import bench201
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from studies.itnas_taus import NAMES, proxies, rank, show_accuracies, show_taus, summarise_taus
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, side_by_side, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, placeless, side_by_side, spread, write_record
 
 METHODS = ("itnas", "snas", "darts", "entrannas")
 RANKED = ("itnas", "darts")
@@ -122,7 +122,8 @@ def read_before(record: Path, options: argparse.Namespace) -> dict[tuple[str, in
         if "recipe" not in row:
             continue
         wanted = recipe_of(row["method"], row["seed"], options).to_dict()
-        other = [k for k, v in wanted.items() if k not in OWN and json.loads(json.dumps(v)) != row["recipe"].get(k)]
+        wanted = json.loads(json.dumps(placeless(wanted)))  # as a record has it
+        other = [k for k, v in wanted.items() if k not in OWN and v != placeless(row["recipe"].get(k))]
         if other:
             raise UserError(
                 f"searches that are compared must have one setting, but {row['method']} {row['seed']} in {record} has "

@@ -133,13 +133,13 @@ def write_record(path: Path, module: str, **content: Any) -> None:
     command = ["python", "-m", module, *sys.argv[1:]]
     record = {"date": now(), **collect(), "command": command, **content}
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, json.dumps(_placeless(record), indent=2) + "\n")
+    atomic_write_text(path, json.dumps(placeless(record), indent=2) + "\n")
 
 
-def _placeless(value: Any) -> Any:
+def placeless(value: Any) -> Any:
     """The same without the folders of this machine, which say nothing to anybody else."""
     if isinstance(value, str):
         return f"DIR/{Path(value).name}" if value.startswith(("/", "~")) else value
     if isinstance(value, Mapping):
-        return {key: _placeless(inner) for key, inner in value.items()}
-    return [_placeless(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: placeless(inner) for key, inner in value.items()}
+    return [placeless(inner) for inner in value] if isinstance(value, list | tuple) else value
