@@ -112,6 +112,20 @@ def test_alpha_is_trained_on_the_supernet_of_a_method_without_and_leaves_it_alon
     torch.testing.assert_close(method.probabilities()["cell"].detach().double(), alpha)
 
 
+def test_supernets_of_single_paths_are_looked_at_choice_by_choice(tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data.npz")
+    given = settings("nb201", data, method="itnas", epochs=1, method_settings={"paths": "single"})
+    search(resolve(given), tmp_path / "single")
+    found = restore(tmp_path / "single", device="cpu")
+    kept = found.method.probabilities()["cell"].double().clone()
+    values = compute(found, ["attention", "perturbation"], images=20, tell=silent)
+    torch.testing.assert_close(values["attention"]["cell"], kept, rtol=1e-5, atol=1e-7)
+    moved = values["perturbation_loss"]["cell"].abs() > 0
+    assert bool((moved.sum(1) >= 4).all()), "every candidate of an edge runs when the edge is looked at"
+    live = found.mix(("cell", 2)).live(1)
+    assert live is not None and len(live[2]) == 5 and all(len(row) <= 1 for i, row in enumerate(live) if i != 2)
+
+
 def test_ranks_and_taus_by_hand(runs: dict[str, Path]) -> None:
     layout = restore(runs["darts"], device="cpu").supernet.layout
     up, down = torch.arange(5.0).repeat(6, 1), torch.arange(5.0).flip(0).repeat(6, 1)

@@ -69,7 +69,7 @@ def gradcam(
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (found.dataset.mean, found.dataset.std))
     dtype = next(found.supernet.parameters()).dtype
     inputs = ((pixels / 255 - mean) / std).to(found.device, dtype)
-    mix = found.mix()
+    mix = found.mix((table.name, choice))
     with torch.no_grad():
         said = found.supernet(inputs, mix).argmax(1).cpu()
     wanted = torch.where(labels >= 0, labels, said)

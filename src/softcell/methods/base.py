@@ -94,6 +94,10 @@ class Method(nn.Module, ABC):
         """
         return ()
 
+    def attending(self, table: str, choice: int) -> Mix:
+        """A mix under which all candidates of a choice run, at all sites of its table; for looking at them."""
+        return self.relax()
+
     def looked(self) -> Sequence[Tensor]:
         """Sums over images that a pass with the mix of `looking` has added to; the search adds those of all ranks."""
         return ()

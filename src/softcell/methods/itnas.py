@@ -272,6 +272,11 @@ class ItNas(Method):
             (ItMix(self, plan=plan), ItMix(self, into, plan, place)) for plan, place in zip(plans, places, strict=True)
         ]
 
+    def attending(self, table: str, choice: int) -> Mix:
+        if self.settings.paths == "all":
+            return self.relax()
+        return ItMix(self, plan=self._path(f"{int(self.key)} attending", (table, choice)))
+
     def attended(self, table: str) -> list[int]:
         """The choices of a table that leave something to choose."""
         lives = self.live[table]

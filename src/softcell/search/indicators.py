@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix, Rule
 from softcell.arch.derive import rows, strongest
-from softcell.data import Batch
+from softcell.data import Batch, Batches
 from softcell.engine.optim import adam, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
+from softcell.search.child import norms_measured_anew
 from softcell.search.restored import Restored
 from softcell.spaces import Supernet
 
@@ -92,13 +94,23 @@ def attention(found: Restored, epochs: int, tell: Tell, selector: str = "itnas")
     supernet, method = found.supernet, found.method
     if not found.looks():
         supernet, method = trained_selector(found, epochs, tell, selector)
-    looking = method.looking()
-    assert looking is not None
     supernet.eval()
-    with torch.no_grad():
-        for batch in found.feeds().plain(found.dataset.train, found.parts["validation"]).epoch(0):
-            supernet(batch.images, looking)
+    images = found.feeds().plain(found.dataset.train, found.parts["validation"])
+    looking = method.looking()
+    if looking is not None:
+        _pass(supernet, looking, images)
+    for plain, mix in method.looking_in_turn():
+        tell("attention, one choice after the other")
+        training = found.feeds().training(found.parts["weights"], found.dataset.augment).epoch(0)
+        with norms_measured_anew(supernet, plain, islice(training, found.recipe.evolution.norm_batches)):
+            _pass(supernet, mix, images)
     return _host(method.probabilities())
+
+
+@torch.no_grad()
+def _pass(supernet: Supernet, mix: Mix, images: Batches) -> None:
+    for batch in images.epoch(0):
+        supernet(batch.images, mix)
 
 
 def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) -> tuple[Supernet, Method]:
@@ -147,12 +159,16 @@ def perturbation(found: Restored, images: int, tell: Tell) -> tuple[Tables, Tabl
     batches = list(found.feeds().plain(found.dataset.train, chosen).epoch(0))
     mix = found.mix()
     accuracy, loss = _measured(supernet, mix, batches)
+    by_paths = found.by_paths()
     falls = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
     rises = {name: values.clone() for name, values in falls.items()}
     total = sum(len(choice.candidates) for table in layout.tables for choice in table.choices)
     done = 0
     for table in layout.tables:
         for i, choice in enumerate(table.choices):
+            if by_paths:  # what a candidate is worth shows where it runs
+                mix = found.mix((table.name, i))
+                accuracy, loss = _measured(supernet, mix, batches)
             for k in range(len(choice.candidates)):
                 less, more = _measured(supernet, Without(mix, layout, table.name, i, k), batches)
                 falls[table.name][i, k], rises[table.name][i, k] = accuracy - less, more - loss

@@ -43,10 +43,19 @@ class Restored:
         """Whether the method derives from images, by combining feature maps itself."""
         return type(self.method).looking is not Method.looking
 
+    def by_paths(self) -> bool:
+        """Whether no mix runs everything, since the supernet was trained path by path and is read so."""
+        return self.looks() and self.method.num_plans() is not None
+
     @torch.no_grad()
-    def mix(self) -> Mix:
-        """The mix that the method believes in: no sample of it, and all cells alike."""
-        return self.method.relax() if self.looks() else WeightMix(self.supernet.layout, self.method.probabilities())
+    def mix(self, at: tuple[str, int] | None = None) -> Mix:
+        """The mix that the method believes in: no sample of it, and all cells alike.
+
+        at: the choice of a table that must run all its candidates; it matters where the rest is a single path.
+        """
+        if not self.looks():
+            return WeightMix(self.supernet.layout, self.method.probabilities())
+        return self.method.relax() if at is None else self.method.attending(*at)
 
 
 def restore(folder: str | Path, *, device: str = "auto", data_root: str | None = None) -> Restored:
