@@ -47,7 +47,7 @@ SMALLER = {"nodes": 2, "layers": 1, "depths": (1, 1, 1, 1, 1, 1)}
 def smaller(space: Space) -> Space:
     """With fewer nodes or layers: graphs are translated node by node, and the kinds of nodes are the same."""
     names = {field.name for field in dataclasses.fields(space)}  # type: ignore[arg-type]
-    return dataclasses.replace(space, **{k: v for k, v in SMALLER.items() if k in names})  # type: ignore[type-var]
+    return dataclasses.replace(space, **{k: v for k, v in SMALLER.items() if k in names and getattr(space, k) > v})  # type: ignore[type-var]
 
 
 def model_of(network: nn.Module, shape: Shape = SHAPE) -> Model:
@@ -229,7 +229,7 @@ class KernelPerImage(nn.Module):
 class SeveralPerImage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1), (4, 2, 1), (2, 2, 2)))
+        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1), (2, 2, 2)))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)
