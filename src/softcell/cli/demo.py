@@ -15,7 +15,11 @@ RANDOM = 3
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the demo; else runs/demo-N with the next free N.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the demo; else runs/demo-N with the next free N. One that was stopped goes on.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="K", min=0, help="Seed of everything random.")] = 0,
     device: o.Device = None,
@@ -31,19 +35,26 @@ def demo(
     folder = out or free_folder("demo")
     screen = console()
     given = o.settings(None, None, seed=seed, device=device, threads=threads)
+    again = ("demo", "--out", str(folder), *(("--seed", str(seed)) if seed else ()))
+    search, train = folder / "search", folder / "train"
     screen.print("1. Search a cell on 8x8 handwritten digits (UCI, part of the package)", style="bold")
-    code = run_search(given, None, folder / "search", resume=False, overwrite=False, quiet=quiet, hint=False)
+    code = run_search(given, None, search, resume=_begun(search), overwrite=False, quiet=quiet, hint=False, again=again)
     if code:
         return code
-    found = str(folder / "search")
+    found = str(search)
     screen.print(f"\n2. Train its network from scratch, and those of {RANDOM} random cells alike", style="bold")
     return run_train(
-        found,
+        None if _begun(train) else found,
         given,
         None,
-        folder / "train",
+        train,
         random=RANDOM,
-        resume=False,
+        resume=_begun(train),
         overwrite=False,
         quiet=quiet,
+        again=again,
     )
+
+
+def _begun(folder: Path) -> bool:
+    return (folder / "run.json").is_file()

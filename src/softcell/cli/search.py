@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -156,8 +157,9 @@ def run_search(
     quiet: bool,
     hint: bool = True,
     tensorboard: bool = False,
+    again: Sequence[str] | None = None,
 ) -> int:
-    """Searches, shows and tells what comes next."""
+    """Searches, shows and tells what comes next; `again` is the command that goes on, if not `search --resume`."""
     from softcell import api
     from softcell.cli import results
     from softcell.cli.console import command, console
@@ -173,7 +175,7 @@ def run_search(
             listener = logged(display, folder, tensorboard)
             result = api.search_with(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
-        results.interrupted(screen, "search", "--resume", str(folder))
+        results.interrupted(screen, *(again or ("search", "--resume", str(folder))))
         return result.exit_code
     results.show_search(screen, result)
     if hint and not quiet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -122,8 +123,9 @@ def run_train(
     overwrite: bool,
     quiet: bool,
     tensorboard: bool = False,
+    again: Sequence[str] | None = None,
 ) -> int:
-    """Trains the architecture, then the random ones, and compares."""
+    """Trains the architecture, then the random ones, and compares; `again` is the command that goes on."""
     from softcell import api
     from softcell.baseline import check_same_form, random_baseline
     from softcell.cli import results
@@ -150,7 +152,7 @@ def run_train(
         with Display(screen, heading, quiet) as display:
             listener = logged(display, folder, tensorboard)
             result = api.train_with(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
-        again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
+        again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             results.interrupted(screen, *again)
             return result.exit_code

@@ -101,7 +101,10 @@ def predict(file: str) -> None:
 
 if __name__ == "__main__":
     for file in sys.argv[1:]:
-        predict(file)
+        try:
+            predict(file)
+        except OSError as error:
+            sys.exit(f"{file} cannot be read as an image: {error}")
 '''
 RETRIEVE = '''
 
@@ -113,7 +116,10 @@ def embed(files: list[str]) -> Tensor:
 
 if __name__ == "__main__" and len(sys.argv) > 2:
     # python model.py query.jpg other.jpg ...: the others, the most similar to the query first
-    query, *others = embed(sys.argv[1:])
+    try:
+        query, *others = embed(sys.argv[1:])
+    except OSError as error:
+        sys.exit(f"not all of these can be read as images: {error}")
     for likeness, file in sorted(zip([float(query @ x) for x in others], sys.argv[2:]), reverse=True):
         print(f"{likeness:6.3f}  {file}")
 '''

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -46,11 +48,7 @@ def export(folder: str | Path, to: Format, out: str | Path | None = None, *, ove
     place = Path(out) if out is not None else source / "export"
     files = tuple(place / name for name in FILES[to])
     _check_free(source, place, files, overwrite)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{place} cannot be made ({error.strerror or error}); choose another --out") from error
-    with torch.random.fork_rng(devices=[]):
+    with _folder(place), torch.random.fork_rng(devices=[]):
         match to:
             case "onnx":
                 difference = _placed(files[0], lambda path: graph.write_onnx(model, path), model, graph.check_onnx)
@@ -73,6 +71,22 @@ def export(folder: str | Path, to: Format, out: str | Path | None = None, *, ove
                     python.check_python,
                 )
     return Exported(to, files, difference, model.output)
+
+
+@contextmanager
+def _folder(place: Path) -> Iterator[None]:
+    """The folder is there inside; when nothing comes of it, it goes again."""
+    new = not place.exists()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{place} cannot be made ({error.strerror or error}); choose another --out") from error
+    try:
+        yield
+    except BaseException:
+        if new and not any(place.iterdir()):
+            place.rmdir()
+        raise
 
 
 def format_named(name: str) -> Format:
