@@ -108,6 +108,31 @@ def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_pat
     assert "def load(" in (tmp_path / "model.py").read_text()
 
 
+def test_an_export_that_is_stopped_leaves_nothing(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(graph, "write_onnx", stop)
+    with pytest.raises(KeyboardInterrupt):
+        export(trained, "onnx", tmp_path / "new" / "out")
+    assert not (tmp_path / "new" / "out").exists()
+    (tmp_path / "old").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        export(trained, "onnx", tmp_path / "old")
+    assert list((tmp_path / "old").iterdir()) == [], "a folder that was there stays"
+
+
+def test_the_written_file_tells_a_missing_picture_in_a_line(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(trained, "python", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["model.py", "nowhere.jpg"])
+    with pytest.raises(SystemExit, match="cannot be read as an image"):
+        runpy.run_path(str(tmp_path / "model.py"), run_name="__main__")
+
+
 def test_a_model_that_does_something_else_is_not_put_in_place(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
