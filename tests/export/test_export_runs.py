@@ -36,6 +36,13 @@ def test_two_lines_load_a_network(trained: Path) -> None:
     x = torch.rand(2, 1, 8, 8)
     assert torch.equal(network(x), load_network(trained)(x))
     assert not network.training
+    model = read_model(trained)
+    assert network.inputs is not None
+    assert network.inputs.classes == tuple(str(digit) for digit in range(10))
+    torch.testing.assert_close(network(network.normalise(x)), model.normalised()(x))
+    network.inputs = None
+    with pytest.raises(ValueError, match="loaded from its folder"):
+        network.normalise(x)
 
 
 def test_command_writes_every_format_and_each_gives_the_networks_logits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,8 +79,19 @@ class Bound:
         return self._supernet.head(features)
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a trained network was shown: its classes in the order of the logits, mean and std of pixels in 0..1."""
+
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 class Network(nn.Module, ABC):
-    """The network of one genotype."""
+    """The network of one genotype; `inputs` tells of one that was loaded what it was trained on."""
+
+    inputs: Inputs | None = None
 
     def __init__(self, genotype: Genotype, shape: Shape, num_classes: int) -> None:
         super().__init__()
@@ -101,6 +113,13 @@ class Network(nn.Module, ABC):
         from softcell.spaces.pretrained import load_pretrained  # spaces know this file, not the other way round
 
         return load_pretrained(folder)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels [n, c, h, w] in 0..1 as this network was trained to see them."""
+        if self.inputs is None:
+            raise ValueError("only a network that was loaded from its folder knows how its images were normalised")
+        mean, std = (pixels.new_tensor(values).view(-1, 1, 1) for values in (self.inputs.mean, self.inputs.std))
+        return (pixels - mean) / std
 
     @abstractmethod
     def features(self, x: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.registry import load_plugin
-from softcell.spaces.base import Network
+from softcell.spaces.base import Inputs, Network
 from softcell.spaces.registry import build_space
 
 WEIGHTS = "model.safetensors"
@@ -39,6 +39,8 @@ def load_pretrained(folder: str | Path) -> Network:
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: these are not the weights of the network beside them ({reason[:200]})") from error
+    data = description["data"]
+    network.inputs = Inputs(tuple(data["classes"]), tuple(data["mean"]), tuple(data["std"]))
     return network.eval()
 
 
