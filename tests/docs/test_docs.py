@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 from cli_calls import DARTS_V2
 from report_runs import make_search, make_training
 
-from softcell.arch import notation
+from softcell.arch import notation, sample
 from softcell.cli.main import run as softcell
+from softcell.spaces import build_space
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -103,6 +104,51 @@ def test_quick_command_line_runs(where: str, line: str, place: Path, monkeypatch
     for made in ("results.md", "sweep.html", "comparison.html", "all.html"):
         (place / made).unlink(missing_ok=True)
     assert softcell(words) == 0, f"{where}: {line}"
+
+
+class Reached(BaseException):
+    """A command has come to where the long work begins."""
+
+
+LONG = ("softcell.api.search_with", "softcell.api.search_seeds_with", "softcell.api.train_with")
+SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md": "nos"}
+"""Whose architectures a page speaks of; DARTS's elsewhere."""
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        (where, line)
+        for where, line in command_lines()
+        if re.search(r"softcell (search|train|teacher)", line) and "--plugin" not in line
+    ],
+)
+def test_long_command_line_gets_to_its_work(
+    where: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, recipes, budgets and architectures of long commands are made; only data and training are left out."""
+
+    if "--tensorboard" in line:
+        pytest.importorskip("tensorboard", reason="an extra")
+
+    def stop(*_: object, **__: object) -> None:
+        raise Reached
+
+    for function in (*LONG, "softcell.evaluate.teacher.train_teacher"):
+        monkeypatch.setattr(function, stop)
+    monkeypatch.chdir(tmp_path)
+    Path("my-recipe.yaml").write_text("method: snas\nepochs: 2\n")
+    words = shlex.split(line)
+    arguments = words[words.index("softcell") + 1 :]
+    space = build_space(SPACES.get(where.split(":")[0], "nb201" if "tutorials" in where else "darts"))
+    found = sample(space.layout(), 0)
+    found.save(tmp_path / "genotype.json")
+    if arguments[0] == "train" or "--config" in arguments:
+        for word in arguments[1:]:
+            if word.startswith("runs/") and arguments[arguments.index(word) - 1] != "--out":
+                found.save(make_search(tmp_path / word) / "genotype.json")
+    with pytest.raises(Reached):
+        softcell(arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
