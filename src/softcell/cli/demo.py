@@ -11,6 +11,7 @@ from softcell.cli import options as o
 
 EPILOG = o.examples("softcell demo", "softcell demo --out my-first-search --seed 1")
 RANDOM = 3
+EPOCHS = 8  # of every training; a slow machine must stay under three minutes
 
 
 def demo(
@@ -45,7 +46,7 @@ def demo(
     screen.print(f"\n2. Train its network from scratch, and those of {RANDOM} random cells alike", style="bold")
     return run_train(
         None if _begun(train) else found,
-        given,
+        {**given, "epochs": EPOCHS},
         None,
         train,
         random=RANDOM,
