@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Genotype, Layout, Mix, Plan, Rule, derive
+from softcell.arch import Genotype, Layout, Mix, Plan, Rule, WeightMix, derive
+from softcell.arch.simplex import masked_softmax
 from softcell.spaces import Supernet
 from softcell.spaces.shapes import Shapes, output_shapes
 
@@ -244,3 +245,21 @@ class Masks(nn.Module):
 
     def __getitem__(self, table: str) -> Tensor:
         return self.get_buffer(table)
+
+
+class SoftmaxMethod(Method):
+    """The relaxation that DARTS introduced and others adopt: every choice mixes its candidates by a softmax of logits.
+
+    `settings.init_scale` is the deviation of the normal distribution that logits start from.
+    """
+
+    def __init__(self, layout: Layout, settings: Any) -> None:
+        super().__init__(layout, settings)
+        self.alpha = logits_like(layout, settings.init_scale)
+        self.masks = Masks(layout)
+
+    def relax(self) -> Mix:
+        return WeightMix(self.layout, self.probabilities())
+
+    def probabilities(self) -> dict[str, Tensor]:
+        return {name: masked_softmax(alpha, self.masks[name]) for name, alpha in self.alpha.items()}

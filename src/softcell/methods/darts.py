@@ -13,11 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from softcell.arch import Layout, Mix, WeightMix
-from softcell.arch.simplex import masked_softmax
-from softcell.methods.base import Masks, Method, Regime, logits_like
+from softcell.methods.base import Regime, SoftmaxMethod
 from softcell.methods.registry import register_method
 
 
@@ -29,7 +25,7 @@ class DartsSettings:
 
 
 @register_method
-class Darts(Method):
+class Darts(SoftmaxMethod):
     """Softmax over the candidates of each edge; architecture and weights learn from different halves of the data."""
 
     name: ClassVar[str] = "darts"
@@ -40,14 +36,3 @@ class Darts(Method):
         "paper": {},
         "small": {"epochs": 8, "batch_size": 96, "weights": {"lr": 0.1}, "architecture": {"lr": 0.04}},
     }
-
-    def __init__(self, layout: Layout, settings: DartsSettings) -> None:
-        super().__init__(layout, settings)
-        self.alpha = logits_like(layout, settings.init_scale)
-        self.masks = Masks(layout)
-
-    def relax(self) -> Mix:
-        return WeightMix(self.layout, self.probabilities())
-
-    def probabilities(self) -> dict[str, Tensor]:
-        return {name: masked_softmax(alpha, self.masks[name]) for name, alpha in self.alpha.items()}  # Eq 2

@@ -16,11 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from softcell.arch import Layout, Mix, WeightMix
-from softcell.arch.simplex import masked_softmax
-from softcell.methods.base import Masks, Method, Regime, logits_like
+from softcell.methods.base import Regime, SoftmaxMethod
 from softcell.methods.registry import register_method
 from softcell.settings import not_negative
 
@@ -37,7 +33,7 @@ class FullAttentionSettings:
 
 
 @register_method
-class FullAttention(Method):
+class FullAttention(SoftmaxMethod):
     """Softmax over the blocks of each layer, first by context auto-regression, then on the target task."""
 
     name: ClassVar[str] = "fullattention"
@@ -62,14 +58,3 @@ class FullAttention(Method):
             "pretrain": {"epochs": 1, "architecture_lr": 0.04},
         },
     }
-
-    def __init__(self, layout: Layout, settings: FullAttentionSettings) -> None:
-        super().__init__(layout, settings)
-        self.alpha = logits_like(layout, settings.init_scale)
-        self.masks = Masks(layout)
-
-    def relax(self) -> Mix:
-        return WeightMix(self.layout, self.probabilities())
-
-    def probabilities(self) -> dict[str, Tensor]:
-        return {name: masked_softmax(alpha, self.masks[name]) for name, alpha in self.alpha.items()}  # Eq 1

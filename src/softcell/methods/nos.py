@@ -16,11 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
-from softcell.arch import Layout, Mix, WeightMix
-from softcell.arch.simplex import masked_softmax
-from softcell.methods.base import Masks, Method, Regime, logits_like
+from softcell.methods.base import Regime, SoftmaxMethod
 from softcell.methods.registry import register_method
 from softcell.settings import not_negative
 
@@ -36,7 +32,7 @@ class NosSettings:
 
 
 @register_method
-class Nos(Method):
+class Nos(SoftmaxMethod):
     """Softmax over features, attentions and kernels of each connection; made to be guided by a teacher."""
 
     name: ClassVar[str] = "nos"
@@ -55,14 +51,3 @@ class Nos(Method):
             "architecture": {"lr": 0.04},
         },
     }
-
-    def __init__(self, layout: Layout, settings: NosSettings) -> None:
-        super().__init__(layout, settings)
-        self.alpha = logits_like(layout, settings.init_scale)
-        self.masks = Masks(layout)
-
-    def relax(self) -> Mix:
-        return WeightMix(self.layout, self.probabilities())
-
-    def probabilities(self) -> dict[str, Tensor]:
-        return {name: masked_softmax(alpha, self.masks[name]) for name, alpha in self.alpha.items()}  # Eq 7
