@@ -19,9 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from softcell.api import layered
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
@@ -37,6 +34,7 @@ from studies.runs import (
     epochs_of,
     finished,
     interleaved,
+    print_arms,
     searched_and_trained,
     spread,
     write_record,
@@ -182,16 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     published = "CIFAR-10 error at 80 channels, 500 epochs: 4.38 tied and alone, 4.08 alone, 3.70 both"
     record = options.out / f"phases-{Path(options.data).stem}.json"
     write_record(record, "studies.fullattention", rows=rows, summary=summary, published=published)
-    table = Table(title=f"{options.data}: with and without phase 1, mean over seeds")
-    for column in ("arm", "epochs done", "search, validation", "trained, test"):
-        table.add_column(column, justify="right")
-    for arm, found in summary.items():
-        shown = (found[k] for k in ("search_accuracy", "test_accuracy"))
-        done = ", ".join("+".join(map(str, row["epochs_done"])) for row in rows if row["arm"] == arm)
-        table.add_row(arm, done, *(v if isinstance(v, str) else f"{v['mean']:.2%} (n={v['n']})" for v in shown))
-    console = Console()
-    console.print(table)
-    console.print(f"written: {record}")
+    print_arms(f"{options.data}: with and without phase 1, mean over seeds", rows, summary, record)
 
 
 if __name__ == "__main__":

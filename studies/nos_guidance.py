@@ -17,9 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from softcell.api import layered
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
@@ -36,6 +33,7 @@ from studies.runs import (
     epochs_of,
     finished,
     interleaved,
+    print_arms,
     searched_and_trained,
     spread,
     write_record,
@@ -187,16 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     write_record(record, "studies.nos_guidance", teacher=teacher, rows=rows, summary=summary, published=published)
     shown = teacher["test_accuracy"]
     shown = shown if isinstance(shown, str) else f"{shown:.2%} on the test split"
-    table = Table(title=f"{options.data}: with and without a teacher ({options.teacher}: {shown})")
-    for column in ("arm", "epochs done", "search, validation", "trained, test"):
-        table.add_column(column, justify="right")
-    for arm, found in summary.items():
-        values = (found[key] for key in ("search_accuracy", "test_accuracy"))
-        done = ", ".join("+".join(map(str, row["epochs_done"])) for row in rows if row["arm"] == arm)
-        table.add_row(arm, done, *(v if isinstance(v, str) else f"{v['mean']:.2%} (n={v['n']})" for v in values))
-    console = Console()
-    console.print(table)
-    console.print(f"written: {record}")
+    print_arms(f"{options.data}: with and without a teacher ({options.teacher}: {shown})", rows, summary, record)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from softcell.arch import Genotype
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.events import Event, Stepped
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interrupt import Interrupt
-from softcell.engine.lanes import Running, interleave
+from softcell.engine.lanes import Running, drain, interleave
 from softcell.engine.provenance import collect, now
 from softcell.errors import UserError
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate import stored_training
 from softcell.evaluate.train import training
-from softcell.search import SearchRecipe, search, stored_recipe
+from softcell.search import SearchRecipe, stored_recipe
 from softcell.search.search import searching
 
 NOT_MEASURED = "not measured"
@@ -48,17 +51,8 @@ class Deadline:
 
 def carry_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str, Any] | None:
     """Runs a search, or what is left of it, in `folder`; gives its manifest once it is finished, else None."""
-    begun = (folder / "run.json").exists()
-    if begun:
-        # The recipe that was begun with is kept; another one in the same place is refused.
-        given = {key: value for key, value in recipe.to_dict().items() if key != "threads"}
-        recipe = stored_recipe(folder, given)
-    if not (begun and RunFolder.open(folder).manifest["status"] == "finished"):
-        if deadline.passed:
-            return None
-        search(recipe, folder, resume=begun, on_event=deadline)
-    manifest = RunFolder.open(folder).manifest
-    return manifest if manifest["status"] == "finished" else None
+    drain(gone_on(recipe, folder, deadline))
+    return RunFolder.open(folder).manifest if finished(folder) else None
 
 
 def side_by_side(
@@ -86,8 +80,8 @@ def gone_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[N
     """A search, or what is left of it."""
     begun = (folder / "run.json").is_file()
     if begun:
-        kept = ("threads", "precision")  # decided when the run began
-        recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k not in kept})
+        # The recipe that was begun with is kept; another one in the same place is refused.
+        recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
     if not finished(folder) and not deadline.passed:
         yield from searching(recipe, folder, resume=begun, on_event=deadline)
 
@@ -143,3 +137,17 @@ def placeless(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: placeless(inner) for key, inner in value.items()}
     return [placeless(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def print_arms(title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], record: Path) -> None:
+    """Searches and the trainings of what they found, arm by arm."""
+    table = Table(title=title)
+    for column in ("arm", "epochs done", "search, validation", "trained, test"):
+        table.add_column(column, justify="right")
+    for arm, found in summary.items():
+        values = (found[key] for key in ("search_accuracy", "test_accuracy"))
+        done = ", ".join("+".join(map(str, row["epochs_done"])) for row in rows if row["arm"] == arm)
+        table.add_row(arm, done, *(v if isinstance(v, str) else f"{v['mean']:.2%} (n={v['n']})" for v in values))
+    console = Console()
+    console.print(table)
+    console.print(f"written: {record}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,10 +42,26 @@ def serves(x: Tensor) -> bool:
     return has_triton() and compute_type(x) in (torch.float32, torch.bfloat16)
 
 
+KEPT = 64
+"""Fused forms of one cell, by what is live in it."""
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _remembered(known: dict[K, V | None], key: K, make: Callable[[], V]) -> V | None:
+    """What was made for `key`, None where there is no plan; of more than `KEPT`, the oldest is forgotten."""
+    if key not in known:
+        while len(known) >= KEPT:
+            known.pop(next(iter(known)))
+        try:
+            known[key] = make()
+        except Unfit:
+            known[key] = None
+    return known[key]
+
+
 class Fused:
     """The fused forms of one cell, one per set of live candidates; the latest are kept."""
-
-    KEPT = 64
 
     def __init__(self, entries_of: Callable[[Live | None], Iterable[Entry]], inputs: int, nodes: int) -> None:
         self._entries_of, self._inputs, self._nodes = entries_of, inputs, nodes
@@ -52,14 +69,9 @@ class Fused:
 
     def of(self, live: Live | None, channels: int, stride: int) -> FusedCell | None:
         """None where the cell must run module by module."""
-        if live not in self._known:
-            while len(self._known) >= self.KEPT:
-                self._known.pop(next(iter(self._known)))
-            try:
-                self._known[live] = plan(self._entries_of(live), self._inputs, self._nodes, channels, stride)
-            except Unfit:
-                self._known[live] = None
-        return self._known[live]
+        return _remembered(
+            self._known, live, lambda: plan(self._entries_of(live), self._inputs, self._nodes, channels, stride)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +95,9 @@ class Departures:
 
     def of(self, node: int, live: Live | None, stride: int) -> Departure | None:
         """None where the features must run one by one; `stride` is that of all that leaves the node."""
-        key = (node, live)
-        if key not in self._known:
-            while len(self._known) >= Fused.KEPT:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = self._plan(node, live, stride)
-        return self._known[key]
+        return _remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
 
-    def _plan(self, node: int, live: Live | None, stride: int) -> Departure | None:
+    def _plan(self, node: int, live: Live | None, stride: int) -> Departure:
         candidates: dict[int, set[int]] = {}
         entries = []
         for candidate, entry in self._features_of(node, live):
@@ -98,10 +105,7 @@ class Departures:
             entries.append(entry)
         places = {target: 1 + i for i, target in enumerate(candidates)}
         own = [replace(entry, source=0, target=places[entry.target]) for entry in entries]
-        try:
-            cell = plan(own, 1, 1 + len(places), self._channels, stride)
-        except Unfit:
-            return None
+        cell = plan(own, 1, 1 + len(places), self._channels, stride)
         return Departure(cell, {target: frozenset(found) for target, found in candidates.items()})
 
 
