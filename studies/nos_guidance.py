@@ -73,7 +73,7 @@ def teach(options: argparse.Namespace, deadline: Deadline) -> bool:
         own = {"epochs": options.teacher_epochs, "lr_every": max(1, options.teacher_epochs // 10), "seed": 0}
         given = layered(common(options), own, assignments(options.teacher_set))
         recipe = stored_teacher(folder, {}) if begun else resolve_teacher(options.teacher, given)
-        train_teacher(recipe, folder, resume=begun, on_event=deadline)
+        train_teacher(recipe, folder, resume=begun, on_event=deadline.watching("teacher"))
     return finished(folder)
 
 

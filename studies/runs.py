@@ -19,7 +19,7 @@ from rich.table import Table
 from softcell.arch import Genotype
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
-from softcell.engine.events import Event, Stepped
+from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Stepped
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interrupt import Interrupt
 from softcell.engine.lanes import Running, drain, interleave
@@ -35,14 +35,36 @@ NOT_MEASURED = "not measured"
 
 
 class Deadline:
-    """Asks a run to stop, as Ctrl-C would, once `minutes` have passed since it was made; None: never."""
+    """Asks a run to stop, as Ctrl-C would, once `minutes` have passed since it was made; None: never.
+
+    `watching` a run, it also tells on standard error how the run gets on.
+    """
 
     def __init__(self, minutes: float | None) -> None:
-        self._end = None if minutes is None else time.monotonic() + 60 * minutes
+        self._begin = time.monotonic()
+        self._end = None if minutes is None else self._begin + 60 * minutes
 
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Stepped) and self.passed:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def watching(self, name: str) -> OnEvent:
+        """What a run called `name` reports to."""
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, Stepped) and self.passed:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif isinstance(event, EpochEnded):
+                seconds, accuracy = event.metrics["seconds"], event.metrics.get("val_accuracy")
+                shown = "" if accuracy is None else f", validation {accuracy:.2%}"
+                self._tell(f"{name}: epoch {event.epoch + 1} in {seconds:.0f} s{shown}")
+            elif isinstance(event, Finished):
+                self._tell(f"{name}: all epochs are done")
+            elif isinstance(event, Interrupted):
+                self._tell(f"{name}: stopped in epoch {event.epoch + 1}, state saved")
+            elif isinstance(event, Note):
+                self._tell(f"{name}: {event.text}")
+
+        return on_event
+
+    def _tell(self, text: str) -> None:
+        print(f"{time.monotonic() - self._begin:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     @property
     def passed(self) -> bool:
@@ -83,7 +105,7 @@ def gone_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[N
         # The recipe that was begun with is kept; another one in the same place is refused.
         recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
     if not finished(folder) and not deadline.passed:
-        yield from searching(recipe, folder, resume=begun, on_event=deadline)
+        yield from searching(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
 
 
 def searched_and_trained(
@@ -95,7 +117,7 @@ def searched_and_trained(
         return
     begun, genotype = (place / "run.json").is_file(), Genotype.load(folder)
     how = stored_training(place, {})[1] if begun else resolve_training(genotype, dict(given))
-    yield from training(genotype, how, place, resume=begun, on_event=deadline)
+    yield from training(genotype, how, place, resume=begun, on_event=deadline.watching(f"{folder.name}, trained"))
 
 
 def entry(main: Callable[[], None]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from softcell.errors import UserError
 from softcell.report import curves_svg, heat_svg
-from softcell.report.curves import ticks
+from softcell.report.curves import LOOKS, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 numbers = st.none() | st.floats() | st.integers(-(10**6), 10**6)
@@ -26,6 +26,15 @@ def lines(svg: str) -> list[list[tuple[float, float]]]:
 
 def texts(svg: str) -> list[str]:
     return ["".join(e.itertext()) for e in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_no_two_series_look_alike() -> None:
+    names = [f"series {i}" for i in range(12)]
+    svg = curves_svg([{"epoch": e, **{n: e + 0.1 * i for i, n in enumerate(names)}} for e in range(3)], names, "many")
+    assert len(lines(svg)) == 12
+    marks = {name: len(re.findall(rf'class="sc-[fo]-{name}"', svg)) for name in LOOKS}
+    # A mark beside each name; the second six have one more there, and one at each of their three points.
+    assert set(marks.values()) == {1 + 2 + 3}
 
 
 def test_points_are_linear_in_epoch_and_value() -> None:

@@ -89,7 +89,12 @@ def test_a_step_equals_one_module_by_module(case: str, dropping: bool, some: boo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none")
 @pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("case", list(CASES))
-def test_on_a_gpu_the_kernels_give_what_modules_give_in_float64(case: str, some: bool) -> None:
+def test_on_a_gpu_the_kernels_give_what_modules_give_in_float64(
+    case: str, some: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As every session does; torch's own convolutions here round to ten bits otherwise.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     name, settings = CASES[case]
     expected = outcome(name, settings, some=some)
     found = outcome(name, settings, some=some, device="cuda", dtype=torch.float32)

@@ -12,7 +12,7 @@ from studies.runs import Deadline
 
 from softcell.data.guard import check_readable, test_set_sealed
 from softcell.engine.device import resolve_device
-from softcell.engine.events import Event, Stepped
+from softcell.engine.events import Event, OnEvent, Stepped
 from softcell.engine.lanes import interleave
 from studies import fullattention
 
@@ -33,11 +33,16 @@ class After(Deadline):
 
     left: int
 
-    def __call__(self, event: Event) -> None:
-        self.left -= isinstance(event, Stepped)
-        if self.left == 0:
-            self._end = 0.0
-        super().__call__(event)
+    def watching(self, name: str) -> OnEvent:
+        then = super().watching(name)
+
+        def on_event(event: Event) -> None:
+            self.left -= isinstance(event, Stepped)
+            if self.left == 0:
+                self._end = 0.0
+            then(event)
+
+        return on_event
 
 
 def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,20 +68,21 @@ def curves_svg(history: Sequence[Mapping[str, object]], keys: Iterable[str], tit
             body.append(text(x, bottom + 18, label, "sc-num sc-quiet", "middle"))
     body.append(f'<path class="sc-axis" d="M{num(left)} {num(bottom)}H{num(right)}"/>')
     body.append(text((left + right) / 2, bottom + 38, "epoch", "sc-quiet", "middle"))
-    ends: list[tuple[float, str, Family]] = []
+    ends: list[tuple[float, str, Family, bool]] = []
     facts = []
     for i, (name, line) in enumerate(series.items()):
         look = LOOKS[i % len(LOOKS)]
         known = [point for point in line if point is not None]
-        body += _line([place(*point) if point is not None else None for point in line], look)
+        again = i >= len(LOOKS)
+        body += _line([place(*point) if point is not None else None for point in line], look, marked=again)
         last = place(*known[-1])[1] if known else bottom
-        ends.append((last, f"{shorten(name, 28)} {_short(known[-1][1]) if known else '(no data)'}", look))
+        ends.append((last, f"{shorten(name, 28)} {_short(known[-1][1]) if known else '(no data)'}", look, again))
         facts.append(f"{name}: {_short(known[0][1])} to {_short(known[-1][1])}." if known else f"{name}: no data.")
     if not finite:
         body.append(text((left + right) / 2, (top + bottom) / 2, "no data", "sc-quiet", "middle"))
     body += _end_labels(ends, right + 12, top)
     tall = max(bottom + 38, top + 18 * len(ends))
-    longest = max(cells(label) for _, label, _ in ends)
+    longest = max(cells(label) + 2 * again for _, label, _, again in ends)
     width = max(right + 34 + longest * CHAR, MARGIN + cells(heading) * 10.5) + MARGIN
     return page(width, tall + MARGIN - 6, heading, " ".join(facts), sheet(), body)
 
@@ -170,8 +171,11 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _line(points: list[tuple[float, float] | None], look: Family) -> list[str]:
-    """Polylines between gaps; a point alone carries the series' mark."""
+def _line(points: list[tuple[float, float] | None], look: Family, *, marked: bool) -> list[str]:
+    """Polylines between gaps; a point alone carries the series' mark, and with `marked` every point does.
+
+    That is how a series is told from the one that had the same look before.
+    """
     runs: list[list[tuple[float, float]]] = [[]]
     for point in points:
         if point is None:
@@ -184,12 +188,12 @@ def _line(points: list[tuple[float, float] | None], look: Family) -> list[str]:
         if len(run) > 1:
             data = "M" + "L".join(f"{num(x)} {num(y)}" for x, y in run)
             lines.append(f'<path class="sc-edge sc-l-{look}" d="{data}"/>')
-    alone = [run[0] for run in runs if len(run) == 1]
+    alone = [point for run in runs if marked or len(run) == 1 for point in run]
     return lines + [mark(look, x, y) for x, y in alone]
 
 
-def _end_labels(ends: list[tuple[float, str, Family]], x: float, top: float) -> list[str]:
-    """Names at the ends of their lines, pushed apart so that none covers another."""
+def _end_labels(ends: list[tuple[float, str, Family, bool]], x: float, top: float) -> list[str]:
+    """Names at the ends of their lines, pushed apart so that none covers another; two marks for a line of marks."""
     ordered = sorted(range(len(ends)), key=lambda i: (ends[i][0], i))
     places: list[float] = []
     for i in ordered:
@@ -201,9 +205,9 @@ def _end_labels(ends: list[tuple[float, str, Family]], x: float, top: float) -> 
         limit = places[k] - 18
     lines = []
     for i, y in zip(ordered, places, strict=True):
-        _, label, look = ends[i]
-        lines.append(mark(look, x + 5, y))
-        lines.append(text(x + 16, y + 4, label, "sc-op", width=cells(label) * CHAR))
+        _, label, look, again = ends[i]
+        lines += [mark(look, x + 5, y), *([mark(look, x + 18, y)] if again else [])]
+        lines.append(text(x + (29 if again else 16), y + 4, label, "sc-op", width=cells(label) * CHAR))
     return lines
 
 

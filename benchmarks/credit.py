@@ -1,0 +1,112 @@
+"""`python -m benchmarks.credit`: what recording SNAS's credits costs, as a share of a search step.
+
+Two searches that differ in `method.record_credit` alone step in turns, so that their ratio holds whatever else the
+machine does; on a GPU the steps are recorded ones of real search tasks. Aimed at: at most 5% of a step.
+
+python -m benchmarks.credit                                  # small size on this machine's device
+python -m benchmarks.credit --paper --precision bfloat16     # the paper's size
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from studies.runs import write_record
+
+from benchmarks.steps import PAPER, SMALL, Case, batch, once, players
+from softcell.engine.device import resolve_device, set_threads
+
+LIMIT = 0.05
+"""What is aimed at, as a share of a step without credits."""
+WAYS = {"without": False, "with": True}
+
+
+def case_of(base: Case, way: str) -> Case:
+    return replace(base, method="snas", method_settings={"record_credit": WAYS[way]}, regime="single-level")
+
+
+def on_cpu(base: Case, rounds: int) -> dict[str, float]:
+    """Median milliseconds of processor time, which a busy machine does not change."""
+    device = torch.device("cpu")
+    data = batch(base, device)
+    actors = {way: players(case_of(base, way), device, plain=False) for way in WAYS}
+    for actor in actors.values():
+        once(actor, data, device, "single-level")
+    return in_turns(
+        {way: lambda a=actor: 1e3 * once(a, data, device, "single-level").cpu_seconds for way, actor in actors.items()},
+        rounds,
+    )
+
+
+def on_gpu(base: Case, rounds: int, precision: str) -> dict[str, float]:
+    """Median milliseconds of recorded steps, drop-path and resource penalty included, as in the paper."""
+    from benchmarks.gpu import _milliseconds, made_data, made_search, started
+    from softcell.engine.capture import WARMUP
+    from softcell.engine.session import open_session
+
+    opened = open_session(device="cuda", seed=0, precision=precision, deterministic=False, threads=0)
+    with made_data() as path, opened as session:
+        steps: dict[str, Callable[[], float]] = {}
+        for way in WAYS:
+            case = case_of(base, way)
+            settings = {"space_settings": case.settings, "method_settings": case.method_settings}
+            task = made_search(path, case, session, **settings, engine="graph", precision=precision)
+            batches = started(task)
+            for one in islice(batches, WARMUP + 3):
+                task.step(one)
+            steps[way] = lambda t=task, b=batches: _milliseconds(t, next(b))
+        return in_turns(steps, rounds)
+
+
+def in_turns(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    for _ in range(rounds):
+        for way, step in steps.items():
+            times[way].append(step())
+    return {way: statistics.median(values) for way, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.credit", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--paper", action="store_true", help="the paper's size instead of the small one")
+    parser.add_argument("--space", action="append", help="one space instead of all; may be repeated")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    options = parser.parse_args()
+    device, threads = resolve_device(options.device), set_threads(options.threads)
+    rows: list[dict[str, Any]] = []
+    table = Table(title=f"one search step of SNAS, {device.type}, {threads} threads, {options.precision}")
+    for column in ("", "ms without credits", "ms with", "share", "aimed at"):
+        table.add_column(column, justify="left" if not column else "right")
+    for base in PAPER if options.paper else SMALL:
+        if base.space not in (options.space or [base.space]):
+            continue
+        found = (
+            on_gpu(base, options.rounds, options.precision) if device.type == "cuda" else on_cpu(base, options.rounds)
+        )
+        share = found["with"] / found["without"] - 1
+        rows.append({"case": str(base), "ms": found, "share": share, "aimed_at": LIMIT, "met": share <= LIMIT})
+        cells = (f"{found['without']:.2f}", f"{found['with']:.2f}", f"{share:+.1%}")
+        table.add_row(str(base), *cells, f"≤ {LIMIT:.0%} {'✓' if share <= LIMIT else 'missed'}")
+    console = Console()
+    console.print(table)
+    if options.out is not None:
+        about = {"threads": threads, "device": device.type, "precision": options.precision, "rounds": options.rounds}
+        write_record(options.out, "benchmarks.credit", **about, rows=rows)
+        console.print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
