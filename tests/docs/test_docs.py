@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import importlib
 import re
 import shlex
 import sys
@@ -110,6 +111,9 @@ class Reached(BaseException):
     """A command has come to where the long work begins."""
 
 
+# Commands import these when they run; imported first under a patch, they would keep what it put there.
+importlib.import_module("softcell.baseline")
+importlib.import_module("softcell.pipeline.run")
 LONG = ("softcell.api.search_with", "softcell.api.search_seeds_with", "softcell.api.train_with")
 SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md": "nos"}
 """Whose architectures a page speaks of; DARTS's elsewhere."""
