@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.engine.optim import fill_momenta, load_optimiser, sgd
+from softcell.engine.optim import _owned, fill_momenta, load_optimiser, sgd
 
 CPU = torch.device("cpu")
 
@@ -47,3 +47,22 @@ def test_parameters_may_join_late_on_a_gpu_and_after_a_resume() -> None:
         late(optimiser, parameters)
         for a, b in zip(parameters, expected[1], strict=True):
             torch.testing.assert_close(a.detach().cpu(), b.detach())
+
+
+def test_gradients_are_copied_only_where_they_share_memory() -> None:
+    buffer = torch.arange(12.0)
+    apart = [buffer[4:8].view(2, 2), buffer[:4], None, buffer[8:]]
+    assert [a is b for a, b in zip(_owned(apart), apart, strict=True)] == [True] * 4
+    for meeting in (
+        [buffer[:6], buffer[5:]],
+        [buffer[5:], buffer[:6]],
+        [buffer, buffer],
+        [buffer[2:4], buffer],
+        [buffer[0:12:2], buffer[1:12:2]],  # woven into each other: not worth telling apart
+    ):
+        first, second = _owned(meeting)
+        assert first is meeting[0]
+        assert second is not None and second.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
+        torch.testing.assert_close(second, meeting[1])
+    (spread,) = _owned([buffer[:1].expand(5)])
+    assert spread is not None and spread.stride() == (1,)

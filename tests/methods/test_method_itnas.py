@@ -19,12 +19,17 @@ from softcell.arch.margins import margins
 from softcell.errors import UserError
 from softcell.methods import fitted
 from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
+from softcell.nn.lite_ensemble import LiteEnsemble
 from softcell.nn.lite_transformer import LiteTransformer
 from softcell.nn.moments import Moments
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.shapes import output_shapes
 
-SIZES = {"nb201": {"cells_per_stage": 1, "channels": 4}, "darts": {"cells": 3, "channels": 2, "nodes": 2}}
+SIZES = {
+    "nb201": {"cells_per_stage": 1, "channels": 4},
+    "darts": {"cells": 3, "channels": 2, "nodes": 2},
+    "s1": {"cells": 3, "channels": 2},
+}
 CHAIN = {"width": 0.25, "depths": (2, 1, 1, 1, 1, 1), "head": 16}
 
 
@@ -69,7 +74,58 @@ def look(supernet: Supernet, method: ItNas, batches: list[Tensor]) -> None:
             supernet(batch, mix)
 
 
-@pytest.mark.parametrize("space", list(SIZES))
+@pytest.mark.parametrize("space", ["nb201", "darts", "s1"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_edges_run_together_are_those_run_one_by_one(
+    space: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supernet, method = make(space, recompute=recompute)
+    supernet.use_drop_path(0.5)
+    supernet.drop_path.set_fraction(1.0)
+    supernet.train()
+    x, wanted = images(4), [*supernet.parameters(), *method.parameters()]
+    ran: list[int] = []
+    buffers = {name: buffer.clone() for name, buffer in supernet.named_buffers()}
+
+    def outcome(together: bool) -> list[Tensor]:
+        def serves(ensemble: LiteEnsemble, maps: list[Tensor]) -> bool:
+            ran.append(len(maps))
+            return together
+
+        monkeypatch.setattr(LiteEnsemble, "serves", serves)
+        supernet.load_state_dict(buffers, strict=False)  # running statistics
+        torch.manual_seed(1)
+        mix = method.relax()
+        y = supernet(x, mix)
+        assert isinstance(mix, ItMix)
+        rows = [mix.mean_rows(table.name) for table in method.layout.tables]
+        loss = y.square().sum() + sum(row.square().sum() for row in rows)
+        assert isinstance(loss, Tensor)
+        look(supernet.eval(), method, [x])
+        seen = list(method.indicator().values())
+        supernet.train()
+        return [y, *rows, *seen, *torch.autograd.grad(loss, wanted, materialize_grads=True)]
+
+    one_by_one, count = outcome(False), len(ran)
+    at_once = outcome(True)
+    assert len(ran) == 2 * count and max(ran) > len(method.layout.tables[0].choices[0].candidates)
+    for a, b in zip(at_once, one_by_one, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)  # drop-path's factors are float32
+
+
+def test_weight_steps_of_a_bilevel_search_leave_lite_transformers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    supernet, method = make()
+    monkeypatch.setattr(LiteEnsemble, "serves", lambda ensemble, maps: True)
+    with torch.no_grad():
+        mix = method.relax()
+    gradients = torch.autograd.grad(
+        supernet(images(2), mix).sum(), [*supernet.parameters(), *method.parameters()], allow_unused=True
+    )
+    assert any(g is not None for g in gradients[: len(list(supernet.parameters()))])
+    assert all(g is None for g in gradients[len(list(supernet.parameters())) :])
+
+
+@pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("tokens", ["pooled", "flat"])
 def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens: str) -> None:
     supernet, method = make(space, tokens=tokens)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from softcell.arch import WeightMix
+from softcell.arch import Layout, Mix, WeightMix
+from softcell.arch.mix import Live
 from softcell.spaces import build_space, cell
 from softcell.spaces.fused import Departures, literal, modules_only
 
@@ -18,6 +20,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bottleneck": ("darts", {"cells": 3, "channels": 8, "nodes": 3, "bottleneck": 2}),
     "bottleneck, shared": ("darts", {"cells": 3, "channels": 8, "nodes": 3, "bottleneck": 2, "share_features": True}),
 }
+
+
+APART = {
+    **CASES,
+    "darts": ("darts", {"cells": 3, "channels": 4, "nodes": 3}),
+    "nb201": ("nb201", {"cells_per_stage": 1, "channels": 4}),
+}
+
+
+class Singly(Mix):
+    """The same sums, from outputs that arrive one by one."""
+
+    def __init__(self, layout: Layout, tables: dict[str, Tensor], lives: dict[int, Live] | None) -> None:
+        self._weights = [tables[name] for name in layout.sites]
+        self._lives = lives or {}
+
+    def live(self, site: int) -> Live | None:
+        return self._lives.get(site)
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        terms = [self._weights[site][choice, k] * x for k, x in outputs.items() if x is not None]
+        return torch.stack(terms).sum(0) if terms else None
 
 
 @pytest.fixture
@@ -44,6 +68,7 @@ def outcome(
     some: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
+    singly: bool = False,
 ) -> list[Tensor]:
     """Output, gradients and running statistics of one training step."""
     torch.manual_seed(0)
@@ -62,7 +87,7 @@ def outcome(
         }
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64).to(device=device, dtype=dtype)
     torch.manual_seed(1)
-    y = supernet(x, WeightMix(layout, tables, lives))
+    y = supernet(x, (Singly if singly else WeightMix)(layout, tables, lives))
     wanted = [*tables.values(), *supernet.parameters()]
     gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
     found = [g if g is not None else torch.zeros_like(w) for g, w in zip(gradients, wanted, strict=True)]
@@ -85,19 +110,32 @@ def test_a_step_equals_one_module_by_module(case: str, dropping: bool, some: boo
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # drop-path's factors are float32
 
 
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+@pytest.mark.parametrize("case", list(APART))
+def test_a_mix_that_wants_each_output_gets_what_modules_give(case: str, some: bool, planned: list[bool]) -> None:
+    name, settings = APART[case]
+    found = outcome(name, settings, dropping=True, some=some, singly=True)
+    assert planned and all(planned)
+    with modules_only():
+        expected = outcome(name, settings, dropping=True, some=some, singly=True)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # drop-path's factors are float32
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none")
 @pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("singly", [False, True], ids=["summed", "singly"])
+@pytest.mark.parametrize("case", list(APART))
 def test_on_a_gpu_the_kernels_give_what_modules_give_in_float64(
-    case: str, some: bool, monkeypatch: pytest.MonkeyPatch
+    case: str, singly: bool, some: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As every session does; torch's own convolutions here round to ten bits otherwise.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    name, settings = CASES[case]
-    expected = outcome(name, settings, some=some)
-    found = outcome(name, settings, some=some, device="cuda", dtype=torch.float32)
+    name, settings = APART[case]
+    expected = outcome(name, settings, some=some, singly=singly)
+    found = outcome(name, settings, some=some, singly=singly, device="cuda", dtype=torch.float32)
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         error = (a.cpu().double() - b).norm() / b.double().norm().clamp(min=1e-3)

@@ -38,6 +38,15 @@ class Mix(ABC):
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         """One output [n, c, h, w] out of those of the live candidates; None stands for zeros."""
 
+    def combine_together(
+        self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
+    ) -> Mapping[int, Tensor | None]:
+        """What `combine` would give for choices that leave one node, by choice, where several are cheaper at once.
+
+        Choices that are not in the answer are combined one by one.
+        """
+        return {}
+
     def live(self, site: int) -> Live | None:
         """Which candidates of each choice must run at this site; None means all."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,15 +43,25 @@ def _laid_out_like(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that may be changed in place: autograd hands out one tensor for a and b of a + b, and broadcasts."""
-    seen: set[int] = set()
+    """Gradients that may be changed in place: autograd hands out one tensor for a and b of a + b, and broadcasts.
+
+    Parts of one buffer that do not meet, as fused cells give them, are left where they are: a copy of each would cost a
+    GPU a launch per weight.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}  # by storage, in order
     result: list[Tensor | None] = []
     for gradient in gradients:
-        if gradient is not None:
-            place = gradient.untyped_storage().data_ptr()
-            overlaps = any(n > 1 and step == 0 for n, step in zip(gradient.shape, gradient.stride(), strict=True))
-            gradient = gradient.clone(memory_format=torch.contiguous_format) if place in seen or overlaps else gradient
-            seen.add(place)
+        if gradient is not None and gradient.numel():
+            spans = taken.setdefault(gradient.untyped_storage().data_ptr(), [])
+            strides = [(n - 1, step) for n, step in zip(gradient.shape, gradient.stride(), strict=True) if n > 1]
+            first = int(gradient.storage_offset())
+            span = (first, first + 1 + sum(last * step for last, step in strides))
+            place = bisect(spans, span)
+            meets = any(one[0] < span[1] and span[0] < one[1] for one in spans[max(0, place - 1) : place + 1])
+            if meets or any(step == 0 for _, step in strides):
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            else:
+                spans.insert(place, span)
         result.append(gradient)
     return result
 

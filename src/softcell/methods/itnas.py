@@ -14,9 +14,10 @@ NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import reduce
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ from softcell.arch.mix import live_of
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
-from softcell.nn.lite_transformer import LiteTransformer
+from softcell.nn.lite_ensemble import Laid, LiteEnsemble
+from softcell.nn.lite_transformer import LiteTransformer, Shape, by_position, order_of
 from softcell.nn.moments import Moments
 from softcell.settings import not_negative
 from softcell.spaces.shapes import Shapes
@@ -78,7 +80,8 @@ class ItMix(Mix):
         self._method, self._into, self._plan, self._place = method, into, plan, place
         self._learns = torch.is_grad_enabled()  # weight steps of a bilevel search relax without gradients
         self._met: dict[tuple[int, int], Tensor] = {}
-        self.rows: dict[tuple[int, int], Tensor] = {}
+        self._laid: dict[tuple[int, torch.dtype], list[Laid]] = {}  # by ensemble
+        self.rows: dict[tuple[int, int], Callable[[], Tensor]] = {}  # laid out when they are asked for
 
     def live(self, site: int) -> Live | None:
         if self._plan is not None:
@@ -117,6 +120,34 @@ class ItMix(Mix):
         self._note(site, choice, attention)
         return output
 
+    def combine_together(
+        self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
+    ) -> Mapping[int, Tensor | None]:
+        """All edges that leave a node as one, where all candidates run; each edge is `LiteTransformer`'s still."""
+        found: dict[int, Tensor | None] = {}
+        for group in self._method.groups.get(site, ()) if self._plan is None else ():
+            own = [outputs.get(choice, {}) for choice in group.choices]
+            ensemble = self._method.ensembles[group.ensemble]
+            maps = [x for one in own for x in one.values() if x is not None]
+            if not ensemble.serves(maps) or any(order_of(one) != list(ensemble.order) for one in own):
+                continue
+            output, attention = self._run_together(group, ensemble, maps)
+            for choice, value, row in zip(group.choices, output.unbind(), attention.unbind(), strict=True):
+                found[choice] = value
+                self._note(site, choice, row, ensemble.order)
+        return found
+
+    def _run_together(self, group: Group, ensemble: LiteEnsemble, maps: list[Tensor]) -> tuple[Tensor, Tensor]:
+        dtype = reduce(torch.promote_types, (x.dtype for x in maps))
+        key = (group.ensemble, dtype)
+        if key not in self._laid:
+            with torch.set_grad_enabled(self._learns and torch.is_grad_enabled()):
+                self._laid[key] = ensemble.lay(dtype)
+        laid = self._laid[key][group.place]
+        if self._method.settings.recompute and torch.is_grad_enabled():
+            return checkpoint(ensemble, laid, maps, use_reentrant=False, preserve_rng_state=False)  # type: ignore
+        return ensemble(laid, maps)  # type: ignore[no-any-return]
+
     def _passes(self, outputs: Mapping[int, Tensor | None]) -> bool:
         """Whether a choice off the attended one runs its sampled candidate, with a coefficient of exactly 1."""
         return self._plan is not None and len(outputs) == 1 and self._method.settings.paths == "single"
@@ -124,8 +155,7 @@ class ItMix(Mix):
     def _run(
         self, site: int, choice: int, outputs: Mapping[int, Tensor | None], *, attention_alone: bool = False
     ) -> tuple[Tensor, ...]:
-        module = self._method.transformers[f"{site}_{choice}"]
-        assert isinstance(module, LiteTransformer)
+        module = self._method.transformer(site, choice)
         present = [k for k, x in outputs.items() if x is not None]
 
         def forward(*maps: Tensor) -> tuple[Tensor, ...]:
@@ -142,16 +172,24 @@ class ItMix(Mix):
             return checkpoint(forward, *maps, use_reentrant=False, preserve_rng_state=False)  # type: ignore
         return forward(*maps)
 
-    def _note(self, site: int, choice: int, attention: Tensor) -> None:
-        """Keeps a row [n, tokens + 1]; when all of a table are there, hands them on."""
+    def _note(self, site: int, choice: int, attention: Tensor, order: Sequence[int] | None = None) -> None:
+        """Keeps a row [n, tokens + 1], or of tokens in an `order`; when all of a table are there, hands them on."""
+
+        def row() -> Tensor:
+            if order is None:
+                return attention
+            table = self._method.layout.table(self._method.layout.sites[site])
+            return by_position(attention, order, len(table.choices[choice].candidates))
+
         if self._into is None:
             if torch.is_grad_enabled():
-                self.rows[site, choice] = attention
+                self.rows[site, choice] = row
             return
         table = self._method.layout.sites[site]
         if self._place is not None and self._place != (table, choice):
             return
-        self.rows[site, choice] = attention.detach()
+        attention = attention.detach()
+        self.rows[site, choice] = row
         places = self._method.places[table]
         if self._place is not None:
             self._hand_on_one(table, choice)
@@ -176,15 +214,25 @@ class ItMix(Mix):
         """a[1:] [n, choices, width] of every image, the mean over the table's cells."""
         own = self._method.layout.table(table)
         found: dict[int, list[Tensor]] = {}
-        for (site, choice), row in self.rows.items():
+        for (site, choice), laid_out in self.rows.items():
             if self._method.layout.sites[site] == table:
+                row = laid_out()
                 found.setdefault(choice, []).append(F.pad(row[:, 1:], (0, own.width + 1 - row.shape[1])))
-        n, like = next((row.shape[0], row) for row in self.rows.values())
+        like = next(iter(found.values()))[0]
+        n = like.shape[0]
         uniform = self._method.uniform(table).to(like.dtype)  # edges of zeros alone
         return torch.stack(
             [torch.stack(found[i]).mean(0) if i in found else uniform[i].expand(n, -1) for i in range(len(own))],
             dim=1,
         )
+
+
+class Group(NamedTuple):
+    """Choices of one site that leave one node: the Lite-Transformers of an ensemble's group."""
+
+    choices: tuple[int, ...]
+    ensemble: int
+    place: int
 
 
 @register_method
@@ -230,6 +278,8 @@ class ItNas(Method):
         self.transformers = nn.ModuleDict()
         self.moments = nn.ModuleDict({t.name: Moments(t.shape[0] * t.shape[1]) for t in layout.tables})
         self.places: dict[str, list[tuple[int, int]]] = {table.name: [] for table in layout.tables}
+        self.ensembles: list[LiteEnsemble] = []
+        self.groups: dict[int, list[Group]] = {}  # by site
         self._known_key: int | None = None
         if settings.paths != "all":
             self.register_buffer("key", torch.randint(2**31, (1,)))
@@ -251,9 +301,34 @@ class ItNas(Method):
                 values=not outputs.in_parts,
             )
             self.places[table.name].append((site, choice))
+        self._form_groups(shapes)
+
+    def _form_groups(self, shapes: Shapes) -> None:
+        """Edges that leave one node run together; all of one shape lay their weights side by side."""
+        kinds: dict[tuple[Shape, int, tuple[int, ...], int], dict[tuple[int, int], list[int]]] = {}
+        for site, choice in (place for places in self.places.values() for place in places):
+            table, module = self.layout.table(self.layout.sites[site]), self.transformer(site, choice)
+            outputs = shapes[site, choice]
+            seen = {k: outputs.by_candidate[k] for k in self.live[table.name][choice]}
+            maps = [shape for shape in seen.values() if shape is not None]
+            if outputs.in_parts or any(shape != module.shape for shape in maps):
+                continue  # attended to, but put together elsewhere
+            kind = (module.shape, module.tokens, tuple(order_of(seen)), len(maps))
+            kinds.setdefault(kind, {}).setdefault((site, table.choices[choice].source), []).append(choice)
+        for (_, _, order, maps_count), found in kinds.items():
+            modules: list[list[LiteTransformer]] = []
+            for (site, _), choices in found.items():
+                self.groups.setdefault(site, []).append(Group(tuple(choices), len(self.ensembles), len(modules)))
+                modules.append([self.transformer(site, choice) for choice in choices])
+            self.ensembles.append(LiteEnsemble(modules, order, maps_count))
+
+    def transformer(self, site: int, choice: int) -> LiteTransformer:
+        found = self.transformers[f"{site}_{choice}"]
+        assert isinstance(found, LiteTransformer)
+        return found
 
     def regions(self) -> Sequence[nn.Module]:
-        return list(self.transformers.values())
+        return [*self.ensembles, *self.transformers.values()]
 
     def relax(self) -> Mix:
         return ItMix(self, plan=None if self.settings.paths == "all" else self.planned())

@@ -63,8 +63,8 @@ class LiteTransformer(nn.Module):
         if attention_alone:
             return (self.attend(outputs),)
         maps = self._laid_together([x for x in outputs.values() if x is not None])
-        weights = self._attention(self._summaries(maps[:, 1:]), _order(outputs))
-        return self.combine(maps, weights), self._by_position(weights, _order(outputs))
+        weights = self._attention(self._summaries(maps[:, 1:]), order_of(outputs))
+        return self.combine(maps, weights), by_position(weights, order_of(outputs), self.tokens)
 
     def attend(self, outputs: Mapping[int, Tensor | None]) -> Tensor:
         """a [n, tokens + 1], in float32 at least whatever the maps are in; all-zero columns for absent candidates."""
@@ -74,7 +74,7 @@ class LiteTransformer(nn.Module):
             summaries = self._summaries(self._laid_together(present)[:, 1:])
         else:
             summaries = torch.stack([self._summary(x) for x in present], dim=1)
-        return self._by_position(self._attention(summaries, _order(outputs)), _order(outputs))
+        return by_position(self._attention(summaries, order_of(outputs)), order_of(outputs), self.tokens)
 
     def _attention(self, summaries: Tensor, order: Sequence[int]) -> Tensor:
         """a [n, tokens that are there] from the summaries [n, m, d] of the maps.
@@ -91,12 +91,6 @@ class LiteTransformer(nn.Module):
             # all images.
             asked = self.key.weight.T @ (self.query.weight @ tokens[0, 0])
             return torch.softmax(tokens @ asked * self.query.out_features**-0.5, dim=1)  # Eq 4
-
-    def _by_position(self, weights: Tensor, order: Sequence[int]) -> Tensor:
-        """[n, tokens that are there] to [n, tokens + 1]: 0 for those that are not."""
-        columns = dict(zip(order, weights.unbind(1), strict=True))
-        absent = weights.new_zeros(1).expand(weights.shape[0]) if len(order) <= self.tokens else None
-        return torch.stack([columns.get(k, absent) for k in range(self.tokens + 1)], dim=1)  # type: ignore[misc]
 
     def combine(self, maps: Tensor, weights: Tensor) -> Tensor:
         """The IT's output [n, c, h, w], given maps [n, m + 1, h, w, c] that begin with its own, and its attention."""
@@ -119,35 +113,54 @@ class LiteTransformer(nn.Module):
 
     def _summaries(self, maps: Tensor) -> Tensor:
         """[n, m, h, w, c] to [n, m, d] in the precision of the positions."""
-        n, m, h, w, c = maps.shape
-        rows, columns = self._sides()
-        if h % rows or w % columns:
-            return self._summary(maps.permute(0, 1, 4, 2, 3).reshape(n * m, c, h, w)).view(n, m, -1)
-        small = maps.view(n, m, rows, h // rows, columns, w // columns, c)
-        small = small.mean(dim=(3, 5), dtype=self.positions.dtype)
-        return small.permute(0, 1, 4, 2, 3).reshape(n, m, -1)
+        return summaries(maps, self.sides, self.positions.dtype)
 
     def _summary(self, x: Tensor) -> Tensor:
         """[n, c, h, w], or [n, 1, h, w] or [n, c, h', w'] of a calibrating candidate, to [n, d], as exact as that."""
-        c, (n, own, *sides), exact = self.shape[0], x.shape, self.positions.dtype
-        rows, columns = self._sides()
-        if sides == [rows, columns]:
-            small = x.to(exact)
-        elif sides[0] % rows == 0 and sides[1] % columns == 0:
-            small = x.reshape(n, own, rows, sides[0] // rows, columns, sides[1] // columns)
-            small = small.mean(dim=(3, 5), dtype=exact)
-        else:
-            across = adaptive_windows(sides[0], rows, x.device, exact)
-            along = adaptive_windows(sides[1], columns, x.device, exact)
-            with torch.autocast(x.device.type, enabled=False):
-                small = across @ x.to(exact) @ along.T
-        return small.expand(n, c, rows, columns).reshape(n, -1)
+        return summary(x, self.shape[0], self.sides, self.positions.dtype)
 
-    def _sides(self) -> tuple[int, int]:
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Of the summaries."""
         return self.shape[1:] if self.pool is None else (self.pool, self.pool)
 
 
-def _order(outputs: Mapping[int, Tensor | None]) -> list[int]:
+def summaries(maps: Tensor, sides: tuple[int, int], exact: torch.dtype) -> Tensor:
+    """Maps [n, m, h, w, c] pooled to `sides` and laid flat, [n, m, d] in `exact`."""
+    n, m, h, w, c = maps.shape
+    rows, columns = sides
+    if h % rows or w % columns:
+        return summary(maps.permute(0, 1, 4, 2, 3).reshape(n * m, c, h, w), c, sides, exact).view(n, m, -1)
+    small = maps.view(n, m, rows, h // rows, columns, w // columns, c)
+    small = small.mean(dim=(3, 5), dtype=exact)
+    return small.permute(0, 1, 4, 2, 3).reshape(n, m, -1)
+
+
+def summary(x: Tensor, channels: int, sides: tuple[int, int], exact: torch.dtype) -> Tensor:
+    """[n, channels or 1, h, w] of any resolution to [n, d] in `exact`."""
+    n, own, *given = x.shape
+    rows, columns = sides
+    if given == [rows, columns]:
+        small = x.to(exact)
+    elif given[0] % rows == 0 and given[1] % columns == 0:
+        small = x.reshape(n, own, rows, given[0] // rows, columns, given[1] // columns)
+        small = small.mean(dim=(3, 5), dtype=exact)
+    else:
+        across = adaptive_windows(given[0], rows, x.device, exact)
+        along = adaptive_windows(given[1], columns, x.device, exact)
+        with torch.autocast(x.device.type, enabled=False):
+            small = across @ x.to(exact) @ along.T
+    return small.expand(n, channels, rows, columns).reshape(n, -1)
+
+
+def by_position(weights: Tensor, order: Sequence[int], tokens: int) -> Tensor:
+    """Attention [n, tokens that are there], in their `order`, to [n, tokens + 1]: 0 for those that are not."""
+    columns = dict(zip(order, weights.unbind(1), strict=True))
+    absent = weights.new_zeros(1).expand(weights.shape[0]) if len(order) <= tokens else None
+    return torch.stack([columns.get(k, absent) for k in range(tokens + 1)], dim=1)  # type: ignore[misc]
+
+
+def order_of(outputs: Mapping[int, object | None]) -> list[int]:
     """The positions of the IT, of the maps, and of tokens of zeros."""
     maps = [k + 1 for k, x in outputs.items() if x is not None]
     return [0, *maps, *(k + 1 for k, x in outputs.items() if x is None)]

@@ -91,7 +91,8 @@ class SearchTask:
         self._collapse = CollapseWatch(recipe.collapse, method.layout, tell)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
-        if recipe.engine == "compile" and compile_regions(method.regions() or supernet.regions(), tell):
+        regions = method.regions()
+        if recipe.engine == "compile" and compile_regions(regions or supernet.regions(), tell) and not regions:
             self._cells = modules_only  # the compiler makes its own kernels
         engine = recipe.engine
         if (kinds := method.num_plans()) is not None and kinds > KEPT:

@@ -8,7 +8,7 @@ is evaluated node by node: when a node is known, everything that leaves it runs,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from softcell.nn.drop import DropPath
 from softcell.spaces.block import Block, Output, calibrates
 from softcell.spaces.bottleneck import Bottleneck, narrowed
 from softcell.spaces.edges import Edges, Runner, SpecOf
-from softcell.spaces.fused import Departures, Fused, serves
+from softcell.spaces.fused import Departures, Fused, literal, serves
 from softcell.spaces.fused_plan import Entry
 
 __all__ = ["MixedCell", "PickedCell", "SpecOf"]
@@ -33,7 +33,7 @@ class _Arrived:
     """What has reached a node."""
 
     outputs: list[Output] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)  # of features, weighted already
+    sums: list[Tensor] = field(default_factory=list)  # of features, weighted (and dropped) already
     summed: set[int] = field(default_factory=set)  # their candidates
 
     def plus(self, value: Tensor | None) -> Tensor | None:
@@ -89,6 +89,7 @@ class MixedCell(nn.Module):
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
         self._departures = Departures(self._features, self._spec.channels)
+        self._apart = Departures(self._features_apart, self._spec.channels)
 
     def use_drop_path(self, drop_path: DropPath | None) -> None:
         """Puts what each choice contributes through `drop_path`; None takes it out."""
@@ -113,11 +114,16 @@ class MixedCell(nn.Module):
                 continue
             yield candidate, Entry(node, target, choice * self.table.width + candidate, module, choice)
 
+    def _features_apart(self, node: int, live: Live | None) -> Iterator[tuple[int, Entry]]:
+        """The same, each a sum of its own."""
+        return ((k, replace(entry, target=entry.weight)) for k, entry in self._features(node, live))
+
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         live = mix.live(site)
         factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
-        fuses = isinstance(mix, WeightMix) and serves(states[0])
+        served = serves(states[0])
+        fuses = served and isinstance(mix, WeightMix)
         if fuses and self.bottleneck is None and self._block is None:
             fused = self._fused.of(live, self._spec.channels, self._spec.stride)
             if fused is not None:
@@ -135,7 +141,8 @@ class MixedCell(nn.Module):
             if node in self._leaving:
                 runners[node] = Runner(values[node], node, self.bottleneck)
                 summed = fuses and self._depart_together(node, runners[node], mix, site, factors, arrived)
-                self._depart(node, runners[node], mix, site, arrived, calibrations_only=summed)
+                made = {} if fuses or not served else self._depart_apart(node, runners[node], mix, site)
+                self._depart(node, runners[node], mix, site, factors, arrived, made, calibrations_only=summed)
         return values
 
     def _depart_together(
@@ -160,13 +167,29 @@ class MixedCell(nn.Module):
             arrived[target].summed |= candidates
         return True
 
+    def _depart_apart(self, node: int, run: Runner, mix: Mix, site: int) -> dict[int, Tensor]:
+        """The features that leave a node out of one program, for a mix that wants each by itself.
+
+        By place in the flattened table; none where they must run one by one.
+        """
+        if any(mix.recomputes(site, choice) for _, choice, _, _ in self._leaving[node]):
+            return {}
+        departure = self._apart.of(node, mix.live(site), self._spec.stride if node < self.inputs else 1)
+        if departure is None:
+            return {}
+        x = run.value()
+        _, *outputs = departure.cell([x], self._ones(x.device))
+        return dict(zip(departure.candidates, outputs, strict=True))
+
     def _depart(
         self,
         node: int,
         run: Runner,
         mix: Mix,
         site: int,
+        factors: Tensor | None,
         arrived: Mapping[int, _Arrived],
+        made: Mapping[int, Tensor],
         *,
         calibrations_only: bool,
     ) -> None:
@@ -179,10 +202,22 @@ class MixedCell(nn.Module):
         if calibrations_only:
             leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
         again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
-        run.together(module for choice, *_, module in leaving if not again[choice])
-        for choice, candidate, target, module in leaving:
-            output = None if module is None else run(module, again=again[choice])
-            arrived[target].outputs.append((choice, candidate, output))
+        width = self.table.width
+        run.together(module for choice, k, _, module in leaving if not again[choice] and choice * width + k not in made)
+        outputs: dict[int, dict[int, Tensor | None]] = {}
+        for choice, k, _, module in leaving:
+            output = made.get(choice * width + k)
+            if output is None and module is not None:
+                output = run(module, again=again[choice])
+            outputs.setdefault(choice, {})[k] = output
+        targets = {choice: target for choice, _, target, _ in leaving}
+        combined = {} if self._block is not None or literal() else mix.combine_together(site, outputs)
+        for choice, own in outputs.items():
+            if choice not in combined:
+                arrived[targets[choice]].outputs += [(choice, k, x) for k, x in own.items()]
+            elif (value := combined[choice]) is not None:
+                kept = value if factors is None else value * factors[choice].to(value.dtype).view(-1, 1, 1, 1)
+                arrived[targets[choice]].sums.append(kept)
 
     def _combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
         """The value of a node out of all that arrives; with drop-path (factors [choices, n]), choice by choice."""
@@ -252,6 +287,13 @@ class MixedCell(nn.Module):
         key = (device, positions)
         if key not in self._index_cache:
             self._index_cache[key] = torch.tensor(positions, device=device)
+        return self._index_cache[key]
+
+    def _ones(self, device: torch.device) -> Tensor:
+        """One weight of 1 for every candidate of every choice, kept for the same reason."""
+        key = (device, ())
+        if key not in self._index_cache:
+            self._index_cache[key] = torch.ones(len(self.table) * self.table.width, device=device)
         return self._index_cache[key]
 
 
