@@ -31,6 +31,15 @@ class Meter(nn.Module):
         if logits is not None:
             self.sums[1] += (logits.argmax(dim=1) == labels).sum()
 
+    @torch.no_grad()
+    def judge(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts answers and their cross-entropy, of logits [n, classes] in any precision.
+
+        Outside autocast the loss of bfloat16 logits would itself be rounded to eight bits, so it is taken in float32.
+        """
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        self.update(F.cross_entropy(wide, labels), wide, labels)
+
     def reset(self) -> None:
         self.sums.zero_()
 
@@ -65,6 +74,5 @@ def measure(forward: Callable[[Tensor], Tensor], batches: Iterable[Labelled], wo
     meter = Meter().to(world.device)
     for batch in batches:
         if batch.labels.shape[0]:  # a rank's part of a short last batch may be empty
-            logits = forward(batch.images)
-            meter.update(F.cross_entropy(logits, batch.labels), logits, batch.labels)
+            meter.judge(forward(batch.images), batch.labels)
     return meter.read(world)

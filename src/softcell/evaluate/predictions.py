@@ -61,7 +61,7 @@ def predict(
     for batch in batches:
         if batch.labels.shape[0]:  # a rank's part of a short last batch may be empty
             logits = forward(batch.images)
-            meter.update(F.cross_entropy(logits, batch.labels), logits, batch.labels)
+            meter.judge(logits, batch.labels)
             chances = logits.double().softmax(dim=1)
             confidence, predicted = chances.max(dim=1)
             truth = chances.gather(1, batch.labels[:, None]).squeeze(1)

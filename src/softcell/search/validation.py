@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.arch import Mix
@@ -73,4 +72,4 @@ class Validation:
         assert self._mix is not None
         with torch.no_grad(), self._surroundings():
             logits = self._supernet(batch.images, self._mix)
-        self._meter.update(F.cross_entropy(logits, batch.labels), logits, batch.labels)
+        self._meter.judge(logits, batch.labels)
