@@ -1,10 +1,10 @@
 """`python -m studies.snas`: does a derived network need training? SNAS at three levels beside DARTS (Table 1).
 
-Every search leaves out the same 5,000 training images, on which it and its child are measured: the derived network with
-the supernet's weights and batch-norm statistics, as they are. Beside it, the child after its statistics were averaged
-anew, and the parameters of the network that would be trained. DARTS is of first order. All searches run side by side on
-one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes); the same command goes on.
-What is unfinished is recorded as not measured.
+The searches of a seed leave out the same 5,000 training images, on which they and their children are measured: derived
+networks with the supernet's weights and batch-norm statistics, as they are. Beside them, children after their
+statistics were averaged anew, and the parameters of the network that would be trained. DARTS is of first order. All
+searches run side by side on one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes);
+the same command goes on. What is unfinished is recorded as not measured.
 
 python -m studies.snas --data-root DIR --epochs 25 --minutes 9
 python -m studies.snas --data digits --epochs 2 --held 100 --scale small --seeds 1 --levels mild      # a rehearsal

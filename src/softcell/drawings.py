@@ -64,7 +64,7 @@ def draw_architecture(folder: Path, layout: Layout, title: str) -> None:
         svg = heat_svg(
             [list(edge) for edge in zip(*by_epoch, strict=True)],
             rows,
-            [f"epoch {line['epoch']}" for line in shown],
+            [f"epoch {line['epoch'] + 1}" for line in shown],
             f"{title}: entropy of the {name} table in nats",
         )
         atomic_write_text(folder / f"entropy-{name}.svg", svg)

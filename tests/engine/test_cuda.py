@@ -102,7 +102,7 @@ def test_an_interrupted_run_repeats_an_unbroken_one(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_seen_before_anything_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(DivergedError, match="epoch 0 at step 1"):
+    with pytest.raises(DivergedError, match="epoch 1 at step 1"):
         loop.run(Toy(ALONE, nan_at=(0, 1)), tmp_path, ALONE, resume=False)
     assert checkpoint.load_latest(tmp_path) is None
 

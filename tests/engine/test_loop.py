@@ -170,7 +170,7 @@ def test_an_early_stop_ends_the_run_for_good(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [(1, 2), (1, 4)])
 def test_a_loss_that_is_not_finite_ends_the_run_at_once(tmp_path: Path, place: tuple[int, int]) -> None:
-    with pytest.raises(DivergedError, match=rf"nan in epoch 1 at step {place[1]}.*learning rate"):
+    with pytest.raises(DivergedError, match=rf"nan in epoch 2 at step {place[1]}.*learning rate"):
         loop.run(Toy(nan_at=place), tmp_path, ALONE, resume=False)
     loaded = checkpoint.load_latest(tmp_path)
     assert loaded is not None
@@ -180,12 +180,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_once(tmp_path: Path, place: t
 def test_on_cuda_a_failure_is_looked_for_rarely_but_before_anything_is_saved(tmp_path: Path) -> None:
     steps: list[int] = []
     task = Toy(nan_at=(0, 1), before_step=lambda epoch, step: steps.append(step))
-    with pytest.raises(DivergedError, match="epoch 0 at step 1"):
+    with pytest.raises(DivergedError, match="epoch 1 at step 1"):
         loop.run(task, tmp_path, World(0, 1, 0, torch.device("cuda")), resume=False)
     assert steps == [0, 1, 2, 3]
     assert place(tmp_path) is None
     task = Toy(nan_at=(0, 1), before_step=strike_at(0, 2))
-    with pytest.raises(DivergedError, match="epoch 0 at step 1"):
+    with pytest.raises(DivergedError, match="epoch 1 at step 1"):
         loop.run(task, tmp_path, World(0, 1, 0, torch.device("cuda")), resume=False)
     assert place(tmp_path) is None
 

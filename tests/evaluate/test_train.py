@@ -217,7 +217,7 @@ def test_a_training_that_diverges_keeps_its_last_good_state(data: Path, tmp_path
         patch.setattr(
             sys.modules["softcell.evaluate.task"], "learning_rate", lambda recipe, epoch: 1e30 if epoch else 0.01
         )
-        with pytest.raises(DivergedError, match=r"in epoch 1 at step \d+"):
+        with pytest.raises(DivergedError, match=r"in epoch 2 at step \d+"):
             train(genotype_of("nb201"), recipe, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
     loaded = load_latest(tmp_path / "run")

@@ -27,8 +27,9 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.methods.snas import Snas
 from softcell.search import resolve, search
-from softcell.search.budget import Budget, latency, latency_of, moved, read_latencies, shown, with_latencies
+from softcell.search.budget import Budget, moved, shown
 from softcell.search.hypergradient import Unrolling
+from softcell.search.latencies import latency, latency_of, read_latencies, with_latencies
 from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
 from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.spaces import build_space
@@ -189,6 +190,7 @@ def test_quantities_are_read_as_people_write_them(text: float | str, number: flo
         ({"estimator": "policy", "weight": 1}, "resource.form=linear"),
         ({"max_latency": 3}, "resource.latency_table"),
         ({"kinds": ["latency"]}, "resource.latency_table"),
+        ({"latency_table": "times.yaml"}, "--max-latency"),
         ({"kinds": []}, "at least one"),
         ({"kinds": ["watts"]}, "parameters, flops, memory, latency"),
         ({"max_parms": "1M"}, "did you mean 'max_params'"),
@@ -253,14 +255,17 @@ def test_the_penalty_moves_the_architecture_and_no_weight(regime: str, method: A
 
 
 def test_a_multiplier_rises_above_the_budget_rests_just_below_and_falls_far_below() -> None:
-    assert moved(1e-3, 2.0, 1.0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(2)))
-    assert moved(1e-3, 1.01, 1.0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * 0.25)), "at least a quarter"
-    assert moved(1e-3, 1.0, 1.0, 100, "log") == 1e-3
-    assert moved(1e-3, 0.91, 1.0, 100, "log") == 1e-3
-    assert moved(1e-3, 0.5, 1.0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(0.5)))
-    assert moved(1e-3, 1e9, 1.0, 1, "log") == pytest.approx(1e-2), "at most a factor of 10"
-    assert moved(0.9, 1e9, 1.0, 1, "log") == 1.0
-    assert moved(1.1e-5, 0.0, 1.0, 1, "log") == 1e-5
+    assert moved(1e-3, 2.0, 1.0, 0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(2)))
+    assert moved(1e-3, 1.01, 1.0, 0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * 0.25)), "at least a quarter"
+    assert moved(1e-3, 1.0, 1.0, 0, 100, "log") == 1e-3
+    assert moved(1e-3, 0.91, 1.0, 0, 100, "log") == 1e-3
+    slowly = pytest.approx(1e-3 * math.exp(0.25 * 0.4 * math.log(0.5)))
+    assert moved(1e-3, 0.5, 1.0, 0, 100, "log") == moved(1e-3, 0.5, 1.0, 65, 100, "log") == slowly
+    assert moved(1e-3, 0.5, 1.0, 66, 100, "log") == 1e-3, "not in the last third"
+    assert moved(1e-3, 2.0, 1.0, 99, 100, "log") > 1e-3
+    assert moved(1e-3, 1e9, 1.0, 0, 1, "log") == pytest.approx(1e-2), "at most a factor of 10"
+    assert moved(0.9, 1e9, 1.0, 0, 1, "log") == 1.0
+    assert moved(1.1e-5, 0.0, 1.0, 0, 10, "log") == 1e-5
 
 
 def test_numbers_are_shown_with_their_unit() -> None:
@@ -398,7 +403,7 @@ def test_what_belongs_to_a_supernet_is_told_to_be_ignored_by_a_sampler(data: Pat
     assert [text.split("`")[1] for text in notes_of(events)] == ["resource", "drop_path", "child_every"]
 
 
-def test_a_missed_budget_names_the_ways_out_and_the_epoch_that_met_it() -> None:
+def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_taken() -> None:
     space = build_space("nb201", NETWORK)
     layout = space.layout()
     found = {
@@ -416,19 +421,31 @@ def test_a_missed_budget_names_the_ways_out_and_the_epoch_that_met_it() -> None:
     assert budget.verdict(found["nor_conv_1x1"])[1] is None, "just met is met"
     budget.end_epoch(4, found["nor_conv_1x1"])
     budget.end_epoch(5, found["nor_conv_3x3"])
-    assert budget.last_met == 4
     results, message = budget.verdict(found["nor_conv_3x3"])
-    assert results["budget_met"] is False
+    assert results["budget_met"] is False and "derived_from_epoch" not in results
     assert message is not None
-    for part in ("epoch 4", "--epochs", "--resource aggressive", "resource.weight=0.03", "raise the budget"):
+    for part in ("--epochs", "--resource aggressive", "resource.weight=0.03", "raise the budget"):
         assert part in message
+    again = Budget(resource, one, space, (1, 8, 8), 3, num_epochs=10)
+    again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    for each in (budget, again):
+        assert each.kept(found["skip_connect"], told.append) == found["skip_connect"] and not told
+        assert each.kept(found["nor_conv_3x3"], told.append) == found["nor_conv_1x1"]
+        assert "taking that of epoch 5, the last one that met it" in told.pop()
+        results, message = each.verdict(found["nor_conv_1x1"])
+        assert results["budget_met"] is True and results["derived_from_epoch"] == 4 and message is None
     tight = Resource(max_params=float(sizes["skip_connect"] - 1))
     cramped = Budget(tight, ResourcePenalty(tight, costs), space, (1, 8, 8), 3, num_epochs=10)
     cramped.warn(layout, costs, None, told.append)
     assert len(told) == 1
-    message = cramped.verdict(found["skip_connect"])[1]
-    assert message is not None
-    assert "cheapest candidates already" in message
+    for name in ("skip_connect", "nor_conv_3x3"):
+        message = cramped.verdict(found[name])[1]
+        assert message is not None
+        assert f"would still have {shown('parameters', sizes['skip_connect'])}" in message
+        assert "resource.network.channels=N" in message and "--epochs" not in message
+    chain = build_space("proxyless", {"width": 0.25})
+    narrow = Budget(tight, None, chain, (3, 32, 32), 3, num_epochs=10)
+    assert narrow._smaller() == "--set resource.network.width=N", "a setting that the space has"
 
 
 # --- latency ---
@@ -444,9 +461,29 @@ def test_latencies_come_from_a_file_by_candidate_or_by_table(tmp_path: Path) -> 
     assert by_table.of("latency", "two")[0].tolist() == [[0.5, 2.0]]
     with pytest.raises(UserError, match="no time for 'slow'"):
         latency_of(read_latencies(str(plain)), "one", "slow")
-    plain.write_text("cheap: fast\n")
-    with pytest.raises(UserError, match="'cheap' must be a number"):
-        read_latencies(str(plain))
+    plain.write_text("cheap: 1\ndear: 2\nsep_conv_3x3: 4\nfixed: 1\n")
+    assert with_latencies(COSTS, str(plain)).of("latency", "one").any(), "other candidates do no harm"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cheap: fast\n", "'cheap' must be a number"),
+        ("cheap: 1\ndear: 2\nfixed: {a: 1}\n", "'fixed' must be a number"),
+        ("cheap: 1\ndear: 2\nsep_conf: 3\n", "no candidate 'sep_conf'"),
+        ("cheep: 1\ndear: 2\n", "did you mean 'cheap'"),
+        ("wun: {cheap: 1}\ncheap: 1\ndear: 2\n", "no table 'wun'"),
+        ("[1, 2]", "a latency table must be a mapping"),
+        ("", "it is empty"),
+        (None, "--latency-table must name"),
+    ],
+)
+def test_a_bad_latency_table_is_told(text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "times.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        with_latencies(COSTS, str(file))
 
 
 def test_times_below_1_are_pushed_too(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_advice(method: str,
         for name in ("task", "independent"):
             patch.setattr(sys.modules[f"softcell.search.{name}"], "rate_at", explode)
         with pytest.raises(
-            DivergedError, match=r"(nan|inf) in epoch 1 at step \d+.*[Ll]ower the learning rate"
+            DivergedError, match=r"(nan|inf) in epoch 2 at step \d+.*[Ll]ower the learning rate"
         ) as caught:
             search(recipe, tmp_path / "run")
     assert caught.value.epoch == 1

@@ -162,7 +162,7 @@ class _Loop:
         row.setdefault("seconds", at.seconds)
         for name, value in {METRICS: row, **records}.items():
             for lost in at.history.append(name, value):
-                self._emit(Note(f"epoch {at.epoch}: {lost} and is written as null in {name}.jsonl"))
+                self._emit(Note(f"epoch {at.epoch + 1}: {lost} and is written as null in {name}.jsonl"))
         ended = at.epoch
         at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
         last = at.epoch >= task.num_epochs or at.stopped is not None
@@ -257,8 +257,8 @@ class _Loop:
     def _interrupted(self, number: int) -> Outcome:
         at = self.at
         text = (
-            f"stopped by {signals.Signals(number).name} before epoch {at.epoch}, step {at.step}; the state is saved in "
-            f"{self.folder}. Go on with the same command and --resume."
+            f"stopped by {signals.Signals(number).name} in epoch {at.epoch + 1} after step {at.step}; the state is "
+            f"saved in {self.folder}. Go on with the same command and --resume."
         )
         self._emit(Interrupted(number, exit_code(number), at.epoch, at.step, text))
         return Outcome("interrupted", exit_code(number), text, at.history.rows())

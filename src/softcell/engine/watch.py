@@ -25,8 +25,8 @@ class DivergedError(UserError):
         self.epoch = epoch
         self.failure = failure
         super().__init__(
-            f"every loss must be finite, but it became {failure.value} in epoch {epoch} at step {failure.step}. Lower "
-            f"the learning rate, clip the gradients, or check the data for values that are not finite; then resume "
+            f"every loss must be finite, but it became {failure.value} in epoch {epoch + 1} at step {failure.step}. "
+            f"Lower the learning rate, clip the gradients, or check the data for values that are not finite; then resume "
             f"from the last good checkpoint in {Path(folder)}, which is untouched, or start again."
         )
 

@@ -1,20 +1,21 @@
 """Budgets: how much the derived network may cost, what it costs, and how hard the search is pushed to meet it.
 
 A multiplier per budget is moved once per epoch by dual ascent in its logarithm: up while the derived network exceeds
-the budget, down once it is well below, and not at all in between.
+the budget, slowly down once it is well below, and not at all in between. Should the last network miss the budget all
+the same, the last one that met it is taken.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from softcell.arch import Genotype, Layout, Rule, derive
 from softcell.arch.cost import CostTables
-from softcell.errors import UserError
-from softcell.search.recipe import read_mapping
+from softcell.search.latencies import latency, measured_for, read_latencies
 from softcell.search.resource import PRESETS, Resource, ResourcePenalty
 from softcell.settings import to_dict
 from softcell.spaces import Shape, Space
@@ -31,16 +32,20 @@ SLACK = 0.1
 """Within this share below the budget nothing is pushed: the derived network jumps, and would swing around it."""
 MOST = math.log(10.0)
 """No epoch moves a multiplier by more than a factor of 10."""
+RELEASE = 0.25
+"""A multiplier falls by this share of what it would rise: what was let go takes epochs to be caught again."""
+FREE = 2 / 3
+"""After this share of the epochs no multiplier falls any more: there would be no time left to catch it."""
 RANGE = {"log": (1e-5, 1.0), "linear": (1e-3, 100.0)}
 
 
-def moved(multiplier: float, value: float, limit: float, num_epochs: int, form: str) -> float:
-    """The multiplier after an epoch whose derived network costs `value`, of `limit` allowed."""
+def moved(multiplier: float, value: float, limit: float, epoch: int, num_epochs: int, form: str) -> float:
+    """The multiplier after the `epoch` (from 0) whose derived network costs `value`, of `limit` allowed."""
     excess = math.log(max(value, 1e-9) / limit)
     if excess > 0:
         direction = max(excess, LEAST)
-    elif value < (1.0 - SLACK) * limit:
-        direction = excess
+    elif value < (1.0 - SLACK) * limit and epoch + 1 < FREE * num_epochs:
+        direction = RELEASE * excess
     else:
         return multiplier
     step = max(-MOST, min(MOST, GROWTH / num_epochs * direction))
@@ -67,7 +72,8 @@ class Budget:
         self._known: tuple[Genotype | None, dict[str, float]] = None, {}
         self._least: dict[str, float] = {}
         self.cheapest: list[Genotype] = []
-        self.last_met: int | None = None
+        self.last_met: tuple[int, Genotype] | None = None
+        self._taken: int | None = None
 
     def measure(self, genotype: Genotype) -> dict[str, float]:
         """What the evaluation network of a genotype costs, by kind."""
@@ -88,15 +94,34 @@ class Budget:
         found = self.measure(genotype)
         metrics = {f"derived_{kind}": value for kind, value in found.items()}
         if self.is_met(genotype):
-            self.last_met = epoch
+            self.last_met = epoch, genotype
         for index, (kind, limit) in enumerate(self.limits.items()):
             if self._penalty is None:
                 break
             before = float(self._penalty.multipliers[index])
             metrics[f"multiplier_{kind}"] = before
-            after = moved(before, found[kind], limit, self._num_epochs, self._settings.form)
+            after = moved(before, found[kind], limit, epoch, self._num_epochs, self._settings.form)
             self._penalty.multipliers[index].fill_(after)
         return metrics
+
+    def kept(self, genotype: Genotype, tell: Callable[[str], None]) -> Genotype:
+        """The architecture found, or the last one that met the budgets, where this one does not."""
+        if self.last_met is None or self.is_met(genotype):
+            return genotype
+        self._taken, earlier = self.last_met
+        tell(
+            f"the network of the last epoch misses the budget ({self._gaps(genotype)}): taking that of epoch "
+            f"{self._taken + 1}, the last one that met it."
+        )
+        return earlier
+
+    def _gaps(self, genotype: Genotype) -> str:
+        found = self.measure(genotype)
+        return " and ".join(
+            f"{shown(kind, found[kind])}, {found[kind] / limit - 1.0:.1%} over the budget of {shown(kind, limit)}"
+            for kind, limit in self.limits.items()
+            if found[kind] > limit
+        )
 
     def warn(self, layout: Layout, costs: CostTables, rule: Rule | None, tell: Callable[[str], None]) -> None:
         """Says before the search when a budget looks out of reach, or times were measured for another network."""
@@ -110,7 +135,7 @@ class Budget:
                 tell(
                     f"a budget of {shown(kind, limit)} may be out of reach: with the cheapest candidate on every edge "
                     f"the network has {shown(kind, least)} ({self.sizes()}). Raise it, or make the network smaller "
-                    "(--set resource.network.channels=N)."
+                    f"({self._smaller()})."
                 )
 
     def _warn_of_other_sizes(self, tell: Callable[[str], None]) -> None:
@@ -132,22 +157,20 @@ class Budget:
         found = self.measure(genotype)
         results: dict[str, object] = {f"derived_{kind}": value for kind, value in found.items()}
         results["budget_met"] = self.is_met(genotype)
+        if self._taken is not None:
+            results["derived_from_epoch"] = self._taken
         missed = [kind for kind, limit in self.limits.items() if found[kind] > limit]
         if not missed:
             return results, None
-        gaps = " and ".join(
-            f"{shown(kind, found[kind])}, {found[kind] / self.limits[kind] - 1.0:.1%} over the budget of "
-            f"{shown(kind, self.limits[kind])}"
-            for kind in missed
-        )
-        earlier = "" if self.last_met is None else f" The one of epoch {self.last_met} met it, see architecture.jsonl."
-        return results, f"the derived network has {gaps} ({self.sizes()}).{earlier} {self._way_out(missed, found)}"
+        return results, f"the derived network has {self._gaps(genotype)} ({self.sizes()}). {self._way_out(missed)}"
 
-    def _way_out(self, missed: list[str], found: Mapping[str, float]) -> str:
-        if any(found[kind] <= self._least.get(kind, 0.0) for kind in missed):
+    def _way_out(self, missed: list[str]) -> str:
+        out_of_reach = [kind for kind in missed if self._least.get(kind, 0.0) > self.limits[kind]]
+        if out_of_reach:
+            least = " and ".join(shown(kind, self._least[kind]) for kind in out_of_reach)
             return (
-                "It has the cheapest candidates already: raise the budget, or make the network smaller "
-                "(--set resource.network.channels=N, and train with the same)."
+                f"With the cheapest candidate on every edge it would still have {least}: raise the budget, or make the "
+                f"network smaller ({self._smaller()}, and train with the same)."
             )
         return (
             "Search longer (--epochs), start with a stronger pressure (--resource aggressive, or --set "
@@ -155,17 +178,25 @@ class Budget:
             "(--set architecture.lr=...), or raise the budget."
         )
 
+    def _smaller(self) -> str:
+        """The setting of this space that makes its networks narrower."""
+        known = to_dict(self._space)
+        name = next((name for name in ("channels", "width", "cells") if name in known), None)
+        return "--set resource.network.SETTING=N" if name is None else f"--set resource.network.{name}=N"
+
     def sizes(self) -> str:
         """The network that is meant: the whole numbers among its space's settings, and its input."""
         numbers = {key: value for key, value in to_dict(self._space).items() if type(value) is int}
         parts = [f"{key} {value}" for key, value in numbers.items()]
         return ", ".join([*parts, f"input {'x'.join(map(str, self._shape))}"])
 
-    def state_dict(self) -> dict[str, int | None]:
-        return {"last_met": self.last_met}
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_met": None if self.last_met is None else (self.last_met[0], self.last_met[1].to_dict())}
 
-    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
-        self.last_met = state["last_met"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        known = state["last_met"]
+        # An older checkpoint has the number of the epoch alone: its architecture cannot be taken again.
+        self.last_met = (known[0], Genotype.from_dict(known[1])) if isinstance(known, tuple | list) else None
 
 
 def shown(kind: str, value: float) -> str:
@@ -176,62 +207,6 @@ def shown(kind: str, value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"
     return f"{value:g} {NAMES[kind]}"
-
-
-def read_latencies(path: str) -> dict[str, object]:
-    """A file of candidate: time, or of table: {candidate: time}.
-
-    `fixed` is the time of everything around the candidates; `about` is for people to read (see `softcell latency`).
-    """
-    data = read_mapping(path)
-    data.pop("about", None)
-    for name, value in data.items():
-        rows = value if isinstance(value, Mapping) else {name: value}
-        for op, time in rows.items():
-            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
-                raise UserError(f"{path}: the time of {op!r} must be a number of 0 or more, got {time!r}")
-    return data
-
-
-def measured_for(path: str) -> Mapping[str, object]:
-    """What a table says of itself: sizes of the network and of its input; nothing where people wrote it."""
-    about = read_mapping(path).get("about")
-    return about if isinstance(about, Mapping) else {}
-
-
-def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
-    """The time of one candidate; `none` takes none unless the file says otherwise."""
-    own = latencies.get(table)
-    rows = own if isinstance(own, Mapping) else latencies
-    value = rows.get(op, 0.0 if op == "none" else None)
-    if not isinstance(value, int | float):
-        raise UserError(
-            f"the latency table has no time for {op!r} of table {table!r}; it has {', '.join(map(str, rows))}"
-        )
-    return float(value)
-
-
-def latency(genotype: Genotype, layout: Layout, latencies: Mapping[str, object]) -> float:
-    """The sum over all sites and picks of the network, and what is fixed."""
-    fixed = latencies.get("fixed", 0.0)
-    assert isinstance(fixed, int | float)  # `read_latencies` has seen to it
-    return fixed + sum(
-        latency_of(latencies, table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks
-    )
-
-
-def with_latencies(costs: CostTables, path: str) -> CostTables:
-    """The costs with the kind `latency` from a file."""
-    layout, latencies = costs.layout, read_latencies(path)
-    sites = []
-    for name in layout.sites:
-        table = layout.table(name)
-        rows = torch.zeros(table.shape, dtype=torch.float64)
-        for i, choice in enumerate(table.choices):
-            for k, op in enumerate(choice.candidates):
-                rows[i, k] = latency_of(latencies, name, op)
-        sites.append(rows)
-    return CostTables(layout, {**costs.kinds, "latency": tuple(sites)})
 
 
 def _stronger(settings: Resource) -> float:

@@ -43,8 +43,8 @@ class CollapseWatch:
             if collapsed and name not in self._warned:
                 self._warned.add(name)
                 self._tell(
-                    f"epoch {epoch}: {value:.0%} of the {name} cell's operations are skip connections (warning above "
-                    f"{self._settings.warn_above:.0%}). The search may be collapsing: fewer epochs, or "
+                    f"epoch {epoch + 1}: {value:.0%} of the {name} cell's operations are skip connections (warning "
+                    f"above {self._settings.warn_above:.0%}). The search may be collapsing: fewer epochs, or "
                     "--set collapse.stop=true to keep the architecture from before."
                 )
         if not any(self._streaks.values()):

@@ -276,15 +276,17 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def read_mapping(path: str | Path) -> dict[str, Any]:
-    """What a YAML or JSON file, or the `run.json` of a folder, holds."""
+def read_mapping(
+    path: str | Path, *, option: str = "--config", holds: str = "a recipe must be a mapping of settings"
+) -> dict[str, Any]:
+    """What a YAML or JSON file, or the `run.json` of a folder, holds; `option` and `holds` are for the errors."""
     file = Path(path)
     if file.is_dir():
         file = file / "run.json"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--config must name a YAML or JSON file that can be read, got {path} ({error})") from error
+        raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({error})") from error
     kind = "JSON" if file.suffix == ".json" else "YAML"
     try:
         data = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
@@ -294,7 +296,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        raise UserError(f"{file}: a recipe must be a mapping of settings, got {type(data).__name__}")
+        raise UserError(f"{file}: {holds}, got {type(data).__name__}")
     return data
 
 

@@ -87,7 +87,15 @@ class Resource:
                 "add resource.form=linear or keep estimator=expectation"
             )
         if self.latency_table is None and (self.max_latency is not None or "latency" in self.kinds):
-            raise UserError("a latency is counted from `resource.latency_table`, but no file was given")
+            raise UserError(
+                "a latency is counted from a table of times: give its file with --latency-table "
+                "(`resource.latency_table`); `softcell latency` measures one"
+            )
+        if self.latency_table is not None and self.max_latency is None and "latency" not in self.kinds:
+            raise UserError(
+                "a latency table bounds nothing by itself: add --max-latency (`resource.max_latency`), or `latency` to "
+                "`resource.kinds`"
+            )
         self.budgets()
 
     @property

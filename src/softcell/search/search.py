@@ -28,9 +28,10 @@ from softcell.methods import METHODS, Method, fitted
 from softcell.nn.context import ContextAutoRegression
 from softcell.nn.objective import Objective
 from softcell.registry import load_plugin
-from softcell.search.budget import Budget, with_latencies
+from softcell.search.budget import Budget
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.independent import IndependentTask
+from softcell.search.latencies import with_latencies
 from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read_logits, write_logits
 from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.reconstruct import draw_reconstructions

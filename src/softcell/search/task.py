@@ -215,10 +215,10 @@ class SearchTask:
         return metrics
 
     def derive(self) -> Genotype:
-        """The architecture found; where a collapse ended the search, the last one from before it."""
+        """The architecture found; the last one from before a collapse, or within the budget, where it has left that."""
         own = self._collapse.kept or self.method.derive()
         if not self.recipe.evolution.is_on:
-            return own
+            return own if self._budget is None else self._budget.kept(own, self._tell)
         found, self._selection = select(
             self.recipe, self.supernet, own, self._weights, self._looked, self._budget, self.world, self._tell
         )
