@@ -26,8 +26,8 @@ class DivergedError(UserError):
         self.failure = failure
         super().__init__(
             f"every loss must be finite, but it became {failure.value} in epoch {epoch + 1} at step {failure.step}. "
-            f"Lower the learning rate, clip the gradients, or check the data for values that are not finite; then resume "
-            f"from the last good checkpoint in {Path(folder)}, which is untouched, or start again."
+            f"Lower the learning rate, clip the gradients, or check the data for values that are not finite; then "
+            f"resume from the last good checkpoint in {Path(folder)}, which is untouched, or start again."
         )
 
 
