@@ -23,7 +23,7 @@ from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
-from studies.runs import NOT_MEASURED, Deadline, carry_on, epochs_of, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, epochs_of, spread, write_record
 
 METHODS = ("entrannas", "entrannas-dst", "darts")
 SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
@@ -143,4 +143,4 @@ def _print(rows: list[dict[str, Any]], record: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)
