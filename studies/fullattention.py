@@ -31,6 +31,7 @@ from softcell.settings import assignments
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
+    entry,
     epochs_of,
     finished,
     interleaved,
@@ -184,4 +185,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

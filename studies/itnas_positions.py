@@ -54,6 +54,11 @@ class Read(ItMix):
         super().__init__(method, looking._into)
         self._kind = kind
 
+    def combine_together(
+        self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
+    ) -> Mapping[int, Tensor | None]:
+        return {}  # every edge is read by itself
+
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         if all(x is None for x in outputs.values()):
             return None

@@ -48,6 +48,15 @@ def test_each_epoch_is_one_line_and_accuracies_name_their_split(call: Softcell) 
     assert "softcell train runs/darts-nb201-digits-1 --data digits" in answer.out
 
 
+@pytest.mark.parametrize(("limit", "verdict"), [("90M", "within 90M parameters"), ("1k", "NOT within 1k parameters")])
+def test_a_budget_is_shown_with_what_came_out(limit: str, verdict: str, call: Softcell) -> None:
+    answer = call("search", "darts", *TINY, "--epochs", "1", "--max-params", limit, "--set", "child_every=1")
+    assert answer.code == 0
+    (line,) = [line for line in answer.out.splitlines() if line.startswith("budget")]
+    assert "k parameters, " in line and line.endswith(verdict)
+    assert sum(line.startswith("child ") for line in answer.out.splitlines()) == 1
+
+
 def test_default_folders_are_numbered_and_never_overwritten(call: Softcell, tmp_path: Path) -> None:
     for _ in range(2):
         assert call("search", *TINY, "--epochs", "1", "-q").code == 0

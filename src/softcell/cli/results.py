@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def show_search(out: Console, result: SearchResult) -> None:
     """The cells, how the search itself measured, and where everything is."""
+    from softcell.engine import RunFolder
     from softcell.report import to_text
+    from softcell.search.budget import shown
     from softcell.search.phases import FIRST
     from softcell.search.reconstruct import PICTURE
 
@@ -32,8 +34,15 @@ def show_search(out: Console, result: SearchResult) -> None:
         facts(out, accuracy=f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one")
     elif last:
         facts(out, supernet=f"{percent(last['val_accuracy'])} on the {last['val_split']} split")
-        if "child_accuracy" in last:
-            facts(out, child=f"{percent(last['child_accuracy'])} on the {last['val_split']} split, without training")
+        results = RunFolder.open(result.folder).manifest["results"]
+        if (
+            "child_accuracy" in results
+        ):  # of the architecture found, which a budget may have taken from an earlier epoch
+            facts(out, child=f"{percent(results['child_accuracy'])} on the {last['val_split']} split, without training")
+        for kind, limit in result.recipe.resource.budgets().items():
+            found = results[f"derived_{kind}"]
+            verdict = "within" if found <= limit else "NOT within"
+            facts(out, budget=f"{shown(kind, found)}, {verdict} {shown(kind, limit)}")
     facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
     filled = next((p for p in (result.folder / FIRST / PICTURE, result.folder / PICTURE) if p.is_file()), None)
     if filled is not None:

@@ -43,7 +43,7 @@ class CollapseWatch:
             if collapsed and name not in self._warned:
                 self._warned.add(name)
                 self._tell(
-                    f"epoch {epoch + 1}: {value:.0%} of the {name} cell's operations are skip connections (warning "
+                    f"epoch {epoch + 1}: {value:.0%} of the {_of(name)} operations are skip connections (warning "
                     f"above {self._settings.warn_above:.0%}). The search may be collapsing: fewer epochs, or "
                     "--set collapse.stop=true to keep the architecture from before."
                 )
@@ -53,7 +53,7 @@ class CollapseWatch:
         if self._settings.stop and self._streaks[worst] >= self._settings.patience:
             self.kept = self._healthy
             return (
-                f"collapse: {shares[worst]:.0%} of the {worst} cell's operations are skip connections for "
+                f"collapse: {shares[worst]:.0%} of the {_of(worst)} operations are skip connections for "
                 f"{self._streaks[worst]} epoch(s)"
             )
         return None
@@ -70,3 +70,7 @@ class CollapseWatch:
         self._streaks, self._warned = dict(state["streaks"]), set(state["warned"])
         self._healthy = None if state["healthy"] is None else Genotype.from_dict(state["healthy"])
         self.kept = None if state["kept"] is None else Genotype.from_dict(state["kept"])
+
+
+def _of(table: str) -> str:
+    return "cell's" if table == "cell" else f"{table} cell's"
