@@ -44,6 +44,8 @@ WRONG: list[tuple[str, str]] = [
     ("search --out full --space nb201", "--resume"),
     ("search --out full --space nb201 --overwrite", "is not a run"),
     ("search --out /proc/nowhere/run --space nb201", "another --out"),
+    ("search --keep best", "--keep best is about searches with several seeds: give --seeds K too"),
+    ("search --at-once 2", "--at-once 2 is about searches with several seeds: give --seeds K too"),
     ("search --resume", "needs the folder"),
     ("search --resume --out empty", "run.json"),
     ("search --resume missing/run", "run.json"),

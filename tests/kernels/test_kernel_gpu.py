@@ -1,4 +1,7 @@
-"""Triton's kernels against their twins on a GPU, and the fused cell against modules in float64 on the CPU."""
+"""Triton's kernels against their twins, and the fused cell against modules in float64 on the CPU: needs a GPU.
+
+Sizes are odd ones and those of the papers: 16 channels at 32×32, 32 at 16×16, 64 at 8×8, and reductions between them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cells import OneSite, build_cell, fuse, outcome, random_inputs
+from kernel_cells import (
+    OneSite,
+    build_cell,
+    departing,
+    fuse,
+    outcome,
+    random_inputs,
+    require_rounding_only,
+    short_outcomes,
+)
 from torch import Tensor
 
 from softcell.kernels import norm, pool, taps
 from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.cell import Program
+from softcell.spaces.fused_cell import FusedCell
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +35,46 @@ pytestmark = [
     pytest.mark.skipif(not has_triton(), reason="needs Triton"),
 ]
 TYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
-CASES = [("darts", 0, 16, (9, 7)), ("darts", 1, 16, (16, 16)), ("darts", 1, 5, (9, 7)), ("nb201", 0, 16, (8, 8))]
+# Space, number of the cell (1 is a reduction, which doubles the channels), channels, size of its inputs.
+CASES = [
+    ("darts", 0, 16, (9, 7)),
+    ("darts", 1, 16, (16, 16)),
+    ("darts", 1, 5, (9, 7)),
+    ("darts", 0, 16, (32, 32)),
+    ("darts", 1, 16, (32, 32)),
+    ("darts", 0, 32, (16, 16)),
+    ("darts", 1, 32, (16, 16)),
+    ("darts", 0, 64, (8, 8)),
+    ("shared", 0, 5, (9, 7)),
+    ("shared", 0, 16, (32, 32)),
+    ("shared", 1, 16, (32, 32)),
+    ("shared", 0, 64, (8, 8)),
+    ("nb201", 0, 16, (8, 8)),
+    ("nb201", 0, 16, (32, 32)),
+    ("nb201", 0, 32, (16, 16)),
+    ("nb201", 0, 64, (8, 8)),
+]
+Make = Callable[[], FusedCell]
+PROGRAMS: dict[str, tuple[Make, tuple[int, int]]] = {
+    **{
+        f"{space}-{number}-{channels}-{size[0]}x{size[1]}": (
+            lambda space=space, number=number, channels=channels: fuse(build_cell(space, number, channels=channels)),
+            size,
+        )
+        for space, number, channels, size in CASES
+    },
+    # What leaves one node, where a cell cannot be fused as a whole or a mix wants each candidate by itself.
+    "bottleneck-input": (lambda: departing("bottleneck", 0, 0, channels=64, bottleneck=4), (32, 32)),
+    "bottleneck-inner": (lambda: departing("bottleneck", 0, 2, channels=64, bottleneck=2), (16, 16)),
+    "bottleneck-reduction": (lambda: departing("bottleneck", 1, 1, channels=64, bottleneck=4), (16, 16)),
+    "bottleneck-shared": (lambda: departing("bottleneck, shared", 0, 1, channels=10, bottleneck=2), (9, 7)),
+    "nos-input": (lambda: departing("nos", 0, 0, channels=16), (16, 16)),
+    "nos-reduction": (lambda: departing("nos", 1, 0, channels=16), (9, 7)),
+    "nos-shared": (lambda: departing("nos, shared", 0, 1, channels=5), (8, 8)),
+    "darts-apart": (lambda: departing("darts", 0, 0, apart=True, channels=16), (8, 8)),
+    "darts-apart-reduction": (lambda: departing("darts", 1, 1, apart=True, channels=16), (16, 16)),
+    "nb201-apart": (lambda: departing("nb201", 0, 0, apart=True, channels=16), (9, 7)),
+}
 
 
 def relative(mine: Tensor, theirs: Tensor) -> float:
@@ -64,19 +116,18 @@ class Bench:
         return max(relative(mine[i], theirs[i]) for i in outputs)
 
 
-def build_bench(space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype) -> Bench:
-    return Bench(fuse(build_cell(space, number, channels=channels)).program, size, 5, dtype)
+def build_bench(name: str, dtype: torch.dtype) -> Bench:
+    make, size = PROGRAMS[name]
+    return Bench(make().program, size, 5 if size[0] * size[1] < 100 else 2, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
-@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
-def test_convolutions_equal_their_twins(
-    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float
-) -> None:
-    b = build_bench(space, number, channels, size, dtype)
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_convolutions_equal_their_twins(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    b = build_bench(name, dtype)
     for wave, x in ((b.program.waves[0], b.given), (b.program.waves[-1], b.buffer)):
         flat = torch.zeros(b.program.size, device="cuda")
-        parts = taps.shares(wave.first, x[0].numel() // channels, x.shape[-1])
+        parts = taps.shares(wave.first, x[0].numel() // x.shape[-1], x.shape[-1])
         sums = torch.zeros(len(parts), *x.shape[1:], device="cuda")
         errors = [
             b.compare("taps", taps.convolve_reference, [x, b.weights, b.buffer, b.partial, wave.first], [2, 3]),
@@ -93,11 +144,9 @@ def test_convolutions_equal_their_twins(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
-@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
-def test_norms_and_mixes_equal_their_twins(
-    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float
-) -> None:
-    b = build_bench(space, number, channels, size, dtype)
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_norms_and_mixes_equal_their_twins(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    b = build_bench(name, dtype)
     wave = b.program.waves[0]
     errors = [
         b.compare("norm", norm.finish_moments_reference, [b.partial, b.rows, b.moments, wave.measured, 1e-5], [2])
@@ -118,11 +167,9 @@ def test_norms_and_mixes_equal_their_twins(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
-@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
-def test_pools_equal_their_twins(
-    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float
-) -> None:
-    b = build_bench(space, number, channels, size, dtype)
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_pools_equal_their_twins(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    b = build_bench(name, dtype)
     wave, x = b.program.waves[0], b.given
     assert b.compare("pool", pool.pool_reference, [x, b.buffer, b.winners, b.partial, wave.pools], [1, 2]) < tolerance
     pool.pool(x, b.buffer.clone(), b.winners, None, wave.pools)
@@ -137,24 +184,31 @@ def test_pools_equal_their_twins(
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
 @pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
 def test_a_fused_cell_equals_its_modules(
-    space: str, number: int, channels: int, size: tuple[int, int], dtype: torch.dtype, tolerance: float, training: bool
+    space: str, number: int, channels: int, size: tuple[int, int], training: bool
 ) -> None:
     cell = build_cell(space, number, channels=channels).train(training)
     found = []
-    for device in ("cuda", "cpu"):
-        own = copy.deepcopy(cell).to(device) if device == "cuda" else copy.deepcopy(cell).double()
-        states, weights = random_inputs(own, size, 6, torch.float32)
-        states = [s.to(device, dtype if device == "cuda" else torch.float64).requires_grad_() for s in states]
-        weights = weights.to(device, torch.float32 if device == "cuda" else torch.float64).requires_grad_()
-        nodes = own(states, OneSite(weights), 0)[own.inputs :]
-        found.append(outcome(own, nodes, [*states, weights]))
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        own = copy.deepcopy(cell).to(device, dtype)
+        states, weights = random_inputs(own, size, 6 if size[0] < 32 else 2, torch.float32)
+        inputs = [t.to(device, dtype).requires_grad_() for t in (*states, weights)]
+        nodes = own(inputs[:-1], OneSite(inputs[-1]), 0)[own.inputs :]
+        found.append(outcome(own, nodes, inputs))
     mine, theirs = found
     assert mine.keys() == theirs.keys()
     worst = max((relative(mine[name], theirs[name]), name) for name in theirs)
-    assert worst[0] < tolerance, worst
+    assert worst[0] < 1e-4, worst
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("space", "number", "channels", "size"), CASES)
+def test_in_bfloat16_a_fused_cell_errs_as_its_modules_do(
+    space: str, number: int, channels: int, size: tuple[int, int], training: bool
+) -> None:
+    cell = build_cell(space, number, channels=channels).train(training)
+    require_rounding_only(*short_outcomes(cell, size, 6 if size[0] < 32 else 2, "cuda"))
 
 
 def test_a_fused_cell_can_be_recorded() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from softcell.cli import options as o
+from softcell.errors import UserError
 
 if TYPE_CHECKING:
     from softcell.engine.events import OnEvent
@@ -46,9 +47,9 @@ def search(
         typer.Option(metavar="K", help="Search K times, with seeds from --seed on; on a GPU all at the same time."),
     ] = None,
     keep: Annotated[
-        Literal["all", "best"],
-        typer.Option(help="With --seeds: whose checkpoints stay when all are done; records always do."),
-    ] = "all",
+        Literal["all", "best"] | None,
+        typer.Option(help="With --seeds: whose checkpoints stay when all are done (else all); records always do."),
+    ] = None,
     at_once: Annotated[
         int | None, typer.Option(metavar="N", help="With --seeds: how many share the device; all on a GPU, else one.")
     ] = None,
@@ -127,13 +128,16 @@ def search(
         engine=engine,
     )
     if seeds is None and not (resume and out is not None and (out / SEEDS).is_file()):
+        for option, value in (("--keep", keep), ("--at-once", at_once)):
+            if value is not None:
+                raise UserError(f"{option} {value} is about searches with several seeds: give --seeds K too")
         return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet, tensorboard=tensorboard)
     return run_seeds(
         given,
         config,
         out,
         seeds,
-        keep,
+        keep or "all",
         at_once=at_once,
         resume=resume,
         overwrite=overwrite,

@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""Triton kernels of `compose`: one program per convolution and block of output channels, or per tap."""
+"""Triton kernels of `compose`: one program per convolution and block of output channels, or per tap.
+
+Products and sums are formed in float32, whatever factors and gradients are kept in.
+"""
 
 import triton
 import triton.language as tl
@@ -15,13 +18,15 @@ def _compose(factors_ptr, out_ptr, recipes_ptr, C: tl.constexpr, CB: tl.constexp
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     ok = (o < C)[:, None] & (c < C)[None, :]
-    dense = tl.load(factors_ptr + matrix + (o * C)[:, None] + c[None, :], mask=ok & (kind < 2), other=0.0)
+    dense = tl.load(factors_ptr + matrix + (o * C)[:, None] + c[None, :], mask=ok & (kind < 2), other=0.0).to(
+        tl.float32
+    )
     for tap in range(taps):
         at = (o * (taps * C))[:, None] + (tap * C + c)[None, :]
-        factor = tl.load(factors_ptr + depthwise + c * taps + tap, mask=(c < C) & (kind == 0), other=1.0)
+        factor = tl.load(factors_ptr + depthwise + c * taps + tap, mask=(c < C) & (kind == 0), other=1.0).to(tl.float32)
         own = tl.where(o < C // 2, 0, taps - 1) == tap
         value = dense * tl.where((kind == 1) & (own == 0), 0.0, 1.0)[:, None] * factor[None, :]
-        copied = tl.load(factors_ptr + matrix + at, mask=ok & (kind == 2), other=0.0)
+        copied = tl.load(factors_ptr + matrix + at, mask=ok & (kind == 2), other=0.0).to(tl.float32)
         tl.store(out_ptr + target + at, tl.where(kind == 2, copied, value), mask=ok)
 
 
@@ -38,8 +43,8 @@ def _matrix_gradient(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     for tap in range(taps):
         at = (o * (taps * C))[:, None] + (tap * C + c)[None, :]
-        g = tl.load(gradient_ptr + target + at, mask=ok, other=0.0)
-        factor = tl.load(factors_ptr + depthwise + c * taps + tap, mask=(c < C) & (kind == 0), other=1.0)
+        g = tl.load(gradient_ptr + target + at, mask=ok, other=0.0).to(tl.float32)
+        factor = tl.load(factors_ptr + depthwise + c * taps + tap, mask=(c < C) & (kind == 0), other=1.0).to(tl.float32)
         own = tl.where(o < C // 2, 0, taps - 1) == tap
         total += g * tl.where((kind == 1) & (own == 0), 0.0, 1.0)[:, None] * factor[None, :]
         tl.store(out_ptr + matrix + at, g, mask=ok & (kind == 2))
@@ -60,8 +65,10 @@ def _depthwise_gradient(
     for start in range(0, C, BLOCK):
         o = start + tl.arange(0, BLOCK)
         ok = (o < C)[:, None] & (c < C)[None, :] & wanted
-        g = tl.load(gradient_ptr + target + (o * (taps * C))[:, None] + (tap * C + c)[None, :], mask=ok, other=0.0)
-        total += g * tl.load(factors_ptr + matrix + (o * C)[:, None] + c[None, :], mask=ok, other=0.0)
+        g = tl.load(gradient_ptr + target + (o * (taps * C))[:, None] + (tap * C + c)[None, :], mask=ok, other=0.0).to(
+            tl.float32
+        )
+        total += g * tl.load(factors_ptr + matrix + (o * C)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + depthwise + c * taps + tap, tl.sum(total, 0), mask=(c < C) & wanted)
 
 

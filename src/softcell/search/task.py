@@ -38,7 +38,8 @@ from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.search.validation import Validation
 from softcell.spaces import Bound, Supernet
-from softcell.spaces.fused import modules_only
+from softcell.spaces.cell import MixedCell
+from softcell.spaces.fused import can_fuse, modules_only
 
 
 class SearchTask:
@@ -100,6 +101,8 @@ class SearchTask:
             if engine != "eager" and world.device.type == "cuda":
                 tell(f"steps draw one of {kinds:,} paths, of which hardly one comes twice: they are not recorded")
             engine, self._cells = "eager", modules_only  # nor is a fused cell planned for every path
+        if self._cells is nullcontext:
+            explain_modules(recipe, supernet, world, tell)
         self._run = prepare_step(learn, engine, world, tell)
         self._plans, self._number = Plans(method), 0
         self._measure = Validation(supernet, held, recipe.engine, world, self._surroundings)
@@ -371,6 +374,18 @@ class SearchTask:
             batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
             with norms_measured_anew(self.supernet, plain, batches):
                 (self._look or self._measure)(mix)
+
+
+def explain_modules(recipe: SearchRecipe, supernet: Supernet, world: World, tell: Callable[[str], None]) -> None:
+    """Says why cells that could be fused on this GPU are not, where all that is missing is Triton."""
+    wanted = recipe.fused and recipe.engine != "compile" and recipe.precision != "float64" and world.size == 1
+    if not wanted or world.device.type != "cuda" or can_fuse():
+        return
+    if any(isinstance(module, MixedCell) and module.has_fused_form() for module in supernet.modules()):
+        tell(
+            "Triton is not installed: cells run module by module, several times slower than fused ones "
+            "(`pip install triton`, on Linux)"
+        )
 
 
 def _architecture_optimiser(recipe: SearchRecipe, method: Method, world: World) -> torch.optim.Optimizer:

@@ -145,6 +145,14 @@ class MixedCell(nn.Module):
                 self._depart(node, runners[node], mix, site, factors, arrived, made, calibrations_only=summed)
         return values
 
+    def has_fused_form(self) -> bool:
+        """Whether the cell, or what leaves one of its nodes, would run fused where kernels serve."""
+        spec = self._spec
+        if self.bottleneck is None and self._block is None and self._fused.of(None, spec.channels, spec.stride):
+            return True
+        strides = {node: spec.stride if node < self.inputs else 1 for node in self._leaving}
+        return any(self._departures.of(node, None, stride) for node, stride in strides.items())
+
     def _depart_together(
         self,
         node: int,

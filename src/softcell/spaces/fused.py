@@ -39,7 +39,12 @@ def serves(x: Tensor) -> bool:
     """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, in one process."""
     if x.device.type != "cuda" or literal() or is_distributed():
         return False
-    return has_triton() and compute_type(x) in (torch.float32, torch.bfloat16)
+    return can_fuse() and compute_type(x) in (torch.float32, torch.bfloat16)
+
+
+def can_fuse() -> bool:
+    """Whether this machine has what fused cells need; without Triton their plain twins would be slower than modules."""
+    return has_triton()
 
 
 KEPT = 64

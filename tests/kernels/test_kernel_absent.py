@@ -1,0 +1,128 @@
+"""Where Triton is absent: cells run module by module, and each kernel's function runs its plain twin."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from kernel_cells import OneSite, build_cell, fuse, outcome, random_inputs, require_same
+from torch import Tensor
+
+from softcell.engine.distributed import World
+from softcell.kernels import backend, compose, local, norm, pool, taps
+from softcell.nn.attention_local import LocalAttention
+from softcell.search import resolve
+from softcell.search.task import explain_modules
+from softcell.spaces import fused
+from softcell.testing import tiny_space
+
+FAMILIES: dict[str, Any] = {"compose": compose, "norm": norm, "pool": pool, "taps": taps}
+NAMES = {
+    "compose": {"compose", "compose_gradient"},
+    "norm": {"finish_moments", "normalise", "normalise_gradient", "combine", "combine_gradient"},
+    "pool": {"pool", "gather_gradient"},
+    "taps": {"convolve", "masked_input_gradient", "input_gradient", "weight_gradient"},
+}
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
+    """Tensors of the CPU count as a GPU's, and what should be a Triton kernel is a twin that notes that it ran."""
+    found: set[tuple[str, str]] = set()
+
+    def kernels(family: str) -> Any:
+        def noting(name: str) -> Any:
+            twin = getattr(FAMILIES[family], f"{name}_reference")
+
+            def run(*arguments: Any, **options: Any) -> None:
+                found.add((family, name))
+                twin(*arguments, **options)
+
+            return run
+
+        return types.SimpleNamespace(**{name: noting(name) for name in NAMES[family]})
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for module in FAMILIES.values():
+        monkeypatch.setattr(module, "triton_kernels", kernels)
+    return found
+
+
+def lack(monkeypatch: pytest.MonkeyPatch, present: bool = False) -> None:
+    monkeypatch.setattr(backend, "has_triton", lambda: present)
+    monkeypatch.setattr(fused, "has_triton", lambda: present)
+
+
+def of_a_cell(device: str = "cpu") -> dict[str, Tensor]:
+    cell = build_cell("darts", 1).to(device)
+    states, weights = random_inputs(cell, (7, 6), 2, torch.float32)
+    inputs = [t.to(device).requires_grad_() for t in (*states, weights)]
+    return outcome(cell, fuse(cell)(inputs[:-1], inputs[-1].flatten())[cell.inputs :], inputs)
+
+
+def test_every_function_runs_its_twin(called: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    lack(monkeypatch, present=True)
+    expected = of_a_cell()
+    assert called == {(family, name) for family, names in NAMES.items() for name in names}, "a cell runs all of them"
+    called.clear()
+    lack(monkeypatch)
+    found = of_a_cell()
+    assert not called
+    require_same(found, expected, tolerance=0)
+
+
+def test_local_attention_runs_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(local, "triton_kernels", lambda family: pytest.fail("Triton's kernels were asked for"))
+    lack(monkeypatch)
+    torch.manual_seed(0)
+    packed, rows, columns = torch.randn(2, 12, 5, 4), torch.randn(2, 2, 3), torch.randn(2, 2, 3)
+    torch.testing.assert_close(local.attend_packed(packed, rows, columns), local._plainly(packed, rows, columns))
+    assert LocalAttention(8, 3, 4)(torch.randn(2, 8, 6, 6)).isfinite().all()
+
+
+def test_cells_on_a_gpu_run_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: Any = types.SimpleNamespace(device=CUDA, dtype=torch.float32)
+    lack(monkeypatch, present=True)
+    assert fused.serves(there)
+    lack(monkeypatch)
+    assert not fused.serves(there)
+
+
+def test_a_search_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(device: torch.device = CUDA, *, size: int = 1, space: str = "nb201", **settings: Any) -> list[str]:
+        told: list[str] = []
+        supernet = tiny_space(space).supernet((3, 32, 32), 10)
+        explain_modules(resolve({"space": space, **settings}), supernet, World(0, size, 0, device), told.append)
+        return told
+
+    lack(monkeypatch)
+    (text,) = said()
+    assert "Triton" in text and "module by module" in text and "pip install triton" in text
+    assert said(CPU) == [] and said(fused=False) == [] and said(precision="float64") == []
+    assert said(size=2) == [], "several processes run modules anyway"
+    assert said(engine="compile") == [], "the compiler makes its own kernels"
+    assert said(space="nos") == [text], "parts of these cells are fused"
+    assert said(space="proxyless") == [], "no candidate here has a fused form"
+    lack(monkeypatch, present=True)
+    assert said() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nothing_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    lack(monkeypatch)
+    for module in (*FAMILIES.values(), local):
+        monkeypatch.setattr(module, "triton_kernels", lambda family: pytest.fail("Triton's kernels were asked for"))
+    twins, plain = of_a_cell("cuda"), of_a_cell("cpu")
+    require_same({k: v.cpu() for k, v in twins.items()}, plain, tolerance=1e-3)
+    cell = build_cell("darts", 1).cuda()
+    states, weights = random_inputs(cell, (7, 6), 2, torch.float32)
+    inputs = [t.cuda().requires_grad_() for t in (*states, weights)]
+    nodes = cell(inputs[:-1], OneSite(inputs[-1]), 0)[cell.inputs :]
+    require_same({k: v.cpu() for k, v in outcome(cell, nodes, inputs).items()}, plain, tolerance=1e-3)
