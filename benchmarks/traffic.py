@@ -21,13 +21,13 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not _is_view(func):
+        if not is_view(func):
             moved = [t for t in tree_leaves((args, kwargs or {}, result)) if isinstance(t, Tensor)]
             self.total += sum(t.numel() * t.element_size() for t in moved)
         return result
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     returned = func._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returned) or "empty" in func._schema.name
 

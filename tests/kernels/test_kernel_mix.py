@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.kernels.mix import weighted_sum, weighted_sum_reference
+from softcell.kernels import mix
+from softcell.kernels.mix import small_weighted_sum, weighted_sum, weighted_sum_reference
 
 
 def terms(number: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, ...]:
@@ -45,6 +46,48 @@ def test_channels_last_inputs_mix_with_others() -> None:
     theirs = torch.autograd.grad(weighted_sum_reference(x, w).square().sum(), [w, *x])
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_small_sums_equal_the_twin_in_both_orders_where_copies_are_cheap(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mix, "copies_cheaply", lambda x: True)
+    found = []
+    for function in (small_weighted_sum, weighted_sum_reference):
+        x, w = (
+            [t.detach().to(memory_format=torch.channels_last).requires_grad_() for t in terms(number)],
+            scales(number),
+        )
+        y = function(x, w)
+        first = torch.autograd.grad((y**3).sum(), [w, *x], create_graph=True)
+        found.append([y, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), [w, *x])])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_sums_keep_the_type_of_their_terms_under_autocast(
+    dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mix, "copies_cheaply", lambda x: True)
+    x, w = [t.to(device, dtype) for t in terms(3, grad=False)], scales(3, torch.float32, grad=False).to(device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = small_weighted_sum(x, w)
+    assert found.dtype == dtype
+    expected = weighted_sum_reference([t.double() for t in x], w.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_derivatives_of_both_orders_equal_finite_differences() -> None:

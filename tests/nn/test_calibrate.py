@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from softcell.nn.calibrate import (
     ChannelAttention,
     DynamicKernel,
     SpatialAttention,
+    calibrated,
     convolve,
 )
 from softcell.nn.candidates import Spec, candidate, get_candidate
@@ -72,6 +74,53 @@ def test_one_grouped_convolution_is_a_loop_over_samples(size: int, dilation: int
         outcomes.append((y, *torch.autograd.grad((y * weight).sum(), (x, kernels))))
     for a, b in zip(*outcomes, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class Subtracts(DynamicKernel):
+    """A user's own, which applies what it makes in its own way."""
+
+    def applied(self, base: Tensor, made: Tensor) -> Tensor:
+        return base - made.mean((2, 3), keepdim=True)
+
+
+MODULES: list[Calibration] = [
+    ChannelAttention(4),
+    DynamicKernel(4, 3),
+    DynamicKernel(4, 3, dilation=2),
+    SpatialAttention(4),
+    DynamicKernel(4, 5),
+    Subtracts(4, 3),
+    DynamicKernel(4, 1),
+    DynamicKernel(4, 5, dilation=2),
+]
+
+
+@pytest.mark.parametrize("chosen", [range(8), (1, 4), (4, 1), (0, 3), (3,), (2,), (5,), ()], ids=str)
+def test_what_is_summed_and_applied_once_is_what_every_module_applies(chosen: Sequence[int]) -> None:
+    modules = [MODULES[i] for i in chosen]
+    base = data(2, 4, 6, 7).contiguous(memory_format=torch.channels_last).requires_grad_()
+    shapes = [(2, 1, 6, 7) if isinstance(m, SpatialAttention) else (2, 4, 1, 1) for m in modules]
+    made = [
+        data(*((2, 4, m.size, m.size) if isinstance(m, DynamicKernel) else shape), seed=i).requires_grad_()
+        for i, (m, shape) in enumerate(zip(modules, shapes, strict=True))
+    ]
+    pairs = list(zip(modules, made, strict=True))
+    outcomes = []
+    for y in (calibrated(base, pairs), sum((m.applied(base, one) for m, one in pairs), start=1 * base)):
+        gradients = torch.autograd.grad(y.square().sum(), [base, *made], create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in gradients), [base, *made])
+        outcomes.append([y, *gradients, *second])
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_behind_attentions_gradients_lie_in_memory_as_the_map_does() -> None:
+    base = data(2, 4, 6, 7).contiguous(memory_format=torch.channels_last).requires_grad_()
+    made = [data(2, 4, 1, 1), data(2, 4, 3, 3), data(2, 1, 6, 7)]
+    y = calibrated(base, list(zip([MODULES[0], MODULES[1], MODULES[3]], made, strict=True)))
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (gradient,) = torch.autograd.grad(y, base, torch.ones_like(y))
+    assert gradient.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_second_derivatives_flow_through_the_dynamic_convolution() -> None:

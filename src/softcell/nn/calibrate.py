@@ -12,6 +12,7 @@ and dynamic kernels have no resolution and fit any.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +126,43 @@ def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
     weight = kernels.reshape(n * c, 1, size, size)
     padding = dilation * (size // 2)
     return F.conv2d(folded, weight, padding=padding, dilation=dilation, groups=n * c).reshape(n, c, height, width)
+
+
+def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tensor:
+    """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module tells how what it made is applied.
+
+    base [n, c, h, w]. Both are linear in what was made, so attentions are summed (A of Eq 2), and kernels of one
+    dilation too, the smaller in the middle of the larger: passages through memory and launches less.
+    """
+    kernels: dict[int, Tensor] = {}
+    attentions: list[Tensor] = []
+    others: list[Tensor] = []
+    for module, one in made:
+        if isinstance(module, DynamicKernel) and type(module).applied is DynamicKernel.applied:
+            known = kernels.get(module.dilation)
+            kernels[module.dilation] = one if known is None else _centred_sum(known, one)
+        elif type(module).applied is Attention.applied:
+            attentions.append(one)
+        else:
+            others.append(module.applied(base, one))
+    others += [convolve(base, kernel, dilation) for dilation, kernel in kernels.items()]
+    # Last, so that its backward pass comes first: the gradient of `base` then lies in memory as `base` does, and not as
+    # that of the convolutions, which would slow down every norm behind it.
+    value = base
+    if attentions:
+        # As [n, h, w, c]: sums that are broadcast then lie in memory as the maps do. 1 is added where that is cheapest.
+        first, *rest = (a.permute(0, 2, 3, 1) for a in sorted(attentions, key=lambda one: one.numel()))
+        value = base * sum(rest, start=1 + first).permute(0, 3, 1, 2)
+    for term in others:
+        value = value + term
+    return value
+
+
+def _centred_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Two kernels [n, c, k, k] of odd sizes, the smaller padded with zeros."""
+    small, large = (a, b) if a.shape[-1] < b.shape[-1] else (b, a)
+    border = (large.shape[-1] - small.shape[-1]) // 2
+    return large + (F.pad(small, (border,) * 4) if border else small)
 
 
 @candidate("spatial_attention", kind="attention")

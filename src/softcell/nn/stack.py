@@ -29,29 +29,48 @@ def stack_key(module: nn.Module | None) -> Hashable | None:
     if type(module) is not ReLUConvBN:
         return None
     conv, norm = _parts(module)
-    if norm.momentum is None or not norm.track_running_stats or any(part._forward_hooks for part in module.modules()):
-        return None  # whoever listens to a module must hear it
+    kind = norm_key(norm)
+    if kind is None or listened(module):
+        return None
     shape = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.in_channels, conv.out_channels)
-    return (*shape, norm.eps, norm.momentum, norm.affine, norm.training)
+    return (*shape, kind)
+
+
+def norm_key(norm: nn.BatchNorm2d) -> Hashable | None:
+    """What norms have in common that can stand side by side; None for one that stands alone."""
+    if norm.momentum is None or not norm.track_running_stats:
+        return None
+    return (norm.eps, norm.momentum, norm.affine, norm.training)
+
+
+def listened(module: nn.Module) -> bool:
+    """Whether somebody listens to a module or a part of it, and must hear it."""
+    return any(part._forward_hooks for part in module.modules())
 
 
 def run_stacked(modules: Sequence[nn.Module], activated: Tensor) -> tuple[Tensor, ...]:
     """Modules of one key on max(x, 0) [n, c, h, w]: their outputs, each [n, c_out, h', w'], as views of one tensor."""
     convs, norms = zip(*(_parts(module) for module in modules), strict=True)
-    first, norm = convs[0], norms[0]
+    first = convs[0]
     weight = torch.cat([conv.weight for conv in convs])
     y = F.conv2d(activated, weight, None, first.stride, first.padding, first.dilation)
-    means, variances = _buffers(norms, "running_mean"), _buffers(norms, "running_var")
-    mean, variance = torch.cat(means), torch.cat(variances)
+    return torch.split(normalise(y, norms), first.out_channels, dim=1)
+
+
+def normalise(y: Tensor, norms: Sequence[nn.BatchNorm2d]) -> Tensor:
+    """y [n, Σ c, h, w] by norms of one kind that stand side by side; each keeps its own running statistics."""
+    norm, sizes = norms[0], [n.num_features for n in norms]
+    running = [*_buffers(norms, "running_mean"), *_buffers(norms, "running_var")]
+    both = torch.cat(running)
+    mean, variance = both.chunk(2)
     scale = torch.cat([n.weight for n in norms]) if norm.affine else None
     shift = torch.cat([n.bias for n in norms]) if norm.affine else None
-    y = F.batch_norm(y, mean, variance, scale, shift, norm.training, norm.momentum, norm.eps)
+    y = F.batch_norm(y, mean, variance, scale, shift, norm.training, norm.momentum, norm.eps)  # type: ignore[arg-type]
     if norm.training:
         with torch.no_grad():
-            sizes = [n.num_features for n in norms]
-            torch._foreach_copy_([*means, *variances], [*torch.split(mean, sizes), *torch.split(variance, sizes)])
+            torch._foreach_copy_(running, torch.split(both, [*sizes, *sizes]))
             torch._foreach_add_(_buffers(norms, "num_batches_tracked"), 1)
-    return torch.split(y, first.out_channels, dim=1)
+    return y
 
 
 def _buffers(norms: Sequence[nn.BatchNorm2d], name: str) -> list[Tensor]:

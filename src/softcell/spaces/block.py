@@ -18,12 +18,14 @@ so that a single attention gives x + x ⊙ A and a single feature operation give
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence, Set
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from softcell.arch import Mix, Table, WeightMix
+from softcell.arch import Live, Mix, Table, WeightMix
 from softcell.nn.candidates import get_candidate
+from softcell.spaces.fused import remembered
 
 Output = tuple[int, int, Tensor | None]
 """Choice, candidate and what its module gave; None for zeros."""
@@ -49,6 +51,7 @@ class Block:
         for node in residual:
             (self._choices[node],) = table.incoming(node)
         self.residual = {node: table.choices[choice].source for node, choice in self._choices.items()}
+        self._arrivals: dict[Live | None, list[tuple[int, ...]] | None] = {}
         self._columns: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
 
     def sorted(self, outputs: Sequence[Output]) -> tuple[list[Output], dict[str, list[Output]]]:
@@ -78,6 +81,26 @@ class Block:
             combined = mix.combine(site, choice, dict.fromkeys(features, one))
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)
+
+    def weights_of_calibrations(self, weights: Tensor, live: Live | None) -> dict[tuple[int, ...], Tensor]:
+        """What calibrations of one candidate that arrive at one node weigh, by their positions in `weights`.
+
+        weights [choices · width]: read once for all of them, since each time costs a launch, and two more backward.
+        """
+        arrivals = remembered(self._arrivals, live, lambda: self._arriving(live))
+        if not arrivals:
+            return {}
+        chosen = weights.index_select(0, self._index(weights.device, -2, tuple(chain(*arrivals))))
+        return dict(zip(arrivals, torch.split(chosen, [len(own) for own in arrivals]), strict=True))
+
+    def _arriving(self, live: Live | None) -> list[tuple[int, ...]]:
+        """Positions of the live calibrations, one tuple per node and candidate, ordered by where they come from."""
+        arriving: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for (choice, k), op in self._ops.items():
+            if live is None or k in live[choice]:
+                own = self._table.choices[choice]
+                arriving.setdefault((own.target, op), []).append((own.source, choice * self._table.width + k))
+        return [tuple(position for _, position in sorted(found)) for found in arriving.values()]
 
     def undropped(self, factors: Tensor) -> Tensor:
         """Drop-path's factors [choices, n] with ones for the choices whose sums it leaves alone."""

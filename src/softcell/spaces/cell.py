@@ -7,7 +7,7 @@ is evaluated node by node: when a node is known, everything that leaves it runs,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
-from softcell.kernels.mix import weighted_sum
-from softcell.nn.calibrate import Calibration
+from softcell.kernels.mix import small_weighted_sum, weighted_sum
+from softcell.nn.calibrate import Calibration, calibrated
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
 from softcell.spaces.block import Block, Output, calibrates
@@ -26,6 +26,9 @@ from softcell.spaces.fused import Departures, Fused, literal, serves
 from softcell.spaces.fused_plan import Entry
 
 __all__ = ["MixedCell", "PickedCell", "SpecOf"]
+
+Chosen = Mapping[tuple[int, ...], Tensor]
+"""Weights that have been read, by their positions in the flattened matrix of a mix."""
 
 
 @dataclass(slots=True)
@@ -90,6 +93,7 @@ class MixedCell(nn.Module):
         self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
         self._departures = Departures(self._features, self._spec.channels)
         self._apart = Departures(self._features_apart, self._spec.channels)
+        self._reached_by_all: Set[int] | None = None
 
     def use_drop_path(self, drop_path: DropPath | None) -> None:
         """Puts what each choice contributes through `drop_path`; None takes it out."""
@@ -131,12 +135,13 @@ class MixedCell(nn.Module):
         values = list(states)
         arrived: dict[int, _Arrived] = {target: _Arrived() for target in self.table.targets}
         runners: dict[int, Runner] = {}
+        chosen = self._read_weights(mix, site, factors)
         for node in range(max(self.table.targets) + 1):
             if node >= self.inputs:
                 if self._block is None:
                     value = arrived[node].plus(self._combine(arrived[node].outputs, mix, site, factors))
                 else:
-                    value = self._calibrate(self._block, node, arrived[node], runners, mix, site, factors)
+                    value = self._calibrate(self._block, node, arrived[node], runners, chosen, mix, site, factors)
                 values.append(_node(node, value, states[0], self._spec, self.bottleneck))
             if node in self._leaving:
                 runners[node] = Runner(values[node], node, self.bottleneck)
@@ -210,8 +215,12 @@ class MixedCell(nn.Module):
         if calibrations_only:
             leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
         again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
-        width = self.table.width
-        run.together(module for choice, k, _, module in leaving if not again[choice] and choice * width + k not in made)
+        width, reached = self.table.width, self._reached(live)
+        run.together(
+            module
+            for choice, k, target, module in leaving
+            if not again[choice] and target in reached and choice * width + k not in made
+        )
         outputs: dict[int, dict[int, Tensor | None]] = {}
         for choice, k, _, module in leaving:
             output = made.get(choice * width + k)
@@ -226,6 +235,20 @@ class MixedCell(nn.Module):
             elif (value := combined[choice]) is not None:
                 kept = value if factors is None else value * factors[choice].to(value.dtype).view(-1, 1, 1, 1)
                 arrived[targets[choice]].sums.append(kept)
+
+    def _reached(self, live: Live | None) -> Set[int]:
+        """Nodes that have something to calibrate: features that arrive, or what they leave over of their source.
+
+        What calibrations send to any other is never used, so that their weights must get no gradient, not even the
+        zeros that weights would get which are stacked with others.
+        """
+        if live is None and self._reached_by_all is not None:
+            return self._reached_by_all
+        reached = {entry.target for node in self._leaving for _, entry in self._features(node, live)}
+        reached |= set() if self._block is None else self._block.residual.keys()
+        if live is None:
+            self._reached_by_all = reached
+        return reached
 
     def _combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
         """The value of a node out of all that arrives; with drop-path (factors [choices, n]), choice by choice."""
@@ -245,6 +268,7 @@ class MixedCell(nn.Module):
         node: int,
         arrived: _Arrived,
         runners: Mapping[int, Runner],
+        chosen: Chosen,
         mix: Mix,
         site: int,
         factors: Tensor | None,
@@ -264,12 +288,32 @@ class MixedCell(nn.Module):
             base = arrived.plus(self._combine(features, mix, site, factors))
         if base is None:
             return None
-        value = base
-        for op, own in calibrations.items():
-            made = self._combine(own, mix, site, factors)
-            if made is not None:
-                value = value + self._calibrations[op].applied(base, made)
-        return value
+        made = [
+            (self._calibrations[op], one)
+            for op, own in calibrations.items()
+            if (one := self._sum_calibrations(own, chosen, mix, site, factors)) is not None
+        ]
+        if literal():
+            return _total([base, *(module.applied(base, one) for module, one in made)])
+        return calibrated(base, made)
+
+    def _sum_calibrations(
+        self, outputs: list[Output], chosen: Chosen, mix: Mix, site: int, factors: Tensor | None
+    ) -> Tensor | None:
+        """What all modules of one candidate send to a node, by the weights read already where they are among them."""
+        present = [x for _, _, x in outputs if x is not None]
+        weights = chosen.get(tuple(choice * self.table.width + k for choice, k, _ in outputs))
+        if weights is None or len(present) < len(outputs):
+            return self._combine(outputs, mix, site, factors)
+        return small_weighted_sum(present, weights)
+
+    def _read_weights(self, mix: Mix, site: int, factors: Tensor | None) -> Chosen:
+        """The weights of all calibrations at once, where plain weights are all they are combined by."""
+        if self._block is None or not isinstance(mix, WeightMix) or mix.is_picked(site):
+            return {}
+        if factors is not None or literal() or torch.compiler.is_compiling():
+            return {}
+        return self._block.weights_of_calibrations(mix.weights(site).flatten(), mix.live(site))
 
     def _sum(self, outputs: list[Output], mix: Mix, site: int) -> Tensor | None:
         if isinstance(mix, WeightMix):

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Pick
+from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.recompute import recomputed
 from softcell.nn.stack import run_stacked, stack_key, stacks
+from softcell.nn.stack_calibrations import gathers, run_calibrations
 from softcell.spaces.bottleneck import Bottleneck
 from softcell.spaces.fused import is_distributed, literal
 
@@ -88,8 +90,15 @@ class Runner:
 
     def together(self, modules: Iterable[nn.Module | None]) -> None:
         """Runs those that can be stacked ahead of the others, where that pays."""
-        if self._bottleneck is not None or not stacks(self._x) or is_distributed() or literal():
+        if is_distributed() or literal():
             return
+        own = list(modules)
+        if self._bottleneck is None and stacks(self._x):
+            self._stack(own)
+        if gathers(self._x) and any(isinstance(module, Calibration) for module in own):
+            self._done |= run_calibrations(own, self.value())
+
+    def _stack(self, modules: Iterable[nn.Module | None]) -> None:
         kinds: dict[Hashable, dict[int, nn.Module]] = {}
         for module in modules:
             if module is not None and (kind := stack_key(module)) is not None:

@@ -53,7 +53,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _remembered(known: dict[K, V | None], key: K, make: Callable[[], V]) -> V | None:
+def remembered(known: dict[K, V | None], key: K, make: Callable[[], V]) -> V | None:
     """What was made for `key`, None where there is no plan; of more than `KEPT`, the oldest is forgotten."""
     if key not in known:
         while len(known) >= KEPT:
@@ -74,7 +74,7 @@ class Fused:
 
     def of(self, live: Live | None, channels: int, stride: int) -> FusedCell | None:
         """None where the cell must run module by module."""
-        return _remembered(
+        return remembered(
             self._known, live, lambda: plan(self._entries_of(live), self._inputs, self._nodes, channels, stride)
         )
 
@@ -100,7 +100,7 @@ class Departures:
 
     def of(self, node: int, live: Live | None, stride: int) -> Departure | None:
         """None where the features must run one by one; `stride` is that of all that leaves the node."""
-        return _remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
+        return remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> Departure:
         candidates: dict[int, set[int]] = {}

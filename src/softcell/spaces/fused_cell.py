@@ -14,20 +14,7 @@ from torch import Tensor, nn
 
 from softcell.kernels.cell import Program, mixed_cell
 from softcell.kernels.compose import Recipe, compose, compose_gradient, flat_kernels
-
-
-def _as_vector(weight: Tensor) -> Tensor:
-    """A weight [c_out, c_in, k, k] as a vector ordered (c_out, tap, c_in): a view of one that is channels-last."""
-    return weight.permute(0, 2, 3, 1).reshape(-1)
-
-
-def _like(vector: Tensor, weight: Tensor) -> Tensor:
-    """The reverse of `_as_vector`: a view, with the weight's strides where its memory has the same order."""
-    c_out, c_in, height, width = weight.shape
-    if height * width == 1 or c_in == 1:  # any order of the dimensions is the same memory
-        offset = vector.storage_offset()
-        return vector.as_strided(weight.shape, weight.stride(), offset)
-    return vector.view(c_out, height, width, c_in).permute(0, 3, 1, 2)
+from softcell.nn.flat import as_vector, owned
 
 
 class _Flat(torch.autograd.Function):
@@ -37,7 +24,7 @@ class _Flat(torch.autograd.Function):
     def forward(ctx: Any, cell: FusedCell, *weights: Tensor) -> Tensor:
         ctx.cell = cell
         ctx.save_for_backward(*weights)
-        factors = torch.cat([_as_vector(w) for w in weights])
+        factors = torch.cat([as_vector(w) for w in weights])
         out = factors.new_empty(cell.program.size)
         compose(factors, out, cell.recipes, cell.program.channels)
         return out
@@ -49,14 +36,10 @@ class _Flat(torch.autograd.Function):
         if torch.is_grad_enabled():
             again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
             return None, *again
-        factors = torch.cat([_as_vector(w) for w in weights])
+        factors = torch.cat([as_vector(w) for w in weights])
         found = torch.empty_like(factors)
         compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
-        parts = torch.split(found, [w.numel() for w in weights])
-        # Each gradient gets memory of its own: whoever clips or averages in place must not meet another's.
-        own = [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device) for w in weights]
-        torch._foreach_copy_(own, [_like(part, w) for part, w in zip(parts, weights, strict=True)])
-        return None, *own
+        return None, *owned(found, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +78,7 @@ class FusedCell:
 
     def flatten(self, weights: Sequence[Tensor]) -> Tensor:
         """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
-        return flat_kernels(torch.cat([_as_vector(w) for w in weights]), self.recipes, self.program.channels)
+        return flat_kernels(torch.cat([as_vector(w) for w in weights]), self.recipes, self.program.channels)
 
     def _running(self, device: torch.device) -> Tensor:
         """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
