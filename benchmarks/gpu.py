@@ -88,7 +88,11 @@ def started(task: Task) -> Iterator[Any]:
 
 
 def measure(task: Task, rounds: int) -> dict[str, Any]:
-    """Milliseconds, kernels and busy time of a step, and the peak memory of one that is not recorded yet."""
+    """Milliseconds, kernels and busy time of a step, and its memory.
+
+    `peak_gb`: most that tensors of a step occupy, in one that is not recorded yet. `held_gb`: what the process
+    keeps of the device while the recording is replayed: weights, the recording's own pool, what is cached.
+    """
     batches = started(task)
     task.step(next(batches))
     torch.cuda.synchronize()
@@ -98,13 +102,17 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated()
     for one in islice(batches, WARMUP + 2):
         task.step(one)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()  # from here on steps are replayed
     times = [_milliseconds(task, next(batches)) for _ in range(rounds)]
+    held = torch.cuda.max_memory_reserved()
     events = _kernels(lambda: task.step(next(batches)))
     return {
         "ms": statistics.median(times),
         "busy_ms": sum(e.device_time for e in events) / 1e3,
         "kernels": len(events),
         "peak_gb": peak / 1e9,
+        "held_gb": held / 1e9,
         "longest": _longest(events),
     }
 
@@ -136,14 +144,17 @@ def _kernels(work: Callable[[], object]) -> list[Any]:
 
 def plain(case: Case, session: Session) -> dict[str, Any]:
     actors, data = players(case, session.device, plain=True), batch(case, session.device)
+    torch.cuda.reset_peak_memory_stats()
     once(actors, data, session.device)
     timings = [once(actors, data, session.device) for _ in range(3)]
+    held = torch.cuda.max_memory_reserved()
     events = _kernels(lambda: bilevel(actors, data, data))
     return {
         "ms": 1e3 * statistics.median(t.wall_seconds for t in timings),
         "busy_ms": sum(e.device_time for e in events) / 1e3,
         "kernels": len(events),
         "peak_gb": max(t.peak_bytes for t in timings) / 1e9,
+        "held_gb": held / 1e9,
     }
 
 
@@ -218,7 +229,8 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
                 rows[name] = measure(made_search(data, case, session, **settings), rounds)
             for name, row in rows.items():
                 found["steps"].append({"space": case.space, "variant": name, **row})
-                say(f"{case.space} {name}: {row['ms']:.1f} ms, {row['peak_gb']:.2f} GB, {row['kernels']} kernels")
+                memory = f"{row['peak_gb']:.2f} GB (held {row['held_gb']:.2f})"
+                say(f"{case.space} {name}: {row['ms']:.1f} ms, {memory}, {row['kernels']} kernels")
             task = made_search(data, case, session, **VARIANTS["fused bf16"])
             found["busy_share"][case.space] = busy_share(task, 40)
             del task
@@ -256,6 +268,7 @@ def as_tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str
                 f"{row['busy_ms']:.1f}",
                 str(row["kernels"]),
                 f"{row['peak_gb']:.2f}",
+                f"{row['held_gb']:.2f}",
                 f"{row['ms'] / floor_ms:.2f}",
             ]
         )
@@ -273,6 +286,7 @@ def as_tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str
             f"{r['ms']:.1f}",
             str(r["kernels"]),
             f"{r['peak_gb']:.2f}",
+            f"{r['held_gb']:.2f}",
         ]
         for r in found["training"]
     ]
@@ -288,14 +302,14 @@ def as_tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str
     return [
         (
             "one search step (architecture + weights), batch 64, CIFAR size",
-            ["space", "variant", "ms", "× plain", "busy ms", "kernels", "peak GB", "× floor"],
+            ["space", "variant", "ms", "× plain", "busy ms", "kernels", "peak GB", "held GB", "× floor"],
             steps,
         ),
         ("device busy in a search, and the floor: bf16 without fusing", ["space", "busy", "GB", "floor ms"], data),
         ("searches that share the device", ["space", "at once", "ms per step", "× one after another"], shared),
         (
             "training DARTS_V2, 20 cells × 36 channels, auxiliary tower, drop-path, batch 96",
-            ["variant", "images/s", "× plain", "ms", "kernels", "peak GB"],
+            ["variant", "images/s", "× plain", "ms", "kernels", "peak GB", "held GB"],
             training,
         ),
     ]

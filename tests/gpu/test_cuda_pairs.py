@@ -1,4 +1,4 @@
-"""Every method in every space on a CUDA device: steps are recorded and never wait, or a plain reason is given once."""
+"""Every method in every space on a CUDA device: steps never wait and are recorded; which may not be is listed here."""
 
 import dataclasses
 import sys
@@ -23,23 +23,37 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
 ]
 SEARCHING = [name for name in METHODS if name != "random"]  # which trains networks one by one
+SINGLE = {"method_settings": {"paths": "single"}}
+"""IT-NAS on one drawn path per step."""
+CASES = [
+    *((method, space, {}) for method in SEARCHING for space in SPACES),
+    *(("itnas", space, SINGLE) for space in SPACES),
+]
 DRAWN = "hardly one comes twice"
 
 
-@pytest.mark.parametrize("space", list(SPACES))
-@pytest.mark.parametrize("method", SEARCHING)
-def test_a_step_of_every_pair_is_recorded_and_never_waits(method: str, space: str) -> None:
+def draws_paths(method: str, settings: dict[str, Any]) -> bool:
+    """Those that draw one of many paths per step: nothing else may go unrecorded."""
+    return method == "spos" or (method == "itnas" and settings == SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("method", "space", "own"), CASES, ids=[f"{m}{'-single' if own else ''}-{s}" for m, s, own in CASES]
+)
+def test_a_step_of_every_pair_is_recorded_and_never_waits(method: str, space: str, own: dict[str, Any]) -> None:
     tiny: Any = tiny_space(space)
     sizes = {field.name: getattr(tiny, field.name) for field in dataclasses.fields(tiny) if field.init}
     given: dict[str, Any] = {**settings("nb201", "digits", device="cuda", threads=0), "space": space, "method": method}
     given |= {"space_settings": sizes, "engine": "graph", "split": {"weights": 240, "validation": 240}}
+    given |= own
     given["architecture"] = {"lr": 1e-6}  # a derivation that rests, for methods that record one step per derivation
     told: list[Any] = []
     with session() as opened:
         task = search_task(given, opened, told)
         step_without_waiting(task)
         reasons = [str(event) for event in told if "record" in str(event)]
-        if method == "spos" or reasons:
+        if draws_paths(method, own):
             assert len(reasons) == 1 and DRAWN in reasons[0]
         else:
-            assert isinstance(task._run, CapturedStep) and task._run._graphs, "recorded, with nothing said"
+            assert reasons == [], "nothing else may go unrecorded"
+            assert isinstance(task._run, CapturedStep) and task._run._graphs

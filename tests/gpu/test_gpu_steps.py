@@ -189,6 +189,11 @@ def run(kind: str, folder: Path, given: dict[str, Any], options: dict[str, Any] 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "search-bilevel": ("search", settings("darts", "digits", batch_size=64)),
     "search-unrolled": ("search", settings("nb201", "digits", batch_size=64, regime="unrolled")),
+    # Concrete samples and dropped paths inside the recorded step: a resumed run must draw what an unbroken one does.
+    "search-snas-drop-path": (
+        "search",
+        settings("darts", "digits", method="snas", drop_path=0.3, engine="graph", batch_size=64),
+    ),
     "train": ("train", training("darts", "digits", batch_size=128)),
 }
 
