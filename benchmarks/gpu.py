@@ -71,11 +71,13 @@ def made_search(data: str, case: Case, session: Session, **settings: Any) -> Tas
     return search_task(recipe, dataset, parts, session, lambda event: print(getattr(event, "text", event)))
 
 
-def made_training(data: str, session: Session, **settings: Any) -> TrainTask:
+def made_training(data: str, session: Session, *, channels_first: bool = False, **settings: Any) -> TrainTask:
     genotype = notation.parse(DARTS_V2)
     recipe = resolve_training(genotype, {"data": data, "recipe": "cifar", "device": "cuda", **settings})
     dataset, space = load(recipe.data), build_space(genotype.space, recipe.space_settings)
     network = session.place(space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=True))
+    if channels_first:
+        network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     feeds = Feeds(dataset, recipe.batch_size, recipe.seed, session.device, session.dtype)
     batches = feeds.training(torch.arange(len(dataset.train)), dataset.augment)
     return TrainTask(recipe, network, session.world, train=batches, held=None, tell=print)
@@ -243,6 +245,8 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             ("plain", {"engine": "eager", "precision": "float32"}),
             ("graph", {"engine": "graph", "precision": "float32"}),
             ("graph bf16", {"engine": "graph", "precision": "bfloat16"}),
+            ("graph, channels-first", {"engine": "graph", "precision": "float32", "channels_first": True}),
+            ("graph bf16, channels-first", {"engine": "graph", "precision": "bfloat16", "channels_first": True}),
         ):
             torch.cuda.empty_cache()
             task = made_training(data, session, **settings)

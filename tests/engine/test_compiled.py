@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from softcell.engine import compiled
+from softcell.kernels.mix import weighted_sum
 from softcell.nn.lite_transformer import LiteTransformer
 from softcell.search import resolve, search
 
@@ -19,8 +21,12 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     # The whole of the compiler but its code generator, which needs a C++ compiler and minutes.
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._inductor")]
+    before = [list(logger.handlers) for logger in loggers]
     with torch._dynamo.config.patch(recompile_limit=8, suppress_errors=False):
         yield
+    for logger, handlers in zip(loggers, before, strict=True):
+        logger.handlers = handlers
 
 
 @pytest.mark.parametrize("method", ["snas", "itnas"])
@@ -69,6 +75,50 @@ def test_regions_are_compiled_in_place_and_keep_their_names() -> None:
     assert type(network[0].forward).__name__ != "method", "the region's forward is the compiled one"
     torch.testing.assert_close(network(x), expected)
     assert list(network.state_dict()) == before and calls == []
+
+
+class Chooses(nn.Module):
+    """Another graph for every number that it is called with."""
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x * number
+
+
+def test_what_the_compiler_gives_up_is_told_once_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiled, "VARIANTS", 2)
+    told: list[str] = []
+    region = Chooses()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert compiled.compile_regions([region], told.append)
+        for number in range(2, 9):
+            assert region(torch.ones(3), number).tolist() == [number] * 3
+    assert len(told) == 1 and "gave up" in told[0] and "recompile_limit" in told[0] and "\n" not in told[0]
+    assert "dynamo" not in capfd.readouterr().err
+
+
+def test_whoever_asks_for_the_logs_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_LOGS", "recompiles")
+    before = list(logging.getLogger("torch._dynamo").handlers)
+    assert compiled.compile_regions([Chooses()], pytest.fail)
+    assert logging.getLogger("torch._dynamo").handlers == before
+
+
+def test_a_weighted_sum_stays_in_the_graph() -> None:
+    """One graph per number of terms, whatever their weights; gradients are those of the plain sum."""
+    torch._dynamo.utils.counters.clear()
+    run = torch.compile(weighted_sum, backend="aot_eager", dynamic=False)
+    for number in (1, 2, 5, 5, 2):
+        x = [torch.randn(2, 3, requires_grad=True) for _ in range(number)]
+        weights = torch.rand(number, requires_grad=True)
+        found, expected = (
+            [y, *torch.autograd.grad(y.square().sum(), [weights, *x])]
+            for y in (run(x, weights), weighted_sum(x, weights))
+        )
+        torch.testing.assert_close(found, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_the_reason_is_told_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ A whole supernet takes the compiler minutes; a cell takes seconds, and there are
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,10 +30,35 @@ def compile_regions(regions: Iterable[nn.Module], tell: Callable[[str], None]) -
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     # A region that the compiler cannot read runs as it is.
     torch._dynamo.config.suppress_errors = True
+    _speak_plainly(tell)
     for module in modules:
         forward: Any = torch.compile(module.forward, backend=BACKEND, dynamic=False)
         module.forward = forward
     return True
+
+
+class _Once(logging.Handler):
+    """Hands on in one line, and once, what the compiler would print in many."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell, self._told = tell, False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._told:
+            return
+        self._told = True
+        first = next((line.strip() for line in record.getMessage().splitlines() if line.strip()), record.name)
+        self._tell(f"engine=compile: the compiler gave up on a part of the network, which runs as it is ({first})")
+
+
+def _speak_plainly(tell: Callable[[str], None]) -> None:
+    """What the compiler says from now on goes to `tell`; whoever sets TORCH_LOGS wants to read it as it is."""
+    if os.environ.get("TORCH_LOGS"):
+        return
+    once = _Once(tell)
+    for logger in (logging.getLogger(name) for name in ("torch._dynamo", "torch._inductor")):
+        logger.handlers, logger.propagate = [once], False
 
 
 def unable() -> str | None:

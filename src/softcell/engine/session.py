@@ -43,7 +43,8 @@ M = TypeVar("M", bound=nn.Module)
 def place(module: M, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
     """Moves a module; convolution weights are laid out channels-last.
 
-    Outputs then are channels-last too, which is faster for depthwise convolutions, pools and norms on CPUs and GPUs.
+    Outputs then are channels-last too. Not a choice: fused cells keep their planes so, and on a CPU a search step by
+    modules takes 1.3 to 1.5 times as long the other way (benchmarks/NOTES.md).
     """
     module.to(device=device, dtype=dtype)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

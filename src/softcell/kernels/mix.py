@@ -16,6 +16,9 @@ from torch import Tensor
 def weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
     """inputs: m tensors of one shape; weights [m]; gives Σ weights[k] · inputs[k]."""
     assert len(inputs) == weights.shape[0] and len(inputs) > 0
+    if torch.compiler.is_compiling():
+        # The compiler fuses the sum itself; what reads values below would end its graph and be compiled per length.
+        return weighted_sum_reference(inputs, weights)
     result: Tensor = _WeightedSum.apply(weights, *inputs)  # type: ignore[no-untyped-call]
     return result
 
