@@ -1,11 +1,10 @@
 """Flat kernels from the factors that modules hold: the twin against the modules, Triton's kernels against the twin.
 
-The first needs nothing; the second a GPU, or on a CPU Triton's interpreter (TRITON_INTERPRET=1).
+The first needs nothing, the second a GPU.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -20,8 +19,7 @@ from softcell.kernels.compose import Kind, Recipe
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.spaces.fused_plan import Entry, plan
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda"
 CHANNELS = (5, 8, 16, 32, 64)
 # Taps of 3×3 and 5×5 depthwise convolutions, of a 2×2 block, of dense 1×1 and 3×3 convolutions.
 SHAPES = (
@@ -121,7 +119,7 @@ def test_the_recipes_here_are_those_of_cells() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.skipif(not has_triton(), reason="needs Triton")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("channels", CHANNELS)

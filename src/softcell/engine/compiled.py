@@ -34,6 +34,7 @@ def compile_regions(regions: Iterable[nn.Module], tell: Callable[[str], None]) -
     for module in modules:
         forward: Any = torch.compile(module.forward, backend=BACKEND, dynamic=False)
         module.forward = forward
+    tell("engine=compile: the first steps take minutes, in which cells are compiled")
     return True
 
 
