@@ -121,7 +121,7 @@ def main() -> None:
 def _print(rows: list[dict[str, Any]], record: Path) -> None:
     table = Table(title="accuracies on the validation split")
     for column in ("method", "seed", "epochs", "hours", "GPU-days", "supernet", "derived", "norms anew", "gap"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=column in ("method", "gap"))
     for row in rows:
         found, done = row["result"], f"{row['epochs_done']}/{row['epochs']}"
         if found == NOT_MEASURED:

@@ -7,6 +7,7 @@ Recipes, spaces and methods are described by frozen dataclasses. This file reads
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -119,7 +120,10 @@ def _convert_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
             return convert(kind, value, where)
         except UserError as error:
             errors.append(str(error))
-    raise UserError(errors[0])
+    # Several kinds of value would do: all are named, without the setting's name in each.
+    rest = [error.removeprefix(f"{where} ").partition(", got ")[0].removeprefix("must be ") for error in errors[1:]]
+    first, got, value_ = errors[0].partition(", got ")
+    raise UserError(", or ".join([first, *dict.fromkeys(rest)]) + got + value_)
 
 
 def _convert_plain(kind: Any, value: Any, where: str) -> Any:
@@ -129,9 +133,13 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:  # YAML reads 1e-3 as text, so numbers in text are taken too
-            return float(value)
+            number = float(value)
         except ValueError:
             pass
+        else:
+            if not math.isfinite(number):  # nor could a run folder keep it
+                raise UserError(f"{where} must be a finite number, got {value!r}")
+            return number
     if kind is str and isinstance(value, str):
         return value
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

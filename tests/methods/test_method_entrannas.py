@@ -27,6 +27,7 @@ from reference_entrannas import (
 )
 
 from softcell.arch import Choice, Layout, Live, Positive, StrongestEach, Table, TopInputs, WeightMix
+from softcell.arch.mix import live_of
 from softcell.errors import UserError
 from softcell.methods.entrannas import (
     EnTranNas,
@@ -464,3 +465,30 @@ def test_transit_cells_stay_whole_where_none_would_cut_them() -> None:
 def test_settings_that_make_no_sense_are_refused(kind: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         kind(**given)
+
+
+@pytest.mark.parametrize("space", ["darts", "nb201", "nos", "s1"])
+@pytest.mark.parametrize("kind", [EnTranNas, EnTranNasDst])
+def test_transit_cells_run_what_would_be_derived(space: str, kind: type[EnTranNas] | type[EnTranNasDst]) -> None:
+    layout = tiny_space(space).layout()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        method = kind(layout, kind.Settings(engines="last"))
+        with torch.no_grad():
+            for logits in method.alpha.values():
+                logits.normal_(0.0, 2.0)
+            for beta in getattr(method, "beta", nn.ParameterDict()).values():
+                beta.fill_(2.0)
+        genotype = method.derive()
+        for site, live in enumerate(method.planned()):
+            table = layout.table(layout.sites[site])
+            picks = genotype.cells[table.name].picks
+            if live is not None and reaches_output(table, picks):
+                assert live == live_of(table, picks)
+
+
+def test_costs_are_recorded_for_every_connection_that_is_kept() -> None:
+    method = EnTranNasDst(tiny_space("nb201").layout(), EnTranNasDstSettings())
+    found, coefficients = method.occupancy()["cell"], method.probabilities()["cell"]
+    assert torch.equal(found, (coefficients > 0).float())
+    assert found.sum() > len(found), "several on an edge, each in full"

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from search_toys import settings, training, write_data
 
-from softcell.arch import Cell, Genotype, Positive, WeightMix, check_against
+from softcell.arch import Cell, Genotype, Pick, Positive, WeightMix, check_against
 from softcell.arch.notation import to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.evaluate import count_genotype, load_network, train
@@ -54,7 +54,7 @@ def any_degree(space: str, seed: int) -> Genotype:
 
 
 def run(space: str, data: Path, out: Path, **changes: Any) -> SearchResult:
-    given = settings(space, data, method="entrannas-dst", epochs=2, **changes)
+    given = settings(space, data, **{"method": "entrannas-dst", "epochs": 2, **changes})
     return search(resolve(given), out)
 
 
@@ -120,6 +120,18 @@ def test_more_sparsity_gives_fewer_connections(tmp_path: Path, data: Path) -> No
     assert found[1] < found[0]
 
 
+def test_a_search_anneals_the_temperature(data: Path, tmp_path: Path) -> None:
+    result = run("nb201", data, tmp_path / "run", method="entrannas", epochs=3)
+    assert [row["temperature"] for row in result.metrics] == pytest.approx([1.0, 10**-0.5, 0.1])
+
+
+@pytest.mark.parametrize("estimator", ["monte-carlo", "policy"])
+def test_estimators_that_draw_one_candidate_are_refused(estimator: str, data: Path, tmp_path: Path) -> None:
+    resource = {"weight": 0.1, "form": "linear", "estimator": estimator}
+    with pytest.raises(UserError, match=r"resource\.estimator=expectation"):
+        run("nb201", data, tmp_path / "run", resource=resource)
+
+
 @pytest.mark.parametrize("space", ["darts", "nb201"])
 def test_dst_searches_with_a_resource_penalty_and_a_budget(space: str, data: Path, tmp_path: Path) -> None:
     """DST's topology with SNAS's resource term: both reach the same coefficients."""
@@ -127,7 +139,16 @@ def test_dst_searches_with_a_resource_penalty_and_a_budget(space: str, data: Pat
     result = run(space, data, tmp_path / "run", resource=resource, child_every=1)
     assert result.genotype is not None
     check_against(result.genotype, build_space(space, {}).layout())
-    assert result.metrics[-1]["expected_parameters"] > 0
+    found = count_candidates(build_space(space, to_dict(SIZES[space])), (1, 8, 8), 3)
+    derived = sum(
+        float(found.kinds["parameters"][site][table.choices.index(choice), k])
+        for site, name in enumerate(found.layout.sites)
+        for table in [found.layout.table(name)]
+        for choice in table.choices
+        for k, op in enumerate(choice.candidates)
+        if Pick(choice.source, choice.target, op) in result.genotype.cells[name].picks
+    )
+    assert result.metrics[-1]["expected_parameters"] == pytest.approx(derived), "every connection in full"
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     assert results["budget_met"] is False
     assert 0 <= results["child_accuracy_bn"] <= 1

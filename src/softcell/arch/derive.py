@@ -215,14 +215,19 @@ def derive(
 
     Where the space asks more of its architectures than another rule knows of, its own rule completes them.
     """
-    cells = {}
-    for table in layout.tables:
-        values = strengths[table.name]
-        picks = (rule or layout.rule)(table, values)
-        if rule is not None and isinstance(layout.rule, Rule):
-            picks = layout.rule.complete(table, values, picks)
-        cells[table.name] = Cell(picks, table.output)
+    cells = {
+        table.name: Cell(derive_picks(layout, table, strengths[table.name], rule), table.output)
+        for table in layout.tables
+    }
     return Genotype(layout.space, cells, settings=layout.settings, about=dict(about or {}))
+
+
+def derive_picks(layout: Layout, table: Table, strengths: Tensor, rule: Rule | None = None) -> tuple[Pick, ...]:
+    """The picks of one table, strengths [choices, width], as `derive` makes them."""
+    picks = (rule or layout.rule)(table, strengths)
+    if rule is not None and isinstance(layout.rule, Rule):
+        picks = layout.rule.complete(table, strengths, picks)
+    return picks
 
 
 def sample(layout: Layout, seed: int) -> Genotype:

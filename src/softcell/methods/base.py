@@ -53,6 +53,9 @@ class Method(nn.Module, ABC):
     excludes: ClassVar[tuple[str, ...]] = ()
     regime: ClassVar[Regime] = "bilevel"
     learns: ClassVar[bool] = True
+    is_distribution: ClassVar[bool] = (
+        True  # what is penalised sums to 1 per choice, so that samples of it mean something
+    )
     home: ClassVar[str | None] = None
     needs_shapes: ClassVar[bool] = False
     rule: ClassVar[Rule | None] = None
@@ -110,6 +113,10 @@ class Method(nn.Module, ABC):
     def remarks(self) -> Sequence[str]:
         """What a user has to know about the derived architecture."""
         return ()
+
+    def occupancy(self) -> dict[str, Tensor]:
+        """How much of each candidate a derived network is expected to have, per table: what costs are recorded by."""
+        return self.probabilities()
 
     def penalised(self, mix: Mix) -> dict[str, Tensor]:
         """The probabilities that a resource penalty acts on, after a forward pass under `mix`."""

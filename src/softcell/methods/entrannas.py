@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, WeightMix
 from softcell.arch.anneal import Schedule, temperature_at
+from softcell.arch.derive import derive_picks
 from softcell.arch.mix import live_of
 from softcell.arch.simplex import masked_softmax
 from softcell.errors import UserError
@@ -241,13 +242,13 @@ class _EngineTransit(Method):
         return {"temperature": self.temperature}
 
     def _derived(self, table: Table, strengths: Tensor) -> Live:
-        rule = self.rule or self.layout.rule
         strengths = strengths.nan_to_num()  # a search that has diverged is told by its loss, with the step
-        picks = rule(table, strengths)
+        picks = derive_picks(self.layout, table, strengths, self.rule)
         if not reaches_output(table, picks):
             # Deviation: where `none` may be picked a cell can break in two; its transit twins would end all learning,
             # so they run the strongest other candidates until it is whole again.
-            picks = rule(table, strengths.masked_fill(table.columns("none"), -torch.inf))
+            whole = strengths.masked_fill(table.columns("none"), -torch.inf)
+            picks = derive_picks(self.layout, table, whole, self.rule)
         return live_of(table, picks)
 
     def _ones_at(self, table: str, live: Live, like: Tensor) -> Tensor:
@@ -290,6 +291,7 @@ class EnTranNasDst(_EngineTransit):
     about: ClassVar[str] = "EnTranNAS-DST: learned thresholds decide how many connections each node keeps"
     excludes: ClassVar[tuple[str, ...]] = ("none",)
     rule: ClassVar[Rule] = Positive()
+    is_distribution: ClassVar[bool] = False
     Settings: ClassVar[type] = EnTranNasDstSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": CIFAR,
@@ -312,6 +314,9 @@ class EnTranNasDst(_EngineTransit):
     def probabilities(self) -> dict[str, Tensor]:
         """q̂; an edge that is pruned away has 0 throughout."""
         return {name: operation_normalised(q) for name, q in self._pruned().items()}
+
+    def occupancy(self) -> dict[str, Tensor]:
+        return {name: (q > 0).to(q.dtype) for name, q in self._pruned().items()}
 
     def penalised(self, mix: Mix) -> dict[str, Tensor]:
         """1 for every connection that is derived, 0 for others; the gradient is that of p + q.

@@ -358,6 +358,11 @@ def _resource(
     penalised = steerable or settings.eta > 0 or not recipe.evolution.is_on
     if penalised and not steerable:
         check_steerable(method.probabilities(), recipe.method)
+    if penalised and settings.estimator != "expectation" and not method.is_distribution:
+        raise UserError(
+            f"`resource.estimator={settings.estimator}` draws one candidate per edge, but {recipe.method} keeps any "
+            "number of them; use resource.estimator=expectation"
+        )
     shape, classes = dataset.shape, dataset.num_classes
     costs = count_candidates(space, shape, classes, printed_pooling=settings.pooling == "printed")
     if settings.latency_table is not None:

@@ -294,7 +294,7 @@ class SearchTask:
         """Expected costs of the architecture's distribution; with a budget, the derived network's own."""
         if self._resource is None:
             return {}
-        expected = self._resource.expected(self.method.probabilities())
+        expected = self._resource.expected(self.method.occupancy())
         metrics = {f"expected_{kind}": value for kind, value in expected.items()}
         return metrics if self._budget is None else metrics | self._budget.end_epoch(epoch, genotype)
 

@@ -93,6 +93,7 @@ class MixedCell(nn.Module):
         self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
         self._departures = Departures(self._features, self._spec.channels)
         self._apart = Departures(self._features_apart, self._spec.channels)
+        self._targets: Set[int] = frozenset(table.targets)
         self._reached_by_all: Set[int] | None = None
 
     def use_drop_path(self, drop_path: DropPath | None) -> None:
@@ -242,10 +243,12 @@ class MixedCell(nn.Module):
         What calibrations send to any other is never used, so that their weights must get no gradient, not even the
         zeros that weights would get which are stacked with others.
         """
+        if self._block is None:
+            return self._targets
         if live is None and self._reached_by_all is not None:
             return self._reached_by_all
         reached = {entry.target for node in self._leaving for _, entry in self._features(node, live)}
-        reached |= set() if self._block is None else self._block.residual.keys()
+        reached |= self._block.residual.keys()
         if live is None:
             self._reached_by_all = reached
         return reached
