@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from softcell.arch import WeightMix
 from softcell.nn.conv import DilatedConv, ReLUConvBN
 from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacks
-from softcell.spaces import edges
+from softcell.spaces import build_space, edges
 from softcell.spaces.fused import modules_only
-from softcell.testing import tiny_space
 
 
 def made(affine: bool, kernel: int = 3, stride: int = 1) -> list[ReLUConvBN]:
@@ -67,13 +66,17 @@ def test_what_differs_or_is_listened_to_is_not_stacked() -> None:
     assert not stacks(torch.zeros(LARGEST + 1))
 
 
-def test_a_supernet_computes_the_same_with_and_without_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bottleneck", [1, 2])
+def test_a_supernet_computes_the_same_with_and_without_stacking(
+    bottleneck: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     monkeypatch.setattr(edges, "run_stacked", lambda ms, x: calls.append(len(ms)) or run_stacked(ms, x))
     results = []
     for literal in (False, True):
         torch.manual_seed(0)
-        supernet = tiny_space("nb201").supernet((3, 8, 8), 5).double()
+        space = build_space("nb201", {"cells_per_stage": 1, "channels": 4, "bottleneck": bottleneck})
+        supernet = space.supernet((3, 8, 8), 5).double()
         tables = {t.name: torch.randn(len(t), t.width, dtype=torch.float64).softmax(1) for t in supernet.layout.tables}
         x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
         before = len(calls)

@@ -230,6 +230,13 @@ def test_the_enlarged_space_is_searched(data: Path, tmp_path: Path) -> None:
     assert result.genotype is not None
 
 
+@pytest.mark.parametrize("space", ["nb201", "nos", "s1", "fullattention"])
+def test_other_spaces_keep_their_own_candidates(space: str) -> None:
+    recipe = resolve({"method": "entrannas", "space": space, "scale": "enlarged", "data": "digits"})
+    own = build_space(space, {k: v for k, v in recipe.space_settings.items() if k == "share_features"})
+    assert build_space(space, recipe.space_settings).layout() == own.layout()
+
+
 def test_a_scale_that_a_method_does_not_have_is_refused_with_those_it_has() -> None:
     with pytest.raises(UserError, match="small, paper, imagenet, enlarged for method 'entrannas'"):
         resolve({"method": "entrannas", "scale": "huge"})

@@ -263,8 +263,12 @@ def default_scale(method: type[Method | Sampler], data: object) -> str:
 
 
 def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> list[str]:
-    """Settings that the method's recipe wants of a space and that this one does not have."""
-    has = {field.name for field in fields(space)}  # type: ignore[arg-type]
+    """Settings that the method's recipe wants of a space and that this one does not have.
+
+    Candidates that a recipe names are those of DARTS cells: another space would be another one with them.
+    """
+    has = {field.name for field in fields(space) if field.init}  # type: ignore[arg-type]
+    has -= set() if space.name == "darts" else {"candidates"}
     return [key for key in method.recipes.get(scale, {}).get("space_settings", {}) if key not in has]
 
 

@@ -302,7 +302,7 @@ def _task(
             about=about,
         )
     for name in unmet(kind, type(space), recipe.scale):
-        tell(f"{recipe.method} wants `space.{name}`, but space {recipe.space!r} has no such setting: it goes without")
+        tell(f"{recipe.method} wants `space.{name}`, which space {recipe.space!r} does not take: it goes without")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(fitted(kind, settings, supernet))
     resource, budget = _resource(recipe, space, method, dataset, session, tell)

@@ -93,7 +93,7 @@ class Runner:
         if is_distributed() or literal():
             return
         own = list(modules)
-        if self._bottleneck is None and stacks(self._x):
+        if stacks(self._x):
             self._stack(own)
         if gathers(self._x) and any(isinstance(module, Calibration) for module in own):
             self._done |= run_calibrations(own, self.value())
@@ -105,6 +105,7 @@ class Runner:
                 kinds.setdefault(kind, {})[id(module)] = module
         for alike in kinds.values():
             if len(alike) > 1:
+                self._narrow()
                 outputs = run_stacked(list(alike.values()), self._activate())
                 self._done.update(zip(alike, outputs, strict=True))
 
