@@ -86,7 +86,7 @@ def test_a_resolved_recipe_resolves_to_itself_also_through_json(method: str, spa
         ({"epochs": 2.5}, "a whole number"),
         ({"epochs": True}, "a whole number"),
         ({"weights": {"lr": 0}}, r"`weights.lr > 0` must hold"),
-        ({"weights": {"lr": float("nan")}}, r"`weights.lr > 0` must hold"),
+        ({"weights": {"lr": float("nan")}}, r"recipe\.weights\.lr must be a finite number"),
         ({"weights": {"lr": 0.1, "lr_min": 0.2}}, "lr_min <= weights.lr"),
         ({"weights": 3}, "a mapping"),
         ({"architecture": {"beta1": 1.0}}, "beta1 < 1"),

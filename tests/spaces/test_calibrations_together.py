@@ -40,7 +40,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture(params=["CPU's sums", "GPU's sums"])
+SUMS = ("CPU's sums", "GPU's sums")
+
+
+@pytest.fixture(params=SUMS)
 def summed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many terms each weighted sum of calibrations had whose weights were read with all others."""
     found: list[int] = []
@@ -102,7 +105,11 @@ def require_equal(found: list[Tensor | None], expected: list[Tensor | None], tol
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("method", "settings", "space"), CASES)
+@pytest.mark.parametrize(
+    ("summed", "method", "settings", "space"),
+    [*((SUMS[0], *case) for case in CASES), *((SUMS[1], *CASES[i]) for i in (0, 3))],
+    indirect=["summed"],
+)
 def test_a_step_equals_one_module_by_module(
     method: str, settings: dict[str, Any], space: str, ran: list[int], summed: list[int]
 ) -> None:
