@@ -9,12 +9,10 @@ python -m benchmarks.credit --paper --precision bfloat16     # the paper's size
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from studies.runs import write_record
 
+from benchmarks.options import step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, players
 from softcell.engine.device import resolve_device, set_threads
 
@@ -76,14 +75,8 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.credit", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--paper", action="store_true", help="the paper's size instead of the small one")
+    parser = step_options("python -m benchmarks.credit", __doc__, rounds=40, threads=1)
     parser.add_argument("--space", action="append", help="one space instead of all; may be repeated")
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0 leaves torch's choice")
-    parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
-    parser.add_argument("--out", type=Path, help="where to write the JSON record")
     options = parser.parse_args()
     device, threads = resolve_device(options.device), set_threads(options.threads)
     rows: list[dict[str, Any]] = []

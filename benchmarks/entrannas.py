@@ -9,19 +9,18 @@ python -m benchmarks.entrannas --paper    # 8 cells, 16 channels, 32×32 (on a C
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.options import step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
 from softcell.engine.device import resolve_device, set_threads
 from softcell.engine.provenance import collect
@@ -94,15 +93,9 @@ def on_gpu(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.entrannas", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--paper", action="store_true", help="the paper's size instead of the small one")
+    parser = step_options("python -m benchmarks.entrannas", __doc__, rounds=7)
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
-    parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
     parser.add_argument("--modules", action="store_true", help="on a GPU: without fused cells")
-    parser.add_argument("--out", type=Path, help="where to write the JSON record")
     options = parser.parse_args()
     device, threads = resolve_device(options.device), set_threads(options.threads)
     console, base = Console(), (PAPER if options.paper else SMALL)[0]

@@ -11,11 +11,9 @@ python -m benchmarks.itnas --paper               # 8 cells, 16 channels, 32×32 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from studies.runs import write_record
 
+from benchmarks.options import step_options
 from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megabytes, players
 from softcell.engine.device import resolve_device, set_threads
 
@@ -121,15 +120,10 @@ def _peaks(task: Any) -> Iterator[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.itnas", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--paper", action="store_true", help="the paper's size instead of the small one")
+    again = "timed steps of each; 0: memory alone"
+    parser = step_options("python -m benchmarks.itnas", __doc__, rounds=5, rounds_help=again)
     parser.add_argument("--space", default="darts", choices=["darts", "nb201", "proxyless"], help="which space")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each; 0: memory alone")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
-    parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
-    parser.add_argument("--out", type=Path, help="where to write the JSON record")
     options = parser.parse_args()
     device, threads = resolve_device(options.device), set_threads(options.threads)
     console = Console()

@@ -28,7 +28,6 @@ from torch.func import functional_call
 
 from softcell.methods.itnas import ItMix, ItNas
 from softcell.nn.candidates import candidate, known_candidates
-from softcell.nn.lite_transformer import LiteTransformer
 from softcell.search import resolve
 from softcell.search.restored import restore
 from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, spread, write_record
@@ -62,8 +61,7 @@ class Read(ItMix):
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         if all(x is None for x in outputs.values()):
             return None
-        module = self._method.transformers[f"{site}_{choice}"]
-        assert isinstance(module, LiteTransformer)
+        module = self._method.transformer(site, choice)
         output, attention = module(outputs)
         if self._kind == "positions":
             attention = module.attend({k: None if x is None else torch.zeros_like(x) for k, x in outputs.items()})

@@ -43,6 +43,7 @@ from softcell.methods.entrannas import (
     thresholds,
 )
 from softcell.nn.candidates import Spec
+from softcell.settings import build
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.darts import CANDIDATES, DartsSpace
 from softcell.testing import tiny_space
@@ -492,3 +493,8 @@ def test_costs_are_recorded_for_every_connection_that_is_kept() -> None:
     found, coefficients = method.occupancy()["cell"], method.probabilities()["cell"]
     assert torch.equal(found, (coefficients > 0).float())
     assert found.sum() > len(found), "several on an edge, each in full"
+
+
+def test_a_wrong_assignment_of_engines_is_told_with_all_that_would_do() -> None:
+    with pytest.raises(UserError, match=r"must be one of first, last, all, or a list, got 'middle'"):
+        build(EnTranNasSettings, {"engines": "middle"})

@@ -20,7 +20,6 @@ from softcell.errors import UserError
 from softcell.methods import fitted
 from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
 from softcell.nn.lite_ensemble import LiteEnsemble
-from softcell.nn.lite_transformer import LiteTransformer
 from softcell.nn.moments import Moments
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.shapes import output_shapes
@@ -58,8 +57,7 @@ class Literal(Mix):
         table = self.method.layout.table(self.method.layout.sites[site])
         names = table.choices[choice].candidates
         allowed = {k: x for k, x in outputs.items() if names[k] != "none" or self.method.layout.space == "nb201"}
-        module = self.method.transformers[f"{site}_{choice}"]
-        assert isinstance(module, LiteTransformer)
+        module = self.method.transformer(site, choice)
         every, attention = encoder(module, allowed)
         row = torch.zeros(every.shape[0], table.width, dtype=every.dtype)
         row[:, list(allowed)] = attention[:, 0, 1:]

@@ -169,7 +169,7 @@ def normed(y: Tensor, moments: Tensor) -> Tensor:
 
 
 def scaled(values: Tensor, factors: Tensor | None, choice: int) -> Tensor:
-    """values [n, h, w, c], each sample by its factor of `choice`."""
+    """values [n, ., ., .], each sample by its factor of `choice`."""
     return values if factors is None else values * factors[choice].to(values.dtype).view(-1, 1, 1, 1)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.norm import scaled
 from softcell.kernels.taps import tile_moments
 
 NONE = -1
@@ -108,10 +109,7 @@ def gather_gradient_reference(
         if one.adds:
             total = total + dx[one.source]
         for plane, weight, choice in one.identities:
-            share = mix[weight] * dy[plane]
-            if factors is not None:
-                share = share * factors[choice].to(share.dtype).view(-1, 1, 1, 1)
-            total = total + share
+            total = total + scaled(mix[weight] * dy[plane], factors, choice)
         if one.pool is not None:
             total = total + _pool_gradient(image, dy, winners, one.pool)
         dx[one.source] = total.to(dx.dtype)

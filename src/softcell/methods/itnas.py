@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,7 @@ from softcell.nn.moments import Moments
 from softcell.settings import not_negative
 from softcell.spaces.shapes import Shapes
 
+T = TypeVar("T")
 HALVES = {"weights": 0.5, "validation": 0.5}
 
 
@@ -129,7 +130,7 @@ class ItMix(Mix):
             own = [outputs.get(choice, {}) for choice in group.choices]
             ensemble = self._method.ensembles[group.ensemble]
             maps = [x for one in own for x in one.values() if x is not None]
-            if not ensemble.serves(maps) or any(order_of(one) != list(ensemble.order) for one in own):
+            if not ensemble.serves(maps) or any(tuple(order_of(one)) != ensemble.order for one in own):
                 continue
             output, attention = self._run_together(group, ensemble, maps)
             for choice, value, row in zip(group.choices, output.unbind(), attention.unbind(), strict=True):
@@ -143,10 +144,7 @@ class ItMix(Mix):
         if key not in self._laid:
             with torch.set_grad_enabled(self._learns and torch.is_grad_enabled()):
                 self._laid[key] = ensemble.lay(dtype)
-        laid = self._laid[key][group.place]
-        if self._method.settings.recompute and torch.is_grad_enabled():
-            return checkpoint(ensemble, laid, maps, use_reentrant=False, preserve_rng_state=False)  # type: ignore
-        return ensemble(laid, maps)  # type: ignore[no-any-return]
+        return self._economical(ensemble, self._laid[key][group.place], maps)  # type: ignore[no-any-return]
 
     def _passes(self, outputs: Mapping[int, Tensor | None]) -> bool:
         """Whether a choice off the attended one runs its sampled candidate, with a coefficient of exactly 1."""
@@ -166,11 +164,13 @@ class ItMix(Mix):
             fixed = {name: p.detach() for name, p in module.named_parameters()}
             return functional_call(module, fixed, (ordered, attention_alone))  # type: ignore[no-any-return]
 
-        maps = [x for x in outputs.values() if x is not None]
-        if self._method.settings.recompute and torch.is_grad_enabled():
-            # Candidates' maps, which others keep too, are all that stays until the backward pass.
-            return checkpoint(forward, *maps, use_reentrant=False, preserve_rng_state=False)  # type: ignore
-        return forward(*maps)
+        return self._economical(forward, *(x for x in outputs.values() if x is not None))
+
+    def _economical(self, run: Callable[..., T], *given: Any) -> T:
+        """run(*given); with `recompute`, candidates' maps, which others keep too, are all that stays of it."""
+        if not self._method.settings.recompute or not torch.is_grad_enabled():
+            return run(*given)
+        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def _note(self, site: int, choice: int, attention: Tensor, order: Sequence[int] | None = None) -> None:
         """Keeps a row [n, tokens + 1], or of tokens in an `order`; when all of a table are there, hands them on."""

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.nn.lite_transformer import LiteTransformer, summaries, summary
+from softcell.nn.lite_transformer import LiteTransformer, summaries, summary, taken
 from softcell.nn.stack import LARGEST
 
 
@@ -79,11 +79,11 @@ class LiteEnsemble(nn.Module):
             known = first_token[:, None]
             if len(self.order) > self.maps + 1:
                 zeros = F.layer_norm(
-                    _columns(p["positions"], self.order[self.maps + 1 :]), own.shape[1:], eps=self._token_eps
+                    taken(p["positions"], self.order[self.maps + 1 :], 1), own.shape[1:], eps=self._token_eps
                 )
                 known = torch.cat([known, zeros], dim=1)
             itself, zeros = torch.split((known * asked[:, None]).sum(2) + moved, [1, known.shape[1] - 1], dim=1)
-            positions = _columns(p["positions"], self.order[1 : self.maps + 1])
+            positions = taken(p["positions"], self.order[1 : self.maps + 1], 1)
             indicator = p["indicator"].permute(0, 2, 3, 1).reshape(len(modules), h * w, c)
             found = [
                 *(positions, asked, moved, itself, zeros),
@@ -137,13 +137,6 @@ def _side_by_side(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     flat = torch.cat([table[name].reshape(-1) for name in shapes for table in tables])
     pieces = torch.split(flat, [len(modules) * shape.numel() for shape in shapes.values()])
     return {name: piece.view(len(modules), *shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
-
-
-def _columns(x: Tensor, wanted: Sequence[int]) -> Tensor:
-    """[f, tokens, d] at some positions; without an index tensor, which would have to reach the device first."""
-    if list(wanted) == list(range(wanted[0], wanted[0] + len(wanted))):
-        return x[:, wanted[0] : wanted[0] + len(wanted)]
-    return torch.stack([x[:, k] for k in wanted], dim=1)
 
 
 def _turned(weight: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class LiteTransformer(nn.Module):
             parts = [self._summary(self.indicator[None]).expand(n, 1, d), summaries]
             if len(order) > m + 1:
                 parts.append(summaries.new_zeros(1).expand(n, len(order) - m - 1, d))
-            tokens = self.norm(torch.cat(parts, dim=1) + _rows(self.positions, order))
+            tokens = self.norm(torch.cat(parts, dim=1) + taken(self.positions, order))
             # q·(W_k t) = (W_k^T q)·t: one vector meets every token instead of a matrix. The IT's token is the same for
             # all images.
             asked = self.key.weight.T @ (self.query.weight @ tokens[0, 0])
@@ -166,16 +166,16 @@ def order_of(outputs: Mapping[int, object | None]) -> list[int]:
     return [0, *maps, *(k + 1 for k, x in outputs.items() if x is None)]
 
 
-def _rows(x: Tensor, wanted: Sequence[int]) -> Tensor:
-    """Rows of a matrix in runs; without an index tensor, which would have to reach the device first."""
+def taken(x: Tensor, wanted: Sequence[int], dim: int = 0) -> Tensor:
+    """Places of a dimension in runs; without an index tensor, which would have to reach the device first."""
     runs: list[list[int]] = []
     for k in wanted:
         if runs and runs[-1][1] == k:
             runs[-1][1] = k + 1
         else:
             runs.append([k, k + 1])
-    parts = [x[start:end] for start, end in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts = [x.narrow(dim, start, end - start) for start, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _pointwise(x: Tensor, layer: nn.Module) -> Tensor:

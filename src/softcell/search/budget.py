@@ -22,7 +22,6 @@ from softcell.spaces import Shape, Space
 from softcell.spaces.count import count_genotype
 
 NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "latency"}
-SETTINGS = {"parameters": "max_params", "flops": "max_flops", "latency": "max_latency"}
 
 GROWTH = 40.0
 """The logarithm of a multiplier grows by this much over a whole search whose network costs e times its budget."""

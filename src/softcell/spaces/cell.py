@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
 from softcell.kernels.mix import small_weighted_sum, weighted_sum
+from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration, calibrated
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
@@ -234,8 +235,7 @@ class MixedCell(nn.Module):
             if choice not in combined:
                 arrived[targets[choice]].outputs += [(choice, k, x) for k, x in own.items()]
             elif (value := combined[choice]) is not None:
-                kept = value if factors is None else value * factors[choice].to(value.dtype).view(-1, 1, 1, 1)
-                arrived[targets[choice]].sums.append(kept)
+                arrived[targets[choice]].sums.append(scaled(value, factors, choice))
 
     def _reached(self, live: Live | None) -> Set[int]:
         """Nodes that have something to calibrate: features that arrive, or what they leave over of their source.
@@ -261,7 +261,7 @@ class MixedCell(nn.Module):
         for choice in sorted({choice for choice, _, _ in outputs}):
             value = self._sum([output for output in outputs if output[0] == choice], mix, site)
             if value is not None:
-                kept = value * factors[choice].to(value.dtype).view(-1, 1, 1, 1)
+                kept = scaled(value, factors, choice)
                 total = kept if total is None else total + kept
         return total
 
