@@ -218,13 +218,19 @@ def test_on_a_gpu_they_are_what_modules_are_in_float64(
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     x = image(4, channels, 9, 8)
     expected = outcome(made(SETS["uneven"], channels, stride), x, False)
-    modules: list[Any] = [
-        m.to(device="cuda", dtype=torch.float32, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        for m in made(SETS["uneven"], channels, stride)
-    ]
-    found = outcome(modules, x.to("cuda", torch.float32, memory_format=torch.channels_last), True)
-    for a, b in zip(expected, found, strict=True):
-        assert (b.cpu().double() - a).norm() / a.double().norm().clamp(min=1e-3) < 1e-3
+
+    def on_the_device(together: bool) -> list[Tensor]:
+        modules: list[Any] = [
+            m.to(device="cuda", dtype=torch.float32, memory_format=torch.channels_last)  # type: ignore[call-overload]
+            for m in made(SETS["uneven"], channels, stride)
+        ]
+        return outcome(modules, x.to("cuda", torch.float32, memory_format=torch.channels_last), together)
+
+    # Gradients of the squeezing weights are small differences of large terms: float32 itself errs by 1e-3 there.
+    for true, a, b in zip(expected, on_the_device(False), on_the_device(True), strict=True):
+        scale = true.double().norm().clamp(min=1e-3)
+        theirs, ours = ((y.cpu().double() - true).norm() / scale for y in (a, b))
+        assert ours < 3 * theirs + 5e-4
 
 
 @pytest.mark.gpu
