@@ -6,6 +6,7 @@ toolkits: one module per candidate, channels-first, float32, eager, without data
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import Counter
@@ -217,6 +218,12 @@ def together(data: str, case: Case, session: Session, count: int, seconds: float
     return 1e3 * (time.perf_counter() - began) / done
 
 
+def _forget() -> None:
+    """Gives back what earlier measurements left behind: recordings hang in cycles, and hold their memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str, Any]:
     """All measurements, as plain data."""
     found: dict[str, Any] = {"steps": [], "training": [], "together": [], "floor": {}, "busy_share": {}}
@@ -224,10 +231,10 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
     with opened as session, made_data() as data:
         for case in (case for case in PAPER if case.space in spaces):
             found["floor"][case.space] = floor(case, session)
-            torch.cuda.empty_cache()
+            _forget()
             rows = {"plain": plain(case, session)}
             for name, settings in VARIANTS.items():
-                torch.cuda.empty_cache()
+                _forget()
                 rows[name] = measure(made_search(data, case, session, **settings), rounds)
             for name, row in rows.items():
                 found["steps"].append({"space": case.space, "variant": name, **row})
@@ -237,7 +244,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             found["busy_share"][case.space] = busy_share(task, 40)
             del task
             for count in (1, 2, 4, 8):
-                torch.cuda.empty_cache()
+                _forget()
                 each = together(data, case, session, count, 3.0)
                 found["together"].append({"space": case.space, "searches": count, "ms_per_step": each})
                 say(f"{case.space}, {count} at once: {each:.2f} ms per step")
@@ -248,12 +255,13 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             ("graph, channels-first", {"engine": "graph", "precision": "float32", "channels_first": True}),
             ("graph bf16, channels-first", {"engine": "graph", "precision": "bfloat16", "channels_first": True}),
         ):
-            torch.cuda.empty_cache()
+            _forget()
             task = made_training(data, session, **settings)
             row = measure(task, rounds)
             row["images_per_second"] = 1e3 * task.recipe.batch_size / row["ms"]
             found["training"].append({"variant": name, **row})
             say(f"training {name}: {row['images_per_second']:.0f} images/s")
+            del task
     return found
 
 

@@ -4,6 +4,7 @@ Searches every λ with every seed, by default with the small recipe on digits, s
 connections per node go to a record. Run it again to go on where it was stopped.
 
 python -m studies.entrannas_sparsity --seeds 4
+python -m studies.entrannas_sparsity --space nb201 --epochs 120 --lr 0.004 --out results/entrannas/sparsity-nb201.json
 python -m studies.entrannas_sparsity --data cifar10 --data-root DIR --epochs 5 --minutes 9
 """
 
@@ -44,6 +45,7 @@ def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.entrannas_sparsity", description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="digits", help="dataset")
+    parser.add_argument("--space", help="another search space than DARTS's")
     parser.add_argument("--data-root", help="where named data lie")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/sparsity"), help="where the searches lie")
     parser.add_argument("--seeds", type=int, default=2, help="searches per λ")
     parser.add_argument("--epochs", type=int, help="another number than the recipe's")
+    parser.add_argument("--lr", type=float, help="another architecture.lr than the recipe's")
     parser.add_argument("--speed", type=float, help="another method.threshold_speed than the default")
     parser.add_argument("--schedule", help="another temperature schedule than `constant`, such as `exponential`")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
@@ -63,8 +66,10 @@ def main() -> None:
         for seed in range(options.seeds):
             given: dict[str, Any] = {"method": "entrannas-dst", "seed": seed, "threads": 1}
             given["child_every"] = 1000  # the derived network is measured at the end alone
-            given |= {key: getattr(options, key) for key in ("data", "data_root", "device", "epochs")}
+            given |= {key: getattr(options, key) for key in ("data", "data_root", "device", "epochs", "space")}
             given = {key: value for key, value in given.items() if value is not None}
+            if options.lr is not None:
+                given["architecture"] = {"lr": options.lr}
             recipe = resolve({**given, "method_settings": {**method, "sparsity": weight}})
             jobs[weight, seed] = recipe, options.runs / f"lambda-{weight:g}-{Path(options.data).stem}-{seed}"
     side_by_side(list(jobs.values()), Deadline(options.minutes), options.device, options.at_once)
