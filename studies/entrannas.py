@@ -29,6 +29,8 @@ METHODS = ("entrannas", "entrannas-dst", "darts")
 SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
 """What DARTS takes over from EnTranNAS's recipe, so that they differ in method alone."""
 
+CURVE = ("epoch", "train_accuracy", "val_accuracy", "child_accuracy", "connections_normal", "connections_reduce")
+
 
 def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     given: dict[str, Any] = {
@@ -100,7 +102,9 @@ def main() -> None:
             recipe = recipe_of(method, seed, options)
             manifest = carry_on(recipe, folder, deadline)
             row: dict[str, Any] = {"method": method, "seed": seed, "epochs": recipe.epochs}
-            row["epochs_done"] = len(epochs_of(folder))
+            epochs = epochs_of(folder)
+            row["epochs_done"] = len(epochs)
+            row["curve"] = [{key: epoch[key] for key in CURVE if key in epoch} for epoch in epochs]
             row["result"] = NOT_MEASURED if manifest is None else measured(folder, manifest)
             if manifest is not None:
                 drawing = options.out / f"{folder.name}.svg"
