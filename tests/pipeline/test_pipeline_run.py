@@ -15,7 +15,7 @@ from softcell.api import Network
 from softcell.cli.main import run as softcell
 from softcell.engine.events import EpochEnded, Event, OnEvent, Started
 from softcell.errors import UserError
-from softcell.pipeline import Plan, Wishes, run
+from softcell.pipeline import Plan, Wishes, ending, run
 from softcell.pipeline import run as pipeline
 
 module = __import__("softcell.pipeline.run", fromlist=["_Run"])
@@ -27,7 +27,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 2)
     monkeypatch.setattr(module, "MOST_TRAIN_EPOCHS", 2)
     monkeypatch.setattr(module, "PROBE_BOUNDS", (0.01, 0.01))
-    monkeypatch.setattr(module, "LATENCY_ROUNDS", 1)
+    monkeypatch.setattr(ending, "LATENCY_ROUNDS", 1)
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
 
@@ -35,13 +35,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds each; they have tests of their own."""
-    whole = module.export
+    whole = ending.export
 
     def export(source: Path, kind: str, *rest: Any, **named: Any) -> None:
         if kind != "onnx":
             whole(source, kind, *rest, **named)
 
-    monkeypatch.setattr(module, "export", export)
+    monkeypatch.setattr(ending, "export", export)
 
 
 class Screen:

@@ -1,6 +1,7 @@
 """From a folder of images to a trained, measured and exported network within a stated time: `softcell run`."""
 
 from softcell.pipeline.plan import Plan, Wishes, parse_time
-from softcell.pipeline.run import Outcome, Screen, run
+from softcell.pipeline.run import Outcome, run
+from softcell.pipeline.screen import Screen
 
 __all__ = ["Outcome", "Plan", "Screen", "Wishes", "parse_time", "run"]

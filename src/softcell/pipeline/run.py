@@ -8,42 +8,34 @@ more are left out, and said so.
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from softcell.api import search_with, train_with
 from softcell.arch import Genotype, sample
 from softcell.baseline import STRIDE
-from softcell.data import datasets, load
+from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.events import EpochEnded, Event, OnEvent
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, count_genotype
-from softcell.evaluate import resolve as resolve_training
-from softcell.evaluate.latency import measure_module
-from softcell.export import export
-from softcell.methods import METHODS, Method
 from softcell.pipeline.choose import Choice, cheaper, choose, explained, fit, plain_network
+from softcell.pipeline.ending import finish, summarise
 from softcell.pipeline.inspect import Inspection, counted, inspect_dataset, inspect_folder, make_links
 from softcell.pipeline.pace import Pace, probe, slowness
 from softcell.pipeline.plan import Plan
-from softcell.pipeline.summary import Row, Summary
-from softcell.report.html import write_report
-from softcell.search import SearchRecipe, resolve
+from softcell.pipeline.recipes import HOLDOUT, is_folder, place, search_recipe, train_recipe
+from softcell.pipeline.screen import Screen, clock
+from softcell.pipeline.summary import Summary
+from softcell.search import SearchRecipe
 from softcell.settings import build
-from softcell.spaces import Network, build_space
+from softcell.spaces import build_space
 
 SEARCH_SHARE = 0.3
 """Of the time: the search; the rest is for trainings."""
@@ -55,29 +47,12 @@ ENDING = 12.0
 """Seconds of the processor for what comes after the trainings: latencies, report, exports. On a busy machine the clock
 takes more."""
 MOST_RESERVED = 45.0
-LATENCY_ROUNDS = 5
 MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
-HOLDOUT = 0.1
 MANY = 10_000
 """Epochs of a job whose pace is measured: more than it will see."""
 PROBE = 0.01
 """Of the time, for measuring the pace of one job; at least and at most:"""
 PROBE_BOUNDS = (0.3, 6.0)
-SUMMARY = "summary.json"
-REPORT = "report.html"
-
-
-class Screen(Protocol):
-    """Whoever shows a run."""
-
-    def say(self, *lines: str) -> None:
-        """Lines for people."""
-
-    def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
-        """A stretch without events of its own; gives a function of (done, of all, what)."""
-
-    def job(self, heading: str) -> AbstractContextManager[OnEvent]:
-        """A search or training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +122,8 @@ class _Run:
     def __init__(self, plan: Plan, screen: Screen) -> None:
         self.plan, self.screen, self.wishes = plan, screen, plan.wishes
         self.device = resolve_device(plan.wishes.device)
-        path = Path(plan.wishes.data_root or ".") / plan.wishes.data
-        self.is_folder = plan.wishes.data not in datasets() and path.expanduser().is_dir()
-        self.root = path.expanduser()
+        self.is_folder = is_folder(plan.wishes)
+        self.root = place(plan.wishes)
 
     @property
     def usable(self) -> float:
@@ -164,8 +138,8 @@ class _Run:
         choice = self.choose(inspection)
         genotype = self.search(choice)
         rows = self.train(choice, genotype, inspection)
-        summary = self.summarise(rows, inspection)
-        self.finish(summary)
+        summary = summarise(plan, self.screen, rows, inspection)
+        finish(plan, self.screen, summary)
         plan.status = "finished"
         plan.save()
         return summary
@@ -211,7 +185,7 @@ class _Run:
         choice = explained(choice, inspection, self.wishes, is_gpu=is_gpu)
         plan.choice = choice.to_dict()
         expected = pace.total(epochs)
-        plan.search = {"recipe": self._search_recipe(choice, epochs).to_dict(), "expected": expected}
+        plan.search = {"recipe": search_recipe(plan, choice, epochs).to_dict(), "expected": expected}
         plan.save()
         self.screen.say("choice", *(f"  {line}" for line in choice.why), "")
         rest = self.usable - plan.used() - expected
@@ -227,35 +201,8 @@ class _Run:
     def _enough(self, pace: Pace) -> str:
         return f"{max(1, round((pace.startup + 2 * pace.epoch) * 6 / SEARCH_SHARE / 60 + 0.5))}m"
 
-    def _search_recipe(self, choice: Choice, epochs: int) -> SearchRecipe:
-        wishes, limits = self.wishes, self.wishes.limits()
-        resource: dict[str, Any] = {"preset": "none"}
-        if limits and issubclass(METHODS.get(choice.method), Method):
-            resource |= {"max_params": limits.get("parameters"), "max_flops": limits.get("multiply_adds")}
-            resource = {key: value for key, value in resource.items() if value is not None}
-            resource["network"] = choice.network
-        return resolve(
-            {
-                "method": choice.method,
-                "space": choice.space,
-                "data": str(self.plan.data),
-                "data_root": None if self.is_folder else wishes.data_root,
-                "image_size": choice.image_size,
-                "scale": "small",
-                "epochs": epochs,
-                "batch_size": choice.batch_size,
-                "cutout": choice.shape[1] // 4,
-                "child_every": 0,
-                "seed": wishes.seed,
-                "device": wishes.device,
-                "threads": wishes.threads,
-                "space_settings": choice.search_space,
-                "resource": resource,
-            }
-        )
-
     def _search_pace(self, choice: Choice) -> Pace:
-        recipe = self._search_recipe(choice, MANY)
+        recipe = search_recipe(self.plan, choice, MANY)
         split = recipe.split
         evaluated = float(split["validation"]) / float(split["weights"])
         scratch = self.plan.folder / "measuring"
@@ -332,7 +279,7 @@ class _Run:
         epochs = min(MOST_TRAIN_EPOCHS, max(1, int((room - around) / per_epoch)))
         for job in jobs:
             each = Genotype.from_dict(job["genotype"])
-            job["recipe"] = self._train_recipe(choice, each, job["settings"], epochs).to_dict()
+            job["recipe"] = train_recipe(self.plan, choice, each, job["settings"], epochs).to_dict()
             job["expected"] = Pace(**job["pace"]).total(epochs)
         total = sum(job["expected"] for job in jobs)
         self.screen.say(
@@ -344,30 +291,8 @@ class _Run:
         )
         return {"epochs": epochs, "jobs": jobs}
 
-    def _train_recipe(self, choice: Choice, genotype: Genotype, settings: dict[str, Any], epochs: int) -> TrainRecipe:
-        wishes = self.wishes
-        return resolve_training(
-            genotype,
-            {
-                "recipe": "small",
-                "data": str(self.plan.data),
-                "data_root": None if self.is_folder else wishes.data_root,
-                "image_size": choice.image_size,
-                "space_settings": settings,
-                "epochs": epochs,
-                "batch_size": choice.batch_size,
-                "lr": 0.05 * max(0.25, min(2.0, choice.batch_size / 64)),
-                "cutout": choice.shape[1] // 4,
-                "auxiliary": 0.0,
-                "holdout": HOLDOUT,
-                "seed": wishes.seed,
-                "device": wishes.device,
-                "threads": wishes.threads,
-            },
-        )
-
     def _train_pace(self, choice: Choice, genotype: Genotype, settings: dict[str, Any]) -> Pace:
-        recipe = self._train_recipe(choice, genotype, settings, MANY)
+        recipe = train_recipe(self.plan, choice, genotype, settings, MANY)
         return probe(
             lambda folder, watch: train_with(genotype, recipe, folder, on_event=watch),
             self.plan.folder / "measuring",
@@ -421,46 +346,6 @@ class _Run:
             if "row" not in other:
                 other["expected"] *= min(2.0, max(0.5, factor))
 
-    def summarise(self, rows: list[dict[str, Any]], inspection: Inspection) -> Summary:
-        with self.screen.working("measuring latencies") as step:
-            latencies = self._latencies([Path(row["folder"]) for row in rows], step)
-        named = {row["name"]: Row(**row, latency=latencies[Path(row["folder"])]) for row in rows}
-        random = tuple(row for name, row in named.items() if name.startswith("random-"))
-        manifest = json.loads((self.plan.folder / "train" / "run.json").read_text(encoding="utf-8"))
-        summary = Summary(
-            named["train"], random, named["plain"], manifest["results"]["count"], inspection.most_frequent
-        )
-        self.plan.summary = summary.to_dict()
-        self.plan.save()
-        atomic_write_text(self.plan.folder / SUMMARY, json.dumps(self.plan.summary, indent=2) + "\n")
-        return summary
-
-    def _latencies(self, folders: list[Path], step: Callable[[int, int, str], None]) -> dict[Path, float]:
-        """Milliseconds for one image: the median of rounds in which every network has its turn, so that a busy moment
-        of the machine does not fall on one of them alone."""
-        found: dict[Path, list[float]] = {folder: [] for folder in folders}
-        networks = {folder: Network.from_pretrained(folder).to(self.device) for folder in folders}
-        for turn in range(LATENCY_ROUNDS):
-            for number, (folder, network) in enumerate(networks.items()):
-                step(turn * len(folders) + number, LATENCY_ROUNDS * len(folders), folder.name)
-                image = torch.rand(1, *network.shape, device=self.device)
-                found[folder].append(measure_module(network, image, samples=7).median)
-        return {folder: statistics.median(times) for folder, times in found.items()}
-
-    def finish(self, summary: Summary) -> None:
-        """Report and exports; both are made anew when a run is resumed here."""
-        folder = self.plan.folder
-        with self.screen.working("writing the report"):
-            rows = (summary.found, summary.plain, *summary.random)
-            write_report([folder / "search", *(Path(row.folder) for row in rows)], folder / REPORT)
-        with self.screen.working("exporting"):
-            export(folder / "train", "safetensors", folder / "export", overwrite=True)
-            export(folder / "train", "python", folder / "export", overwrite=True)
-            try:
-                export(folder / "train", "onnx", folder / "export", overwrite=True)
-            except UserError as error:  # the extra is not installed
-                self.screen.say(f"note: {error}")
-
     def _standing(self) -> str:
         return f"{clock(self.plan.used())} of {clock(self.wishes.time)} used"
 
@@ -481,10 +366,3 @@ def _begun(folder: Path) -> bool:
 
 def _numbers(pace: Pace) -> dict[str, float]:
     return {"startup": pace.startup, "epoch": pace.epoch, "tail": pace.tail}
-
-
-def clock(seconds: float) -> str:
-    """`0:07`, `12:30`, `3:02:10`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
