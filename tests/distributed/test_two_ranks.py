@@ -37,7 +37,7 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             "search",
             settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}, **double),
         ),
-        "entrannas": ("search", settings("darts", data, method="entrannas", child_every=0, **once)),
+        "entrannas-dst": ("search", settings("nb201", data, method="entrannas-dst", child_every=0, **once)),
         "itnas-single": (
             "search",
             settings("nb201", data, method="itnas", method_settings={"paths": "single"}, **once),

@@ -189,18 +189,17 @@ def spec_of(source: int) -> Spec:
     return Spec(CHANNELS, 1, affine=False, pool_norm=True)
 
 
-def sharing_twins(bottleneck: int) -> tuple[MixedCell, SharingCell]:
+def twins(share: bool, bottleneck: int) -> tuple[MixedCell, SharingCell]:
     torch.manual_seed(0)
-    cell = MixedCell(RAGGED, 2, spec_of, share_features=True, bottleneck=bottleneck).double()
-    ops: dict[tuple[int, str], nn.Module] = {}
-    by_key: dict[Key, tuple[int, str]] = {}
+    cell = MixedCell(RAGGED, 2, spec_of, share_features=share, bottleneck=bottleneck).double()
+    shared: dict[tuple[int, str], nn.Module] = {}
+    ops: dict[tuple[int, int, str], nn.Module] = {}
     for entry, (i, j, k) in enumerate(KEYS):
         op = RAGGED.choices[ROWS[i, j]].candidates[k]
         mine, twin = cell.edges.module(entry), literal(op, CHANNELS // bottleneck, 1).double()
         assert mine is not None
         copy_weights(mine, twin)
-        ops.setdefault((i, op), twin)
-        by_key[i, j, k] = i, op
+        ops[i, j, op] = shared.setdefault((i, op), twin) if share else twin
     around: list[dict[int, nn.Module] | None] = [None, None]
     if cell.bottleneck is not None:
         for n, parts in enumerate((cell.bottleneck.reduce, cell.bottleneck.recover)):
@@ -210,7 +209,7 @@ def sharing_twins(bottleneck: int) -> tuple[MixedCell, SharingCell]:
                 twin = nn.Conv2d(part.in_channels, part.out_channels, 1, bias=False).double()
                 copy_weights(part, twin)
                 around[n][int(node)] = twin  # type: ignore[index]
-    return cell, SharingCell(2, {(i, op): m for (i, op), m in ops.items()}, *around)  # type: ignore[dict-item]
+    return cell, SharingCell(2, ops, *around)  # type: ignore[arg-type]
 
 
 def states() -> list[Tensor]:
@@ -224,9 +223,10 @@ def as_twins_know_them(values: dict[Key, float | Tensor]) -> dict[Any, float | T
 
 
 @pytest.mark.parametrize("bottleneck", [1, 2])
-def test_an_engine_cell_with_shared_features_equals_its_literal_twin(bottleneck: int) -> None:
-    """Forward, and the gradient of every shared weight and coefficient."""
-    cell, twin = sharing_twins(bottleneck)
+@pytest.mark.parametrize("share", [True, False])
+def test_an_engine_cell_equals_its_literal_twin(share: bool, bottleneck: int) -> None:
+    """Forward, and the gradient of every weight, shared or not, and of every coefficient."""
+    cell, twin = twins(share, bottleneck)
     results = []
     for literally in (False, True):
         rows = torch.rand(RAGGED.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -253,14 +253,8 @@ def test_a_transit_cell_sums_its_derived_connections_with_coefficient_1(share: b
     live: Live = ((1,), (0,), (), (0, 2), (1,))
     chosen = {(c.source, c.target, k): 1.0 for c, row in zip(RAGGED.choices, live, strict=True) for k in row}
     mix = WeightMix(LAYOUT, {"cell": torch.rand(RAGGED.shape).double()}, picked={1: (live, table_of(chosen))})
-    if share:
-        cell, twin = sharing_twins(bottleneck)
-        expected = twin(states(), as_twins_know_them(dict(chosen)))
-    else:
-        torch.manual_seed(0)
-        cell = MixedCell(RAGGED, 2, spec_of, bottleneck=bottleneck).double()
-        plain = WeightMix(LAYOUT, {"cell": table_of(chosen)}, lives={1: live})
-        expected = cell(states(), plain, 1)
+    cell, twin = twins(share, bottleneck)
+    expected = twin(states(), as_twins_know_them(dict(chosen)))
     for mine, theirs in zip(cell(states(), mix, 1), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
 

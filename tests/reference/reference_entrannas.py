@@ -45,7 +45,7 @@ def equation_11(beta: Mapping[int, float]) -> float:
 
 
 class SharingCell(nn.Module):
-    """Eq 6 with w_k^(i): one module per source node and candidate, called anew for every edge.
+    """Eq 6, called anew for every edge: `ops` names the same module for all (i, j, k) that share w_k^(i), or others.
 
     `coefficients` {(i, j, k): number} makes it an engine cell; None, with the derived set S, a transit cell. With
     `reduce` and `recover` by node it is §2.5's bottleneck.
@@ -54,7 +54,7 @@ class SharingCell(nn.Module):
     def __init__(
         self,
         num_inputs: int,
-        ops: Mapping[tuple[int, int], nn.Module],
+        ops: Mapping[Key, nn.Module],
         reduce: Mapping[int, nn.Module] | None = None,
         recover: Mapping[int, nn.Module] | None = None,
     ) -> None:
@@ -70,7 +70,7 @@ class SharingCell(nn.Module):
             for (i, target, k), coefficient in coefficients.items():
                 if target == j:
                     x = nodes[i] if self.reduce is None else self.reduce[i](nodes[i])
-                    total = total + coefficient * self.ops[i, k](x)
+                    total = total + coefficient * self.ops[i, j, k](x)
             assert isinstance(total, Tensor)
             nodes.append(total if self.recover is None else self.recover[j](total))
         return nodes
