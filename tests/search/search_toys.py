@@ -58,7 +58,7 @@ def settings(space: str, data: Path | str, **changes: Any) -> dict[str, Any]:
         "space": space,
         "data": str(data),
         "scale": "small",
-        "space_settings": TINY[space],
+        "space_settings": TINY.get(space),
         "epochs": 3,
         "batch_size": 16,
         "device": "cpu",

@@ -36,7 +36,11 @@ from softcell.spaces.darts import DartsSpace
 from softcell.testing.tools import images, random_weights, require_close
 
 TINY: dict[str, Any] = {"cells": 3, "channels": 2, "nodes": 2}
-SIZES = {"darts": build_space("darts", TINY), "nb201": build_space("nb201", {"cells_per_stage": 1, "channels": 2})}
+SIZES = {
+    "darts": build_space("darts", TINY),
+    "nb201": build_space("nb201", {"cells_per_stage": 1, "channels": 2}),
+    "nos": build_space("nos", {"cells": 3, "channels": 2, "nodes": 1}),
+}
 FORMATS: tuple[Format, ...] = ("python", "safetensors")
 """Quick ones; the others are traced from the same network."""
 
@@ -132,14 +136,15 @@ def test_estimators_that_draw_one_candidate_are_refused(estimator: str, data: Pa
         run("nb201", data, tmp_path / "run", resource=resource)
 
 
-@pytest.mark.parametrize("space", ["darts", "nb201"])
+@pytest.mark.parametrize("space", ["nb201", "nos"])
 def test_dst_searches_with_a_resource_penalty_and_a_budget(space: str, data: Path, tmp_path: Path) -> None:
     """DST's topology with SNAS's resource term: both reach the same coefficients."""
-    resource = {"preset": "aggressive", "max_params": "100", "network": to_dict(SIZES[space])}
-    result = run(space, data, tmp_path / "run", resource=resource, child_every=1)
+    sizes = to_dict(SIZES[space])
+    resource = {"preset": "aggressive", "max_params": "100", "network": sizes}
+    result = run(space, data, tmp_path / "run", resource=resource, child_every=1, space_settings=sizes)
     assert result.genotype is not None
-    check_against(result.genotype, build_space(space, {}).layout())
-    found = count_candidates(build_space(space, to_dict(SIZES[space])), (1, 8, 8), 3)
+    check_against(result.genotype, SIZES[space].layout())
+    found = count_candidates(SIZES[space], (1, 8, 8), 3)
     derived = sum(
         float(found.kinds["parameters"][site][table.choices.index(choice), k])
         for site, name in enumerate(found.layout.sites)
