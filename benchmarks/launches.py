@@ -1,9 +1,10 @@
-"""How many operations a NOS search step dispatches along the GPU's path, counted without a GPU.
+"""How many operations a search step of NOS and of IT-NAS dispatches along the GPU's path, counted without a GPU.
 
     python -m benchmarks.launches
 
-Views and empty tensors launch nothing and are not counted. The features of a cell run as Triton kernels on a GPU; their
-plain twins, which run here instead, are left out, so that what is counted stands around those kernels.
+Views and empty tensors launch nothing and are not counted. The features of a cell run as Triton kernels on a GPU; each
+counts as what it launches there, and nothing of its plain twin, which runs here instead. Operations on lists of tensors
+and sums in two stages count as one, so that a GPU launches a few per cent more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
+from softcell.kernels import cell as kernels
 from softcell.kernels import mix
-from softcell.kernels.cell import _MixedCell
-from softcell.spaces import cell, edges
-from softcell.spaces.fused_cell import _Flat
+from softcell.spaces import cell, edges, fused_cell
 
-CASE = Case("nos", {}, (3, 32, 32), 2, "nos")
+CASES = [
+    Case("nos", {}, (3, 32, 32), 2, "nos"),
+    Case("nb201", {}, (3, 32, 32), 2, "itnas", {"recompute": False}, "single-level"),
+    Case("nb201", {}, (3, 32, 32), 2),
+]
+KERNELS: list[tuple[Any, dict[str, int]]] = [
+    (
+        kernels,
+        {
+            **dict.fromkeys(("pool", "convolve", "finish_moments", "normalise", "combine"), 1),
+            **dict.fromkeys(("input_gradient", "masked_input_gradient", "gather_gradient"), 1),
+            **{"normalise_gradient": 2, "weight_gradient": 2, "combine_gradient": 3},
+        },
+    ),
+    (fused_cell, {"compose": 1, "compose_gradient": 1}),
+]
+"""What each kernel's host function launches where it has something to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)
 """Operations that launch nothing though their schemas do not tell."""
 
@@ -40,26 +56,28 @@ class _Counter(TorchDispatchMode):
             self.found[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
-    def skipping(self, function: Callable[..., Any]) -> staticmethod[..., Any]:
-        """The same function, which counts nothing."""
+    def as_kernel(self, name: str, count: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which counts as `count` launches whatever runs in it."""
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: Any, **more: Any) -> Any:
+            if all(len(given) for given in arguments if isinstance(given, list | tuple | range)):
+                self.found[name] += count
             self.silent = True
             try:
-                return function(*arguments)
+                return function(*arguments, **more)
             finally:
                 self.silent = False
 
-        return staticmethod(run)
+        return run
 
 
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
     """Cells on the CPU take the GPU's path; together: calibrations too, which otherwise run module by module."""
     with ExitStack() as stack:
-        for program in (_MixedCell, _Flat):
-            for name in ("forward", "backward"):
-                stack.enter_context(patch.object(program, name, counter.skipping(getattr(program, name))))
+        for module, counts in KERNELS:
+            for name, count in counts.items():
+                stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(cell, "serves", lambda x: True))
         stack.enter_context(patch.object(cell, "literal", lambda: not together))
         stack.enter_context(patch.object(edges, "gathers", lambda x: together))
@@ -74,14 +92,16 @@ def launches(case: Case, *, together: bool) -> Counter[str]:
     counter = _Counter()
     with as_on_a_gpu(counter, together=together):
         step(actors, data, case.regime)  # plans are made in the first
+        counter.found.clear()
         with counter:
             step(actors, data, case.regime)
     return counter.found
 
 
 if __name__ == "__main__":
-    print(CASE)
-    for together in (False, True):
-        found = launches(CASE, together=together)
-        print(f"calibrations {'together' if together else 'module by module'}: {found.total():,} operations")
-        print("\n".join(f"{count:8,}  {name}" for name, count in found.most_common(12)))
+    for case in CASES:
+        for together in (False, True) if case.space == "nos" else (True,):
+            found = launches(case, together=together)
+            how = {True: "", False: ", calibrations module by module"}[together]
+            print(f"{case.method} in {case}{how}: {found.total():,} operations")
+            print("\n".join(f"{count:8,}  {name}" for name, count in found.most_common(16)))

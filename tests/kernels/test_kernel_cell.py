@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_cells import (
     OneSite,
     both_paths,
     build_cell,
+    departing,
     fuse,
     random_inputs,
     require_rounding_only,
@@ -57,25 +60,30 @@ def test_live_candidates_alone_run() -> None:
     assert idle, "some candidates must not have run"
 
 
-def test_the_function_equals_its_twin_in_both_orders() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_function_equals_its_twin_in_both_orders(apart: bool) -> None:
     """Second derivatives go through the twin; they are what unrolled search with exact derivatives needs."""
     cell = build_cell("darts", nodes=1, channels=2).double()
-    fused = fuse(cell)
     states, weights = random_inputs(cell, (4, 4), 2)
+    fused = fuse(cell)
+    if apart:
+        fused, states = departing("darts", 0, 0, apart=True, nodes=1, channels=2), states[:1]
+        fused = replace(fused, convolutions=tuple(conv.double() for conv in fused.convolutions))
     flat = fused.flatten(fused.parameters()).detach()
     factors = torch.tensor([[0.0, 1.5], [2.0, 1.0]])[: len(cell.table)]
     found = []
     for function in (mixed_cell, mixed_cell_reference):
-        inputs = [t.clone().requires_grad_() for t in (weights.flatten(), flat, *states)]
-        nodes, moments = function(fused.program, torch.float64, inputs[0], inputs[1], None, factors, *inputs[2:])
+        inputs = given = [t.clone().requires_grad_() for t in (weights.flatten(), flat, *states)]
+        nodes, moments = function(fused.program, torch.float64, given[0], given[1], None, factors, *given[2:])
         loss = sum((node**3).sum() for node in nodes)
         assert isinstance(loss, Tensor)
+        inputs = inputs[1:] if apart else inputs  # nothing is mixed
         first = torch.autograd.grad(loss, inputs, create_graph=True)
         second = torch.autograd.grad(sum((g**2).sum() for g in first), inputs)  # type: ignore[arg-type]
         plain = torch.autograd.grad(
             sum(
                 (node**3).sum()
-                for node in function(fused.program, torch.float64, *inputs[:2], None, factors, *inputs[2:])[0]
+                for node in function(fused.program, torch.float64, *given[:2], None, factors, *given[2:])[0]
             ),  # type: ignore[arg-type]
             inputs,
         )

@@ -164,9 +164,10 @@ def test_norms_and_mixes_equal_their_twins(name: str, dtype: torch.dtype, tolera
     errors = [
         b.compare("norm", norm.finish_moments_reference, [b.partial, b.rows, b.moments, wave.measured, 1e-5], [2])
     ]
+    in_place = [planes for planes in (wave.inner, *b.program.finished) if planes]
     for by_batch in (True, False):
-        if wave.inner:
-            inner = [b.partial, b.buffer, b.gradient, b.moments, wave.inner]
+        for planes, partial in itertools.product(in_place, (b.partial, b.partial[:, :1].contiguous())):
+            inner = [partial, b.buffer, b.gradient, b.moments, planes]
             errors.append(b.compare("norm", norm.normalise_gradient_reference, inner, [2], by_batch=by_batch))
         for (j, terms), factors in itertools.product(enumerate(b.program.terms), (None, b.factors)):
             node = b.program.inputs + j
@@ -174,8 +175,8 @@ def test_norms_and_mixes_equal_their_twins(name: str, dtype: torch.dtype, tolera
             errors.append(b.compare("norm", norm.combine_gradient_reference, both, [1, 5], (5,), by_batch=by_batch))
             one = [b.buffer, b.moments, b.mix, factors, node, terms]
             errors.append(b.compare("norm", norm.combine_reference, one, [0]))
-    if wave.inner:
-        errors.append(b.compare("norm", norm.normalise_reference, [b.buffer, b.moments, wave.inner], [0]))
+    for planes in in_place:
+        errors.append(b.compare("norm", norm.normalise_reference, [b.buffer, b.moments, planes], [0]))
     assert max(errors) < tolerance
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.mix import Live
 from softcell.spaces import build_space, cell
-from softcell.spaces.fused import Departures, literal, modules_only
+from softcell.spaces.fused import Departures, OutputsApart, literal, modules_only
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nos": ("nos", {"cells": 3, "channels": 4, "nodes": 3}),
@@ -48,14 +48,19 @@ class Singly(Mix):
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Cells are fused on the CPU too, by the kernels' plain twins; lists whether each departure found a plan."""
     found: list[bool] = []
-    original = Departures.of
 
-    def of(self: Departures, *arguments: Any) -> Any:
-        departure = original(self, *arguments)
-        found.append(departure is not None)
-        return departure
+    def watch(kind: type[Departures] | type[OutputsApart]) -> None:
+        original = kind.of
 
-    monkeypatch.setattr(Departures, "of", of)
+        def of(self: Any, *arguments: Any) -> Any:
+            departure = original(self, *arguments)
+            found.append(departure is not None)
+            return departure
+
+        monkeypatch.setattr(kind, "of", of)
+
+    watch(Departures)
+    watch(OutputsApart)
     monkeypatch.setattr(cell, "serves", lambda x: not literal())
     return found
 

@@ -21,6 +21,7 @@ from softcell.kernels.norm import (
     combine,
     combine_gradient,
     finish_moments,
+    gradient_sums,
     normalise,
     normalise_gradient,
     normed,
@@ -63,7 +64,8 @@ class Program:
     """A cell of `nodes` nodes, the first `inputs` given; node i is plane i.
 
     `stride` is that of everything that leaves an input node. `terms[j]` arrive at node inputs + j. `size` is the length
-    of the flat weights, `slots` the number of maximum pools.
+    of the flat weights, `slots` the number of maximum pools. `results` are the planes that are handed out: the inner
+    nodes, or candidates one by one, of which those in `finished` are normalised where they lie.
     """
 
     channels: int
@@ -76,6 +78,8 @@ class Program:
     waves: tuple[Wave, ...]
     terms: tuple[tuple[Term, ...], ...]
     eps: float
+    results: tuple[int, ...]
+    finished: tuple[range, ...] = ()
 
     def wave_of(self, node: int) -> Wave | None:
         return next((wave for wave in self.waves if node in wave.sources), None)
@@ -90,7 +94,7 @@ def mixed_cell(
     factors: Tensor | None,
     *states: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    """Values of the inner nodes, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
+    """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
     dtype: what to compute and keep values in; sums are float32 or wider. mix [weights] and weights [size], flat, in
     float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; factors
@@ -158,7 +162,8 @@ def mixed_cell_reference(
             if p.average != NONE:
                 mean = average_pool(image, p.stride)
                 planes[p.average] = mean.permute(0, 2, 3, 1)
-    return [planes[j].permute(0, 3, 1, 2) for j in range(program.inputs, program.nodes)], moments
+    planes.update((plane, norm(plane)) for own in program.finished for plane in own)
+    return [planes[j].permute(0, 3, 1, 2) for j in program.results], moments
 
 
 class _MixedCell(torch.autograd.Function):
@@ -209,11 +214,13 @@ class _MixedCell(torch.autograd.Function):
             normalise(buffer, moments, wave.inner)
             convolve(buffer, weights, buffer, partial, wave.second)
             measure(wave.measured_second)
+        for planes in program.finished:
+            normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(moments)
-        return (*(buffer[j].permute(0, 3, 1, 2) for j in range(program.inputs, program.nodes)), moments)
+        return (*(buffer[j].permute(0, 3, 1, 2) for j in program.results), moments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -224,19 +231,22 @@ class _MixedCell(torch.autograd.Function):
             return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, constants, ctx.needs_input_grad)
         gradient = torch.empty_like(buffer)
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
-        mix_gradient = torch.zeros_like(mix)
-        for node, own in zip(range(program.inputs, program.nodes), grads[:-1], strict=True):
-            if own is None:
-                gradient[node].zero_()
-            else:
-                gradient[node].copy_(own.permute(0, 2, 3, 1))
+        mix_gradient = torch.zeros_like(mix) if program.terms else None
+        arrived = dict(zip(program.results, grads[:-1], strict=True))
+        for plane in (plane for plane, own in arrived.items() if own is None):
+            gradient[plane].zero_()
+        given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
+        torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
+        for planes in program.finished:
+            partial = gradient_sums(buffer, gradient, moments, planes)
+            normalise_gradient(partial, buffer, gradient, moments, planes, by_batch=ctx.by_batch)
         for node in reversed(range(program.nodes)):
             wave = program.wave_of(node)
             if wave is not None and node == wave.sources[-1]:
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
                 _leave(wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners, inward, ctx.by_batch)
-            if node >= program.inputs:
+            if mix_gradient is not None and node >= program.inputs:
                 terms = program.terms[node - program.inputs]
                 combine_gradient(
                     buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=ctx.by_batch

@@ -70,6 +70,18 @@ def normalise_reference(y: Tensor, moments: Tensor, planes: range) -> None:
         y[plane] = normed(y[plane], moments[:2, plane]).to(y.dtype)
 
 
+def gradient_sums(y: Tensor, dy: Tensor, moments: Tensor, planes: range) -> Tensor:
+    """Sums of dy and dy·y over `planes`, as `normalise_gradient` takes them: all rows as one tile.
+
+    Nothing else needs a kernel here: one pass of each over all planes together.
+    """
+    own = slice(planes.start, planes.stop)
+    partial = moments.new_empty(2, 1, *moments.shape[1:])
+    for slot, values in enumerate((dy[own], dy[own] * y[own])):
+        torch.sum(values, dim=(1, 2, 3), dtype=partial.dtype, out=partial[slot, 0, own])
+    return partial
+
+
 def normalise_gradient(
     partial: Tensor, y: Tensor, dy: Tensor, moments: Tensor, planes: range, *, by_batch: bool
 ) -> None:

@@ -9,7 +9,7 @@ Each group of edges then takes its share. The equations are `LiteTransformer`'s,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,18 @@ from softcell.nn.stack import LARGEST
 class Laid(NamedTuple):
     """What g Lite-Transformers bring to a step, side by side; m maps of d pooled values are attended to.
 
-    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift. itself, zeros: the logits of the IT and of tokens
-    of zeros. From `own` on in the precision of the maps.
+    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values lie channels last here, as they come
+    out of the maps. itself, zeros: the logits of the IT and of tokens of zeros. From `own` on in the precision of the
+    maps.
     """
 
     positions: Tensor  # [g, m, d]
-    asked: Tensor  # [g, d]
-    shift: Tensor  # [g, 1]
+    asked: Tensor  # [g, d, 1]
+    shift: Tensor  # [g, 1, 1]
     itself: Tensor  # [g, 1]
     zeros: Tensor  # [g, tokens of zeros]
-    own: Tensor  # [g, h·w, c], the IT's map
+    own: Tensor  # [g, 1, h·w·c], the IT's map
+    own_value: Tensor  # [g, 1, h·w·c], its value
     value: Tensor  # [g, c, c], from left to right
     attention_scale: Tensor  # [g, 1, 1, c], of the norm after it
     attention_shift: Tensor
@@ -85,10 +87,13 @@ class LiteEnsemble(nn.Module):
             itself, zeros = torch.split((known * asked[:, None]).sum(2) + moved, [1, known.shape[1] - 1], dim=1)
             positions = taken(p["positions"], self.order[1 : self.maps + 1], 1)
             indicator = p["indicator"].permute(0, 2, 3, 1).reshape(len(modules), h * w, c)
+            value = _turned(p["value.weight"])
             found = [
-                *(positions, asked, moved, itself, zeros),
-                indicator.to(dtype),
-                _turned(p["value.weight"]).to(dtype),
+                *(self._channels_last(positions), self._channels_last(asked)[:, :, None], moved[:, :, None]),
+                *(itself, zeros),
+                indicator.flatten(1)[:, None].to(dtype),
+                torch.bmm(indicator, value).flatten(1)[:, None].to(dtype),
+                value.to(dtype),
                 *_norm(p, "after_attention", dtype),
                 _turned(p["ffn.0.weight"]).to(dtype),
                 p["ffn.0.bias"][:, None].to(dtype),
@@ -110,15 +115,16 @@ class LiteEnsemble(nn.Module):
         with torch.autocast(maps[0].device.type, enabled=False):
             x = torch.stack([one.permute(0, 2, 3, 1) for one in maps])  # [g·m, n, h, w, c]
             n = x.shape[1]
-            small = summaries(x, self.sides, laid.positions.dtype).view(g, m, n, -1)
+            small = self._pooled(x, laid.positions.dtype).view(g, m, n, -1)
             tokens = F.layer_norm(small + laid.positions[:, :, None], small.shape[3:], eps=self._token_eps)
-            logits = (tokens * laid.asked[:, None, None]).sum(3) + laid.shift[:, :, None]
+            logits = torch.baddbmm(laid.shift, tokens.view(g, m * n, -1), laid.asked).view(g, m, n)
             before, after = (part[:, :, None].expand(-1, -1, n) for part in (laid.itself, laid.zeros))
             attention = torch.softmax(torch.cat([before, logits, after], dim=1), dim=1)  # Eq 4, [g, tokens, n]
             to_itself, to_maps, _ = torch.split(attention.to(x.dtype), [1, m, laid.zeros.shape[1]], dim=1)
             total = (x.view(g, m, n, h * w, c) * to_maps[..., None, None]).sum(1)
-            total = torch.addcmul(total, to_itself.view(g, n, 1, 1), laid.own[:, None])
-            total = torch.bmm(total.view(g, -1, c), laid.value).view(g, n, h * w, c) + laid.own[:, None]
+            # The IT's own share of Z and the residual are W_v X_0 and X_0, which no image changes.
+            base = torch.baddbmm(laid.own, to_itself.transpose(1, 2), laid.own_value)  # [g, n, h·w·c]
+            total = torch.baddbmm(base.view(g, -1, c), total.view(g, -1, c), laid.value).view(g, n, h * w, c)
             total = self._normalised(total, laid.attention_scale, laid.attention_shift)
             inner = torch.baddbmm(laid.narrow_bias, total.view(g, -1, c), laid.narrow)
             more = torch.baddbmm(laid.widen_bias, torch.relu(inner), laid.widen)
@@ -127,7 +133,40 @@ class LiteEnsemble(nn.Module):
 
     def _normalised(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         """[g, n, h·w, c], every image by itself."""
-        return torch.addcmul(shift, F.layer_norm(x, x.shape[2:], eps=self._map_eps), scale)
+        return scaled_and_shifted(F.layer_norm(x, x.shape[2:], eps=self._map_eps), scale, shift)
+
+    def _pooled(self, x: Tensor, exact: torch.dtype) -> Tensor:
+        """Maps [m, n, h, w, c] pooled to [m, n, d] in `exact`, channels last, as they come: nothing is moved."""
+        (count, n, h, w, c), (rows, columns) = x.shape, self.sides
+        if h % rows or w % columns:
+            return self._channels_last(summaries(x, self.sides, exact))
+        parts = x.view(count, n, rows, h // rows, columns, w // columns, c)
+        return parts.mean(dim=(3, 5), dtype=exact).flatten(2)
+
+    def _channels_last(self, x: Tensor) -> Tensor:
+        """[…, d] with pooled values channel by channel, as `LiteTransformer` has them, to place by place."""
+        return x.reshape(*x.shape[:-1], self.shape[0], -1).transpose(-1, -2).flatten(-2)
+
+
+class _ScaledAndShifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return torch.addcmul(shift, x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        both = (gradient * x).sum_to_size(scale.shape), gradient.sum_to_size(scale.shape)
+        return gradient * scale, *both
+
+
+def scaled_and_shifted(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """x · scale + shift, scale and shift of one shape: in one operation, and in four backward.
+
+    torch's own gradient of `addcmul` first multiplies either factor by a constant, which is 1: one more pass over x.
+    """
+    return _ScaledAndShifted.apply(x, scale, shift)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _side_by_side(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ is evaluated node by node: when a node is known, everything that leaves it runs,
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from softcell.nn.drop import DropPath
 from softcell.spaces.block import Block, Output, calibrates
 from softcell.spaces.bottleneck import Bottleneck, narrowed
 from softcell.spaces.edges import Edges, Runner, SpecOf
-from softcell.spaces.fused import Departures, Fused, literal, serves
+from softcell.spaces.fused import Departures, Fused, OutputsApart, literal, serves
 from softcell.spaces.fused_plan import Entry
 
 __all__ = ["MixedCell", "PickedCell", "SpecOf"]
@@ -93,7 +93,7 @@ class MixedCell(nn.Module):
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
         self._fused = Fused(self._entries, inputs, max(table.targets) + 1)
         self._departures = Departures(self._features, self._spec.channels)
-        self._apart = Departures(self._features_apart, self._spec.channels)
+        self._apart = OutputsApart(self._features, self._spec.channels)
         self._targets: Set[int] = frozenset(table.targets)
         self._reached_by_all: Set[int] | None = None
 
@@ -119,10 +119,6 @@ class MixedCell(nn.Module):
             if module is None or isinstance(module, Calibration) or not (live is None or candidate in live[choice]):
                 continue
             yield candidate, Entry(node, target, choice * self.table.width + candidate, module, choice)
-
-    def _features_apart(self, node: int, live: Live | None) -> Iterator[tuple[int, Entry]]:
-        """The same, each a sum of its own."""
-        return ((k, replace(entry, target=entry.weight)) for k, entry in self._features(node, live))
 
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
@@ -189,12 +185,12 @@ class MixedCell(nn.Module):
         """
         if any(mix.recomputes(site, choice) for _, choice, _, _ in self._leaving[node]):
             return {}
-        departure = self._apart.of(node, mix.live(site), self._spec.stride if node < self.inputs else 1)
-        if departure is None:
+        apart = self._apart.of(node, mix.live(site), self._spec.stride if node < self.inputs else 1)
+        if apart is None:
             return {}
         x = run.value()
-        _, *outputs = departure.cell([x], self._ones(x.device))
-        return dict(zip(departure.candidates, outputs, strict=True))
+        _, *outputs = apart.cell([x])
+        return {place: outputs[number] for place, number in apart.numbers.items()}
 
     def _depart(
         self,
@@ -342,13 +338,6 @@ class MixedCell(nn.Module):
         key = (device, positions)
         if key not in self._index_cache:
             self._index_cache[key] = torch.tensor(positions, device=device)
-        return self._index_cache[key]
-
-    def _ones(self, device: torch.device) -> Tensor:
-        """One weight of 1 for every candidate of every choice, kept for the same reason."""
-        key = (device, ())
-        if key not in self._index_cache:
-            self._index_cache[key] = torch.ones(len(self.table) * self.table.width, device=device)
         return self._index_cache[key]
 
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from softcell.arch import Live
 from softcell.kernels.backend import has_triton
 from softcell.spaces.fused_cell import FusedCell, compute_type
-from softcell.spaces.fused_plan import Entry, Unfit, plan
+from softcell.spaces.fused_plan import Entry, Unfit, plan, plan_apart
 
 _MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
 
@@ -112,6 +112,34 @@ class Departures:
         own = [replace(entry, source=0, target=places[entry.target]) for entry in entries]
         cell = plan(own, 1, 1 + len(places), self._channels, stride)
         return Departure(cell, {target: frozenset(found) for target, found in candidates.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Candidates that leave one node, run together: the cell they make, and which output is whose."""
+
+    cell: FusedCell
+    numbers: Mapping[int, int]
+
+
+class OutputsApart:
+    """The fused forms of the candidates that leave the nodes of one cell, for mixes that want each by itself.
+
+    Candidates that hand on the node as it is are left out: nothing has to run for them.
+    """
+
+    def __init__(self, features_of: Callable[[int, Live | None], Iterable[tuple[int, Entry]]], channels: int) -> None:
+        self._features_of, self._channels = features_of, channels
+        self._known: dict[tuple[int, Live | None], Outputs | None] = {}
+
+    def of(self, node: int, live: Live | None, stride: int) -> Outputs | None:
+        """None where the candidates must run one by one; outputs are numbered by the places of their weights."""
+        return remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
+
+    def _plan(self, node: int, live: Live | None, stride: int) -> Outputs:
+        entries = [e for _, e in self._features_of(node, live) if not isinstance(e.module, nn.Identity)]
+        cell, numbers = plan_apart((replace(e, source=0) for e in entries), self._channels, stride)
+        return Outputs(cell, dict(zip((e.weight for e in entries), numbers, strict=True)))
 
 
 def is_distributed() -> bool:

@@ -52,10 +52,13 @@ class FusedCell:
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm)
     momentum: float
 
-    def __call__(self, states: Sequence[Tensor], mix: Tensor, factors: Tensor | None = None) -> list[Tensor]:
+    def __call__(
+        self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
+    ) -> list[Tensor]:
         """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes.
 
-        factors [choices, n]: what drop-path scales each choice of each sample by.
+        mix: None where candidates are handed out one by one. factors [choices, n]: what drop-path scales each choice of
+        each sample by.
         """
         c, device = self.program.channels, states[0].device
         training = self.norms[0][1].training
@@ -63,6 +66,7 @@ class FusedCell:
         with torch.autocast(device.type, enabled=False):
             flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else self._running(device)
+            mix = flat.detach() if mix is None else mix  # never read then, but kernels want something to point at
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states)
             if training:

@@ -96,6 +96,14 @@ def plan(entries: Iterable[Entry], inputs: int, nodes: int, channels: int, strid
     return _Planner(list(entries), inputs, nodes, channels, stride).build()
 
 
+def plan_apart(entries: Iterable[Entry], channels: int, stride: int) -> tuple[FusedCell, list[int]]:
+    """The fused form of modules that all leave one node, each handed out by itself; and for each which output it is."""
+    planner = _Planner(list(entries), 1, 1, channels, stride)
+    cell = planner.build(apart=True)
+    planes = [planner.result[id(entry.module)][0] for entry in planner.entries]
+    return cell, [cell.program.results.index(plane) for plane in planes]
+
+
 class _Planner:
     def __init__(self, entries: list[Entry], inputs: int, nodes: int, channels: int, stride: int) -> None:
         self.entries, self.inputs, self.nodes, self.channels, self.stride = entries, inputs, nodes, channels, stride
@@ -106,7 +114,7 @@ class _Planner:
         self.result: dict[int, tuple[int, bool]] = {}  # module: (plane that arrives, normed)
         self.slots = 0
 
-    def build(self) -> FusedCell:
+    def build(self, *, apart: bool = False) -> FusedCell:
         sources = sorted({e.source for e in self.entries if e.module is not None})
         rounds = [tuple(s for s in sources if s < self.inputs), *((s,) for s in sources if s >= self.inputs)]
         drafts = [self._draft(group) for group in rounds if group]
@@ -132,6 +140,7 @@ class _Planner:
         )
         eps, momentum = self._norm_settings()
         size = sum(len(stages) * self._length(key) for key, stages in self.kinds.items())
+        nodes = tuple(range(self.inputs, self.nodes))
         program = Program(
             self.channels,
             self.inputs,
@@ -143,6 +152,8 @@ class _Planner:
             waves,
             self._terms(),
             eps,
+            results=tuple(dict.fromkeys(plane for plane, _ in self.result.values())) if apart else nodes,
+            finished=tuple(planes for wave in waves for planes in _outermost(wave)) if apart else (),
         )
         convolutions = [conv for stages in self.kinds.values() for stage in stages for conv in stage.factors]
         return FusedCell(program, self._recipes(), tuple(convolutions), tuple(self.norms), momentum)
@@ -292,3 +303,8 @@ class _Planner:
         if len({n.training for n in norms}) > 1:
             raise Unfit("some batch-norms are in training and some are not")
         return norms[0].eps, float(norms[0].momentum or 0.0)
+
+
+def _outermost(wave: Wave) -> list[range]:
+    """The planes whose norm is the last thing that happens to them."""
+    return [planes for planes in (range(wave.inner.stop, wave.measured.stop), wave.measured_second) if planes]
