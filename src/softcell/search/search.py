@@ -151,6 +151,9 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     stored = manifest["recipe"]
     for plugin in stored.get("plugins", ()):
         load_plugin(plugin)
+    # First of all: settings of one method or space mean nothing to another.
+    named = {key: stored[key] for key in ("method", "space")}
+    refuse_changes(named, {key: given.get(key, value) for key, value in named.items()})
     recipe, wanted = resolve(stored), resolve(stored, without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())
     return recipe
