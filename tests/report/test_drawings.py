@@ -262,6 +262,8 @@ def test_families_differ_without_colour() -> None:
         ("mbconv_e6_k5", "conv"),
         ("mbconv_e6_k5_se", "conv"),
         ("dil_conv_5x5", "dilated"),
+        ("dynamic_conv_3x3", "dynamic"),
+        ("dil_dynamic_conv_5x5", "dynamic"),
         ("maxpool_3x3", "pool"),
         ("avg_pool_3x3", "pool"),
         ("skip_connect", "skip"),

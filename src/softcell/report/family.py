@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Family = Literal["conv", "dilated", "pool", "skip", "attention", "other", "none"]
+Family = Literal["conv", "dilated", "dynamic", "pool", "skip", "attention", "other", "none"]
 
-FAMILIES: tuple[Family, ...] = ("conv", "dilated", "pool", "skip", "attention", "other", "none")
+FAMILIES: tuple[Family, ...] = ("conv", "dilated", "dynamic", "pool", "skip", "attention", "other", "none")
 
 TITLES: dict[Family, str] = {
     "conv": "convolution",
     "dilated": "dilated convolution",
+    "dynamic": "dynamic convolution",
     "pool": "pooling",
     "skip": "skip",
     "attention": "attention",
@@ -37,6 +38,9 @@ def family(op: str) -> Family:
         return "skip"
     if "pool" in name:
         return "pool"
+    # Before dilation: that a kernel is made from the image itself says more of it than its holes.
+    if "dynamic" in words and "conv" in name:
+        return "dynamic"
     if any(word.startswith("dil") for word in words):
         return "dilated"
     # Before the short words: `mbconv_k3_se` is a convolution that happens to hold an attention.

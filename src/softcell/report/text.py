@@ -30,6 +30,7 @@ from softcell.report.strings import clean, columns, shorten, wrap
 STYLES: dict[Family, str] = {
     "conv": "bright_blue",
     "dilated": "dark_orange",
+    "dynamic": "medium_purple1",
     "pool": "green",
     "skip": "cyan",
     "attention": "magenta",
@@ -39,13 +40,14 @@ STYLES: dict[Family, str] = {
 MARKS: dict[Family, str] = {
     "conv": "■",
     "dilated": "□",
+    "dynamic": "▣",
     "pool": "▼",
     "skip": "→",
     "attention": "◆",
     "other": "○",
     "none": "×",
 }
-PLAIN = str.maketrans("│─├┤╰╮┴┬▶◀↻■□▼→◆○×…·", "|-++`.++><@*%v>#o!~.")
+PLAIN = str.maketrans("│─├┤╰╮┴┬▶◀↻■□▣▼→◆○×…·", "|-++`.++><@*%&v>#o!~.")
 PITCHES = (5, 4, 3)  # distance of two rails, the widest that fits
 NAMES = 18  # columns kept for names before rails move closer
 

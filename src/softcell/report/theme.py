@@ -17,6 +17,7 @@ MARGIN = 24.0
 COLOURS: dict[Family, tuple[str, str]] = {
     "conv": ("#0b66b0", "#6db5ff"),
     "dilated": ("#b8430a", "#ff9d66"),
+    "dynamic": ("#5b3fc4", "#b9a6ff"),
     "pool": ("#00745a", "#4bd1a4"),
     "skip": ("#5b636d", "#a9b3be"),
     "attention": ("#a02a76", "#f490cb"),
@@ -27,6 +28,7 @@ COLOURS: dict[Family, tuple[str, str]] = {
 STROKES: dict[Family, str] = {
     "conv": "",
     "dilated": "9 4",
+    "dynamic": "14 3",
     "pool": "1.5 4.5",
     "skip": "",
     "attention": "10 4 1.5 4",
@@ -136,6 +138,9 @@ def mark(name: Family, x: float, y: float) -> str:
         case "dilated":  # a kernel with holes
             dots = "".join(f"M{n(x + i)} {n(y + j)}h3v3h-3z" for j in (-4.5, 1.5) for i in (-4.5, 1.5))
             return f'<path class="sc-f-dilated" d="{dots}"/>'
+        case "dynamic":  # a kernel within the map that makes it
+            inner = f'<rect class="sc-f-dynamic" x="{n(x - 2)}" y="{n(y - 2)}" width="4" height="4"/>'
+            return f'<rect class="sc-o-dynamic" x="{n(x - 4.5)}" y="{n(y - 4.5)}" width="9" height="9" rx="1"/>' + inner
         case "pool":
             return f'<path class="sc-f-pool" d="M{n(x - 5)} {n(y - 4)}h10l-5 8.5z"/>'
         case "skip":
