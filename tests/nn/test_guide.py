@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.errors import UserError
+from softcell.nn.classifiers import ResNet18
 from softcell.nn.guide import Guided, Tapped, attention_vector, pair_stages, transfer_loss
 from softcell.nn.objective import CrossEntropy, Evaluated, Features, Objective
 
@@ -50,7 +51,11 @@ def equation_6(students: list[Tensor], teachers: list[Tensor], literal: bool) ->
         for sample in range(n):
             rows = []
             for maps in (mine, theirs):
-                x = [sum(float(v) ** 2 for v in maps[sample, :, i, j]) for i in range(height) for j in range(width)]
+                x = [
+                    sum(float(v) ** 2 for v in maps[sample, :, i, j].detach())
+                    for i in range(height)
+                    for j in range(width)
+                ]
                 length = math.sqrt(sum(v * v for v in x))
                 rows.append([v / length for v in x])
             squares = sum((a - b) ** 2 for a, b in zip(*rows, strict=True))
@@ -140,12 +145,27 @@ def test_stages_are_paired_by_resolution() -> None:
         pair_stages([(16, 16), (8, 8)], [(16, 16), (7, 7)])
 
 
+def test_of_a_built_in_teacher_only_the_stages_that_are_compared_run() -> None:
+    network = ResNet18(width=2).build(2, 4).double()
+    ran: list[int] = []
+    for number, stage in enumerate(network.stages):
+        stage.register_forward_hook(lambda module, given, output, n=number: ran.append(n))  # type: ignore[misc]
+    teacher, x = Tapped(network), data(2, 2, 8, 8)
+    for mine, whole in zip(teacher(x, 3), teacher(x)[:3], strict=True):
+        torch.testing.assert_close(mine, whole)
+    assert ran == [0, 1, 2, 0, 1, 2, 3]
+
+
 def test_any_module_is_a_teacher_by_its_layers() -> None:
     module = nn.Sequential(nn.Conv2d(2, 3, 1), nn.MaxPool2d(2), nn.Conv2d(3, 5, 1), nn.Flatten()).double()
     x = data(2, 2, 4, 4)
     maps = Tapped(module, ("0", "2"))(x)
     torch.testing.assert_close(maps[0], module[0](x))
     assert [tuple(m.shape) for m in maps] == [(2, 3, 4, 4), (2, 5, 2, 2)]
+    assert len(Tapped(module, ("0", "2"))(x, 1)) == 1
+    assert not any(part._forward_hooks for part in module.modules()), "a user's module is left as it was"
+    with pytest.raises(UserError, match="must give feature maps"):
+        Tapped(module, ("3",))(x)
     with pytest.raises(UserError, match="no layer 'conv9'"):
         Tapped(module, ("conv9",))
     with pytest.raises(UserError, match="must give feature maps"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -11,16 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from search_toys import settings, write_data
+from search_toys import ALONE, batch, players, settings, write_data
 
+from softcell.data import Batch
 from softcell.engine.events import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
+from softcell.nn.classifiers import ResNet18
+from softcell.nn.guide import Guided, Tapped, attention_vector, transfer_loss
+from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
+from softcell.search.guide import probe
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 
 
@@ -39,7 +48,7 @@ def teacher_recipe(data: Any, **more: Any) -> Any:
     return resolve_teacher("resnet18", {"data": str(data), **small, "precision": "float32"}, more)
 
 
-def guided(place: Path, method: str = "nos", space: str = "nos", **more: Any) -> Any:
+def guided(place: Path, method: str = "darts", space: str = "nb201", **more: Any) -> Any:
     own = {"nos": {"cells": 3, "channels": 2, "nodes": 1}}.get(space)
     base = {**settings("nb201", place / "data.npz", epochs=1, method=method), "space": space}
     if own is not None:
@@ -89,6 +98,36 @@ def test_a_guided_search_that_is_stopped_goes_on_bit_for_bit(place: Path, tmp_pa
     assert again.genotype == whole.genotype
 
 
+@pytest.mark.parametrize("form", ["mean-square", "norm"])
+def test_the_gradient_norms_are_those_of_both_parts_over_four_batches(form: Any) -> None:
+    """Each part differentiated by itself; and nothing is left behind: no statistics, no random numbers."""
+    one = players("nb201")
+    teacher = Tapped(ResNet18(width=2).build(1, 3).double())
+    guided = Guided(CrossEntropy(), teacher, (0, 1, 2), 7.0, form)
+    batches = [Batch(*batch(seed), torch.arange(6)) for seed in range(5)]
+    expected = dict.fromkeys(("task", "guide", "task_architecture", "guide_architecture"), 0.0)
+    before, state = copy.deepcopy(one.supernet.state_dict()), torch.get_rng_state()
+    twin = copy.deepcopy(one.supernet)
+    for each in batches[:4]:
+        for part in ("task", "guide"):
+            twin.zero_grad()
+            one.method.zero_grad()
+            maps = twin.features(each.images, one.method.relax())
+            if part == "task":
+                loss = F.cross_entropy(twin.head(maps[-1]), each.labels)
+            else:
+                vectors = [[attention_vector(m) for m in found] for found in (maps, teacher(each.images, 3))]
+                loss = 7.0 * transfer_loss(*vectors, form)
+            loss.backward()
+            for module, name in ((twin, part), (one.method, f"{part}_architecture")):
+                squares = [float(p.grad.square().sum()) for p in module.parameters() if p.grad is not None]
+                expected[name] += math.sqrt(sum(squares)) / 4
+    found = probe(guided, one.supernet, one.method, batches, ALONE)
+    assert found == pytest.approx({f"gradient_norm_{name}": value for name, value in expected.items()})
+    assert all(torch.equal(before[name], value) for name, value in one.supernet.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state()) and float(guided.sums[1]) == 0
+
+
 def test_second_order_searches_are_guided_too(place: Path, tmp_path: Path) -> None:
     result = search(guided(place, regime="unrolled"), tmp_path / "run")
     assert result.genotype is not None and result.metrics[0]["guide_loss"] > 0
@@ -109,7 +148,7 @@ def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_pat
     with pytest.raises(UserError, match="guidance compares maps of one size"):
         search(guided(place, guide={"teacher": "flat"}), tmp_path / "run")
     register_teacher("wide", nn.Conv2d(9, 2, 3, padding=1))
-    with pytest.raises(UserError, match="cannot read images"):
+    with pytest.raises(UserError, match="cannot read batches of 1x8x8 images"):
         search(guided(place, guide={"teacher": "wide"}), tmp_path / "run")
     with pytest.raises(UserError, match="no teacher at 'nowhere'"):
         search(guided(place, guide={"teacher": "nowhere"}), tmp_path / "run")
@@ -139,17 +178,60 @@ def test_teachers_come_from_runs_weights_programs_and_python(place: Path, tmp_pa
     torch.export.save(torch.export.export(Maps(), (x,), dynamic_shapes=({0: batch},)), tmp_path / "maps.pt2")
     with pytest.raises(UserError, match=r"guide\.trust=true"):
         find_teacher(str(tmp_path / "maps.pt2"))
-    program = find_teacher(str(tmp_path / "maps.pt2"), trust=True).module
+    from_program = find_teacher(str(tmp_path / "maps.pt2"), trust=True)
+    assert from_program.about["digest"] == hashlib.sha256((tmp_path / "maps.pt2").read_bytes()).hexdigest()
+    program = from_program.module
     for n in (1, 3):
         y = torch.randn(n, *x.shape[1:])
         for mine, theirs in zip(program(y), network.features(y), strict=True):
             torch.testing.assert_close(mine, theirs)
 
 
+def test_checkpoints_of_users_fill_registered_networks(place: Path, tmp_path: Path) -> None:
+    network = load_classifier(place / "teacher" / "model.safetensors")
+    torch.save({"epoch": 3, "state_dict": network.state_dict()}, tmp_path / "whole.pt")
+    register_teacher("narrow", ResNet18(width=4).build(1, 3))
+    found = find_teacher(str(tmp_path / "whole.pt"), classifier="narrow")
+    assert found.about["digest"] == find_teacher(str(place / "teacher")).about["digest"]
+
+    def own() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(2, 3, 1), nn.Flatten())
+
+    register_teacher("own", own(), layers=["0", "2"])
+    trained, x = own(), torch.randn(2, 1, 8, 8)
+    torch.save(
+        {f"module.{k}": v for k, v in trained.state_dict().items()}, tmp_path / "own.pth"
+    )  # DataParallel's names
+    maps = find_teacher(str(tmp_path / "own.pth"), classifier="own").module(x)
+    for mine, theirs in zip(maps, (trained[0](x), trained[:3](x)), strict=True):  # type: ignore[index]
+        torch.testing.assert_close(mine, theirs)
+    assert not torch.equal(find_teacher("own").module(x)[0], maps[0]), "the registered module keeps its own weights"
+
+
+@pytest.mark.parametrize(
+    ("content", "classifier", "message"),
+    [
+        (nn.Linear(2, 2), "resnet18", "cannot be read as weights alone"),
+        ({"weights": [1, 2]}, "resnet18", "maps names to tensors"),
+        ({"weight": torch.zeros(2)}, None, "does not say which network"),
+        ({"weight": torch.zeros(2)}, "resnet18", "not the weights of a built-in 'resnet18'"),
+        ({"weight": torch.zeros(2)}, "resnet19", "no built-in classifier 'resnet19'"),
+    ],
+)
+def test_checkpoints_that_cannot_be_used_are_told(
+    content: object, classifier: str | None, message: str, tmp_path: Path
+) -> None:
+    torch.save(content, tmp_path / "file.pth")
+    with pytest.raises(UserError, match=message):
+        find_teacher(str(tmp_path / "file.pth"), classifier=classifier)
+
+
 def test_weights_of_another_network_are_refused(place: Path, tmp_path: Path) -> None:
     file = place / "teacher" / "model.safetensors"
     with pytest.raises(UserError, match="not the weights of 'pyramidnet'"):
         find_teacher(str(file), classifier="pyramidnet")
+    with pytest.raises(UserError, match=r"guide\.classifier names the network of a file"):
+        find_teacher(str(file.parent), classifier="pyramidnet")
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match="cannot be read as safetensors"):
         find_teacher(str(tmp_path / "broken.safetensors"))

@@ -82,8 +82,8 @@ def search(
         str | None,
         typer.Option(
             metavar="TEACHER",
-            help="Follow a teacher's attention: a run of `softcell teacher` or `train`, a .safetensors or .pt2 file, "
-            "or a name that a plugin registers.",
+            help="Follow a teacher's attention: a run of `softcell teacher` or `train`, weights (.safetensors, .pt, "
+            ".pth), a .pt2 program, or a name that a plugin registers.",
         ),
     ] = None,
     out: Annotated[

@@ -34,8 +34,8 @@ class Classifier(nn.Module, ABC):
         self.drop_path = DropPath(0.0)
 
     @abstractmethod
-    def features(self, x: Tensor) -> list[Tensor]:
-        """[n, c, h, w] to one feature map per resolution stage."""
+    def features(self, x: Tensor, number: int | None = None) -> list[Tensor]:
+        """[n, c, h, w] to one feature map per resolution stage; of the first `number` stages where it is given."""
 
     @abstractmethod
     def head(self, features: Tensor) -> Tensor:
@@ -125,12 +125,12 @@ class ResNet(Classifier):
                 self.calibrations.append(get_candidate(settings.operation).build(Spec(width)))
         self.classifier = nn.Linear(widths[-1], num_classes)
 
-    def features(self, x: Tensor) -> list[Tensor]:
+    def features(self, x: Tensor, number: int | None = None) -> list[Tensor]:
         x, maps = self.stem(x), []
-        for number, stage in enumerate(self.stages):
+        for place, stage in enumerate(self.stages[:number]):
             x = stage(x)
-            if number < len(self.calibrations):
-                module = self.calibrations[number]
+            if place < len(self.calibrations):
+                module = self.calibrations[place]
                 assert isinstance(module, Calibration)
                 x = x + module.applied(x, module(x))
             maps.append(x)
@@ -206,9 +206,9 @@ class Pyramid(Classifier):
         self.norm = BatchNorm2d(before)
         self.classifier = nn.Linear(before, num_classes)
 
-    def features(self, x: Tensor) -> list[Tensor]:
+    def features(self, x: Tensor, number: int | None = None) -> list[Tensor]:
         x, maps = self.stem(x), []
-        for stage in self.stages:
+        for stage in self.stages[:number]:
             x = stage(x)
             maps.append(x)
         return maps

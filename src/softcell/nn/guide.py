@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.errors import UserError
+from softcell.nn.classifiers import Classifier
 from softcell.nn.objective import Evaluated, Features, Objective
 
 Form = Literal["mean-square", "norm"]
@@ -151,29 +152,17 @@ class Tapped(nn.Module):
         unknown = [name for name in self.layers if name not in known]
         if unknown:
             raise UserError(f"the teacher has no layer {unknown[0]!r}; it has {', '.join(list(known)[1:13])}, ...")
-        self._caught: dict[str, Tensor] = {}
-        for name in self.layers:
-            known[name].register_forward_hook(self._catch(name))
         self.requires_grad_(False)
         self.eval()
-
-    def _catch(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, given: object, output: Tensor) -> None:
-            self._caught[name] = output
-
-        return note
 
     def train(self, mode: bool = True) -> Tapped:
         """A teacher stays in eval mode."""
         return super().train(False)
 
     @torch.no_grad()
-    def forward(self, images: Tensor) -> list[Tensor]:
-        if self.layers:
-            self.module(images)
-            return [self._caught.pop(name) for name in self.layers]
-        features = getattr(self.module, "features", None)
-        maps = features(images) if callable(features) and not isinstance(features, nn.Module) else self.module(images)
+    def forward(self, images: Tensor, number: int | None = None) -> list[Tensor]:
+        """The first `number` maps, else all; built-in networks stop there, others run to their end."""
+        maps = self._outputs(images) if self.layers else self._maps(images, number)
         if isinstance(maps, Tensor):
             maps = [maps]
         if not isinstance(maps, list | tuple) or not all(isinstance(m, Tensor) and m.dim() == 4 for m in maps):
@@ -181,4 +170,25 @@ class Tapped(nn.Module):
                 "a teacher must give feature maps [n, c, h, w]: by a method `features`, as its output, or from named "
                 "layers (guide.layers)"
             )
-        return list(maps)
+        return list(maps[:number])
+
+    def _maps(self, images: Tensor, number: int | None) -> object:
+        if isinstance(self.module, Classifier):
+            return self.module.features(images, number)
+        features = getattr(self.module, "features", None)
+        return features(images) if callable(features) and not isinstance(features, nn.Module) else self.module(images)
+
+    def _outputs(self, images: Tensor) -> list[object]:
+        """What the named layers give; the module is listened to during this pass alone."""
+        caught: dict[str, object] = {}
+
+        def catching(name: str) -> Callable[..., None]:
+            return lambda module, given, output: caught.__setitem__(name, output)
+
+        handles = [self.module.get_submodule(name).register_forward_hook(catching(name)) for name in self.layers]
+        try:
+            self.module(images)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [caught.get(name) for name in self.layers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,10 +31,10 @@ PROBED = 4
 class Guide:
     """Attention guidance (NOS, Eq 6-9).
 
-    `teacher`: a run folder, a .safetensors or .pt2 file, or a registered name; None for an unguided search. `weight`:
-    λ. `form`: `mean-square`, or `norm` for Eq 6 to the letter. `classifier`: the built-in network that bare weights
-    belong to. `layers`: submodules of the teacher whose outputs are compared. `trust`: read a .pt2 program, which may
-    hold code.
+    `teacher`: a run folder, a .safetensors, .pt, .pth or .pt2 file, or a registered name; None for an unguided search.
+    `weight`: λ. `form`: `mean-square`, or `norm` for Eq 6 to the letter. `classifier`: the network that a file's
+    weights belong to, built in or registered. `layers`: submodules of the teacher whose outputs are compared.
+    `trust`: read a .pt2 program, which may hold code.
     """
 
     teacher: str | None = None
@@ -59,7 +60,8 @@ def make_objective(
     found = find_teacher(settings.teacher, classifier=settings.classifier, layers=settings.layers, trust=settings.trust)
     teacher = session.place(found.module)
     pairs = pair_stages(stages(), _sizes(found, shape, session))
-    guided = Guided(CrossEntropy(), teacher, pairs, settings.weight, settings.form).to(session.device)
+    needed = partial(teacher, number=1 + max(pairs))
+    guided = Guided(CrossEntropy(), needed, pairs, settings.weight, settings.form).to(session.device)
     return guided, {"guide": found.about}
 
 
@@ -81,14 +83,16 @@ def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
 
 
 def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[int, int]]:
-    image = torch.zeros(1, *shape, device=session.device, dtype=session.dtype)
+    images = torch.zeros(2, *shape, device=session.device, dtype=session.dtype)  # two: a program may know only one
     try:
-        maps = found.module(image)
-    except (RuntimeError, ValueError, TypeError) as error:
+        maps = found.module(images)
+    except UserError:
+        raise
+    except Exception as error:  # a user's module, which may raise anything
         reason = " ".join(str(error).split())
         raise UserError(
-            f"the teacher {found.about['teacher']} cannot read images of {'x'.join(map(str, shape))}: {reason[:200]}; "
-            "train one on this data with `softcell teacher`"
+            f"the teacher {found.about['teacher']} cannot read batches of {'x'.join(map(str, shape))} images: "
+            f"{reason[:200]}; train one on this data with `softcell teacher`"
         ) from error
     return [(m.shape[-2], m.shape[-1]) for m in maps]
 

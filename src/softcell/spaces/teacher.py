@@ -6,8 +6,10 @@ data's own mean and deviation say.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +18,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 from softcell.engine import RunFolder
 from softcell.errors import UserError
-from softcell.nn.classifiers import Classifier, build_classifier
+from softcell.nn.classifiers import Classifier, get_architecture
 from softcell.nn.guide import Tapped
+from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained
 
 FORMAT = "softcell-classifier"
+WEIGHT_FILES = (".safetensors", ".pt", ".pth")
+WITHIN = ("state_dict", "model_state_dict", "model")
+"""Where training scripts put the weights in a checkpoint that holds more."""
 _REGISTERED: dict[str, Tapped] = {}
 
 
@@ -51,22 +57,34 @@ def register_teacher(name: str, module: nn.Module, layers: Sequence[str] = ()) -
 def find_teacher(
     source: str, *, classifier: str | None = None, layers: Sequence[str] = (), trust: bool = False
 ) -> FoundTeacher:
-    """The teacher that `source` names; `classifier` says what bare weights belong to."""
+    """The teacher that `source` names; `classifier` says what a file's weights belong to, built in or registered."""
+    path, about = Path(source), dict[str, Any]()
+    is_weights = path.suffix in WEIGHT_FILES and path.is_file()
+    if classifier is not None and not is_weights:
+        raise UserError(
+            f"guide.classifier names the network of a file of weights, but {source!r} is no such file "
+            f"({', '.join(WEIGHT_FILES)}); leave it away"
+        )
     if source in _REGISTERED:
-        module = _REGISTERED[source]
+        known = _REGISTERED[source]
+        module = Tapped(known.module, layers) if layers else known
         return FoundTeacher(module, {"teacher": source, "digest": _digest(module)})
-    path = Path(source)
-    if path.is_dir():
+    if is_weights and classifier in _REGISTERED:
+        known = _REGISTERED[classifier]
+        # A copy: the registered module keeps its own weights.
+        found = _filled(copy.deepcopy(known.module), _read(path)[0], path, classifier)
+        layers = layers or known.layers
+    elif is_weights:
+        found = _from_weights(path, classifier)
+    elif path.is_dir():
         found, about = _from_run(path)
-    elif path.suffix == ".safetensors" and path.is_file():
-        found, about = _from_weights(path, classifier), {}
     elif path.suffix == ".pt2" and path.is_file():
-        found, about = _from_program(path, trust), {}
+        found, about = _from_program(path, trust), {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
     else:
         registered = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
         raise UserError(
-            f"no teacher at {source!r}: give a run of `softcell teacher` or `softcell train`, a .safetensors file of a "
-            f"built-in classifier, a .pt2 program, or a name that a plugin registered{registered}"
+            f"no teacher at {source!r}: give a run of `softcell teacher` or `softcell train`, a file of weights "
+            f"({', '.join(WEIGHT_FILES)}), a .pt2 program, or a name that a plugin registered{registered}"
         )
     tapped = Tapped(found, layers)
     return FoundTeacher(tapped, {"teacher": str(path), "digest": _digest(tapped), **about})
@@ -97,28 +115,61 @@ def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _from_weights(file: Path, classifier: str | None) -> Classifier:
-    try:
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-        state = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
+    state, metadata = _read(file)
     name = classifier or metadata.get("classifier")
     if name is None:
         raise UserError(
-            f"{file} does not say which network its weights belong to; name it with --set guide.classifier=resnet18"
+            f"{file} does not say which network its weights belong to; name it with --set guide.classifier=resnet18, "
+            "or by the name of a module that a plugin registered (`register_teacher`)"
         )
-    settings = json.loads(metadata.get("settings", "{}")) if metadata.get("classifier") == name else {}
+    settings = metadata.get("settings", "{}") if metadata.get("classifier") == name else "{}"
+    architecture = get_architecture(name)
     stem, last = state.get("stem.0.weight"), state.get("classifier.weight")
-    if stem is None or last is None:
+    if stem is None or last is None or stem.dim() != 4:
         raise UserError(f"{file}: these are not the weights of a built-in {name!r}")
-    network = build_classifier(name, settings, stem.shape[1], last.shape[0])
+    try:
+        given = json.loads(settings)
+    except ValueError as error:
+        raise UserError(f"{file}: its metadata are damaged (settings {settings[:80]!r})") from error
+    network = build(architecture, given, f"classifier {name}").build(stem.shape[1], last.shape[0])
+    _filled(network, state, file, name)
+    return network
+
+
+def _filled(network: nn.Module, state: Mapping[str, Tensor], file: Path, name: str) -> nn.Module:
+    """The network with these weights, in eval mode."""
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: these are not the weights of {name!r} ({reason[:200]})") from error
     return network.eval()
+
+
+def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Weights by name, and what the file says of them."""
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, "pt") as opened:
+                metadata = opened.metadata() or {}
+            return load_file(file), metadata
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"{file}: cannot be read as weights alone, and nothing else is read from it, since that could run code; "
+            "save the `state_dict()` of the network"
+        ) from error
+    for key in WITHIN:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    named = isinstance(loaded, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items())
+    if not named:
+        raise UserError(f"{file}: a file of weights is a `state_dict()`, which maps names to tensors; this is none")
+    prefix = "module." if all(name.startswith("module.") for name in loaded) else ""  # of DataParallel
+    return {name.removeprefix(prefix): value for name, value in loaded.items()}, {}
 
 
 def _from_program(file: Path, trust: bool) -> nn.Module:
