@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def test_parameters_add_up(space: NosSpace) -> None:
 def test_two_million_and_a_half_lie_inside_the_range_of_cifar_networks() -> None:
     space = NosSpace(cells=20, channels=36)
     counted, layout = ParameterCount(space, (3, 32, 32), 10), space.layout()
-    found = [counted(sample(layout, seed)) for seed in range(200)]
+    found = [counted(sample(layout, seed)) for seed in range(100)]
     assert min(found) < 2.4e6 and max(found) > 2.6e6
     assert any(2.4e6 < number < 2.6e6 for number in found)
 
@@ -73,8 +74,12 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     assert isinstance(record["teacher"]["test_accuracy"], float)
     assert record["summary"]["guided"]["search_accuracy"]["n"] == 2
     assert record["summary"]["guided"]["test_accuracy"] == "not measured"
+    assert record["guided_less_unguided"]["test_accuracy"] == "not measured"
+    assert record["teacher"]["recipe"]["lr_every"] == 1
     for row in record["rows"]:
         assert bool(row["gradient_norms"]) == (row["arm"] == "guided")
+        assert {"train_accuracy", "val_accuracy"} <= row["curves"].keys()
+        assert ("guide_loss" in row["curves"]) == (row["arm"] == "guided")
 
     before = (tmp_path / "runs/nos-study/guided-data-1/metrics.jsonl").read_text()
     nos_guidance.main(arguments)
@@ -82,5 +87,25 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     record = json.loads(file.read_text())
     for arm in ("guided", "unguided"):
         assert record["summary"][arm]["test_accuracy"]["n"] == 2
-    assert "<svg" in (tmp_path / "results/nos/guidance.svg").read_text()
-    assert "<svg" in (tmp_path / "results/nos/guided-1.svg").read_text()
+    assert all(row["trained"]["recipe"]["epochs"] == 1 for row in record["rows"])
+    assert "<svg" in (tmp_path / "results/nos/guidance-data.svg").read_text()
+    assert "<svg" in (tmp_path / "results/nos/guided-data-1.svg").read_text()
+
+
+def test_arms_are_compared_at_the_same_seed_where_both_are_measured() -> None:
+    accuracies = {
+        ("guided", 0): 0.9,
+        ("unguided", 0): 0.7,
+        ("guided", 1): 0.8,
+        ("unguided", 1): 0.7,
+        ("guided", 2): 0.1,
+    }
+    rows: list[dict[str, Any]] = [
+        {"arm": arm, "seed": seed, "search": {"val_accuracy": value}, "trained": "not measured"}
+        for (arm, seed), value in accuracies.items()
+    ]
+    rows.append({"arm": "unguided", "seed": 2, "search": "not measured", "trained": "not measured"})
+    found = nos_guidance.differences(rows)
+    assert found["test_accuracy"] == "not measured"
+    assert found["search_accuracy"]["by_seed"] == pytest.approx({0: 0.2, 1: 0.1})
+    assert (found["search_accuracy"]["n"], found["search_accuracy"]["mean"]) == (2, pytest.approx(0.15))
