@@ -18,6 +18,9 @@ from search_toys import ARCHITECTURE_LR, LR, Pair, batch, players
 from softcell.arch import Mix
 from softcell.engine.optim import adam, load_optimiser
 from softcell.methods.darts import Darts
+from softcell.nn.classifiers import Classifier, ResNet18
+from softcell.nn.guide import Guided, Tapped
+from softcell.nn.objective import CrossEntropy
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import Players, bilevel, single_level, unrolled, weight_step
 
@@ -46,10 +49,13 @@ class Twin:
         self.net.zero_grad()
         self.method.zero_grad()
         mix = self.method.relax()
-        loss = F.cross_entropy(self.net(data[0], mix), data[1])
+        loss = self.loss(data, mix)
         penalty = self.method.penalty(mix) if penalised else None
         (loss if penalty is None else loss + penalty).backward()  # type: ignore[no-untyped-call]
         return loss.item()
+
+    def loss(self, data: Pair, mix: Mix) -> Tensor:
+        return F.cross_entropy(self.net(data[0], mix), data[1])
 
     def step_weights(self) -> None:
         self._clip(self.net, self.clips[0])
@@ -160,8 +166,39 @@ def test_a_regime_equals_its_twin_on_darts_cells(regime: str) -> None:
     compare(players("darts"), real, literal, tolerance, steps=1)
 
 
-def compare(one: Players, real: Any, literal: Any, tolerance: float, steps: int = STEPS) -> None:
-    twin = Twin(one)
+class GuidedTwin(Twin):
+    """The loss of Eq 8 and 9 alike: cross-entropy and λ times Eq 6 in its settled form."""
+
+    weight = 20.0
+
+    def __init__(self, one: Players, teacher: Classifier) -> None:
+        super().__init__(one)
+        self.teacher = teacher
+
+    def loss(self, data: Pair, mix: Mix) -> Tensor:
+        images, labels = data
+        mine = self.net.features(images, mix)
+        total = F.cross_entropy(self.net.head(mine[-1]), labels)
+        for student, teacher in zip(mine, self.teacher.features(images)[:3], strict=True):
+            x, y = student.square().sum(1), teacher.detach().square().sum(1)
+            q, r = (z / z.square().sum((1, 2), keepdim=True).sqrt() for z in (x, y))
+            total = total + self.weight * (q - r).square().mean() / 2
+        return total
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_teacher_guides_both_levels(regime: str) -> None:
+    real, literal, tolerance = REGIMES[regime]
+    one = players("nb201", clip_weights=0.0)
+    teacher = ResNet18(width=2).build(1, 3).double().eval()
+    one.objective = Guided(CrossEntropy(), Tapped(teacher), (0, 1, 2), GuidedTwin.weight)
+    compare(one, real, literal, tolerance, steps=2, twin=GuidedTwin(one, teacher))
+
+
+def compare(
+    one: Players, real: Any, literal: Any, tolerance: float, steps: int = STEPS, twin: Twin | None = None
+) -> None:
+    twin = twin or Twin(one)
     for step in range(steps):
         train, validation = batch(10 + step), batch(20 + step)
         assert real(one, train, validation) == pytest.approx(literal(twin, train, validation), abs=tolerance)
