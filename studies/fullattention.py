@@ -108,9 +108,12 @@ def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     place = folder / "training"
     row["trained"] = NOT_MEASURED
     if finished(place):
-        results = RunFolder.open(place).manifest["results"]
+        manifest = RunFolder.open(place).manifest
         kept = ("accuracy", "split", "count", "parameters", "multiply_adds", "seconds")
-        row["trained"] = {key: results[key] for key in kept}
+        row["trained"] = {key: manifest["results"][key] for key in kept}
+        row["trained"]["recipe"] = manifest["recipe"]
+        own = epochs_of(place)
+        row["trained"]["curves"] = {key: [r.get(key) for r in own] for key in ("train_loss", "train_accuracy")}
     return row
 
 
@@ -135,19 +138,20 @@ def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """
     for key in ("train_loss", "train_accuracy", "val_accuracy"):
         for name, counted in ((key, False), (f"{key}-by-cost", True)):
-            history: list[dict[str, Any]] = [{"epoch": e} for e in range(options.first + options.epochs)]
+            history: dict[int, dict[str, Any]] = {}
             labels = []
             for arm in options.arms:
                 done = [r["curves"][key] for r in rows if r["arm"] == arm and r["search"] != NOT_MEASURED]
                 if done:
                     labels.append(arm)
                 before = options.first if counted and arm == "both" else 0
-                for epoch, values in enumerate(zip(*done, strict=True)):
+                for epoch, values in enumerate(zip(*done, strict=True), before):
                     if None not in values:
-                        history[before + epoch][arm] = statistics.fmean(values)
+                        history.setdefault(epoch, {"epoch": epoch})[arm] = statistics.fmean(values)
             if labels:
                 title = f"{key} on {options.data}, mean over seeds{', by all epochs spent' if counted else ''}"
-                atomic_write_text(options.out / f"{name}.svg", curves_svg(history, labels, title))
+                curve = curves_svg([history[epoch] for epoch in sorted(history)], labels, title)
+                atomic_write_text(options.out / f"{name}.svg", curve)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -173,15 +177,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")
     options = parser.parse_args(arguments)
-    run_all(options)
+    try:
+        run_all(options)
+    finally:  # what has been done is recorded, whatever the rest came to
+        if any(options.runs.glob("*/run.json")):
+            record(options)
+
+
+def record(options: argparse.Namespace) -> None:
+    """Writes and shows what there is so far."""
     options.out.mkdir(parents=True, exist_ok=True)
     rows = [measured(arm, seed, options) for seed in range(options.seeds) for arm in options.arms]
     summary = summarise(rows, options.arms)
     draw(rows, options)
     published = "CIFAR-10 error at 80 channels, 500 epochs: 4.38 tied and alone, 4.08 alone, 3.70 both"
-    record = options.out / f"phases-{Path(options.data).stem}.json"
-    write_record(record, "studies.fullattention", rows=rows, summary=summary, published=published)
-    print_arms(f"{options.data}: with and without phase 1, mean over seeds", rows, summary, record)
+    file = options.out / f"phases-{Path(options.data).stem}.json"
+    seconds = "by the clock; runs that share a device (--at-once) wait for each other, so compare epochs"
+    write_record(file, "studies.fullattention", rows=rows, summary=summary, seconds=seconds, published=published)
+    print_arms(f"{options.data}: with and without phase 1, mean over seeds", rows, summary, file)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def searched_and_trained(
     if not finished(folder) or finished(place) or deadline.passed:
         return
     begun, genotype = (place / "run.json").is_file(), Genotype.load(folder)
-    how = stored_training(place, {})[1] if begun else resolve_training(genotype, dict(given))
+    how = stored_training(place, dict(given))[1] if begun else resolve_training(genotype, dict(given))
     yield from training(genotype, how, place, resume=begun, on_event=deadline.watching(f"{folder.name}, trained"))
 
 

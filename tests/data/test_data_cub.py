@@ -11,6 +11,7 @@ from PIL import Image
 
 from softcell.data import load
 from softcell.data.decode import square_around
+from softcell.data.images import gathered
 from softcell.errors import UserError
 
 
@@ -81,6 +82,11 @@ def test_only_the_square_around_the_bounding_box_is_seen(root: Path, limit: int)
     expected = torch.zeros(8, 8)
     expected[2:6] = 255.0
     torch.testing.assert_close(seen, expected.expand(8, 8, 8), rtol=0, atol=40.0)  # what JPEG leaves of edges
+    assert data.test is not None
+    twice = gathered([(data.test, torch.tensor([3, 0])), (data.train, torch.tensor([1]))], is_test=False)
+    assert twice.labels.tolist() == [3, 0, 0] and not twice.is_test
+    again = torch.cat([data.test.fetch_stored(torch.tensor([3, 0])), data.train.fetch_stored(torch.tensor([1]))])
+    assert torch.equal(twice.fetch_stored(torch.arange(3)), again)
     whole = load("cub200", root, image_size=8, memory_limit=limit)
     assert float(whole.train.fetch(torch.arange(1)).float().mean()) < 60
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softcell.arch import sample
+from softcell.data import load, test_set_sealed
 from softcell.engine.events import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import load_network, resolve, train
-from softcell.evaluate.retrieval import recall_at
+from softcell.evaluate.retrieval import recall_at, zero_shot
 from softcell.nn.proxy import ProxyNCA
 from softcell.spaces import SPACES, build_space
 
@@ -80,6 +81,25 @@ def write(path: Path, classes: int) -> Path:
         image[label : label + 2] += 200
     np.savez(path, x_train=images, y_train=labels, x_test=images[: 3 * classes], y_test=labels[: 3 * classes])
     return path
+
+
+def test_all_images_of_the_first_half_are_learnt_from_and_those_of_the_second_are_sealed(tmp_path: Path) -> None:
+    whole = load(str(write(tmp_path / "data.npz", 5)))
+    parted = zero_shot(whole)
+    assert whole.test is not None and parted.test is not None
+    everything = [
+        (int(label), image.tolist())
+        for images in (whole.train, whole.test)
+        for label, image in zip(images.labels, images.fetch(torch.arange(len(images))), strict=True)
+    ]
+    for images, classes in ((parted.train, {0, 1}), (parted.test, {2, 3, 4})):
+        found = zip(images.labels.tolist(), images.fetch(torch.arange(len(images))).tolist(), strict=True)
+        assert list(found) == [one for one in everything if one[0] in classes]
+    assert "all 26 images of the first 2 classes are learnt from, all 39 of the other 3" in parted.source
+    with test_set_sealed():
+        parted.train.fetch(torch.arange(26))
+        with pytest.raises(AssertionError, match="sealed"):
+            parted.test.fetch(torch.arange(1))
 
 
 @pytest.mark.parametrize("space", ["nb201", "fullattention"])

@@ -74,9 +74,10 @@ def test_a_retrieval_is_exported_as_an_embedding(
     run_, out = tmp_path / "run", tmp_path / "out"
     sizes = {"channels": 2, "cells_per_stage": 1}
     own = {"task": "retrieve", "embedding": 7, "space_settings": sizes}
-    trained = train(CELL, data="digits", epochs=1, out=run_, batch_size=256, **own)
+    cell = "|nor_conv_1x1~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|"
+    trained = train(cell, data="digits", epochs=1, out=run_, batch_size=256, **own)
     assert trained.accuracy is None and trained.recall is not None
-    again = train(CELL, out=run_, resume=True)  # a finished run gives its result at once
+    again = train(cell, out=run_, resume=True)  # a finished run gives its result at once
     assert again.recall == trained.recall and again.accuracy is None
     assert run(["export", str(run_), *(w for kind in FORMATS for w in ("--to", kind)), "--out", str(out)]) == 0
     assert "embedding as the network's" in capsys.readouterr().out

@@ -18,8 +18,7 @@ from softcell.nn.attention_blocks import AttentionBlock, local_block
 from softcell.nn.attention_local import LocalAttention, NonLocalAttention, attend_local, shifts_only
 from softcell.nn.candidates import Spec, get_candidate
 
-SIZES = [(5, 4), (1, 3), (8, 5)]
-"""Smaller than an extent of 7 too: every pixel is then at a border."""
+SIZES = [(5, 4), (1, 3)]
 
 
 def matrices(module: LocalAttention | NonLocalAttention) -> list[Tensor]:
@@ -32,15 +31,17 @@ def outcomes(y: Tensor, wanted: list[Tensor]) -> list[Tensor]:
     return [y, *torch.autograd.grad((y * weight).sum(), wanted)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(("extent", "heads"), [(3, 4), (3, 8), (5, 4), (5, 8), (7, 4), (7, 8)])
-def test_local_attention_equals_its_loop_forward_and_backward(extent: int, heads: int, size: tuple[int, int]) -> None:
+def test_local_attention_equals_its_loop_forward_and_backward(extent: int, heads: int, inside: bool) -> None:
+    """On maps where every pixel is at a border, and on maps where some have all their neighbours."""
+    size = (extent, extent + 1) if inside else (1, 3)
     torch.manual_seed(0)
     module = LocalAttention(8, extent, heads).double()
     with torch.no_grad():
         module.rows.normal_()
         module.columns.normal_()
-    x = torch.randn(2, 8, *size, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(1 if inside else 2, 8, *size, dtype=torch.float64, requires_grad=True)
     wanted = [x, *module.parameters()]
     mine = outcomes(module(x), wanted)
     twin = outcomes(local_attention(x, *matrices(module), module.rows, module.columns), wanted)
@@ -70,7 +71,7 @@ def test_local_attention_has_right_first_and_second_derivatives() -> None:
     embeddings = [torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     with shifts_only():
         assert torch.autograd.gradcheck(attend_local, (*maps, *embeddings))
-        assert torch.autograd.gradgradcheck(attend_local, (*maps, *embeddings))
+        assert torch.autograd.gradgradcheck(attend_local, (*maps, *embeddings), fast_mode=True)
 
 
 def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_extent() -> None:

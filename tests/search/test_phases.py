@@ -63,10 +63,18 @@ def test_phase_2_starts_from_the_logits_of_phase_1_and_from_nothing_else_of_it(d
     assert picture.size == (8 * 100, 3 * 100)  # 8 images of 96 pixels in frames; original, shown, filled in
 
 
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search in two phases that was never stopped."""
+    folder = tmp_path_factory.mktemp("never-stopped") / "whole"
+    assert search(recipe(data), folder).exit_code == 0
+    return folder
+
+
 @pytest.mark.parametrize("phase", [1, 2])
-def test_a_search_stopped_inside_either_phase_goes_on_bit_for_bit(phase: int, data: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    assert search(recipe(data), whole).exit_code == 0
+def test_a_search_stopped_inside_either_phase_goes_on_bit_for_bit(
+    phase: int, data: Path, whole: Path, tmp_path: Path
+) -> None:
     seen: list[int] = []
 
     def stop(event: Event) -> None:
@@ -92,6 +100,16 @@ def test_the_best_of_several_seeds_is_that_of_phase_2(data: Path, tmp_path: Path
     kept = {file.parent for file in (tmp_path / "seeds").rglob("checkpoint*.bin")}
     best = tmp_path / "seeds" / f"seed-{result.best}"
     assert kept == {best, best / FIRST}
+
+
+def test_without_labels_the_best_of_several_seeds_has_the_least_loss(data: Path, tmp_path: Path) -> None:
+    alone = {"objective": "context", "pretrain": {"epochs": 0}, "method": "darts", "method_settings": {}}
+    result = search_seeds(recipe(data, "nb201", **alone), tmp_path / "seeds", [0, 1, 2], keep="best")
+    losses = {seed: one.metrics[-1]["val_loss"] for seed, one in result.results.items()}
+    assert result.best == min(losses, key=lambda seed: losses[seed])
+    assert {file.parent.name for file in (tmp_path / "seeds").rglob("checkpoint.bin")} == {f"seed-{result.best}"}
+    listed = json.loads((tmp_path / "seeds" / "seeds.json").read_text())["seeds"]
+    assert {one["seed"]: one["val_loss"] for one in listed} == losses and listed[0]["val_accuracy"] is None
 
 
 @pytest.mark.parametrize(("method", "space"), [("darts", "nb201"), ("snas", "fullattention")])
@@ -137,6 +155,10 @@ def test_the_papers_recipe() -> None:
 def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pretrain\.epochs=0"):
         recipe(data, objective="context")
+    bred = {"generations": 1}
+    with pytest.raises(UserError, match=r"evolution\.generations=0"):
+        recipe(data, objective="context", pretrain={"epochs": 0}, evolution=bred)
+    assert not first_phase(recipe(data, evolution=bred)).evolution.is_on
     with pytest.raises(UserError, match="compares networks by accuracy"):
         search(recipe(data, method="random", method_settings={}), tmp_path / "random")
 

@@ -54,7 +54,7 @@ def show_seeds(out: Console, result: SeveralResult) -> None:
     """What each seed reached, with mean and spread; the best one is named."""
     import statistics
 
-    from softcell.search.several import score
+    from softcell.search.several import loss, score
 
     out.print()
     reached: list[float] = []
@@ -64,6 +64,8 @@ def show_seeds(out: Console, result: SeveralResult) -> None:
             reached.append(value)
         state = "" if one.genotype is not None else ", unfinished"
         text = "not measured" if value is None else f"{percent(value)} on the validation split"
+        if value is None and (wrong := loss(one)) is not None:
+            text = f"loss {wrong:.4f} on the validation split"
         facts(out, **{f"seed {seed}": f"{text}{state}{'  (best)' if seed == result.best else ''}"})
     for seed, error in result.errors.items():
         facts(out, **{f"seed {seed}": f"failed: {error}"})

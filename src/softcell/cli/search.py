@@ -271,6 +271,7 @@ def unfinished(kind: str) -> list[Path]:
     from softcell.api import RUNS
     from softcell.engine import RunFolder
     from softcell.errors import UserError
+    from softcell.report.runs import is_phase
 
     found = []
     for file in sorted(RUNS.glob("**/run.json"), key=lambda path: path.stat().st_mtime, reverse=True):
@@ -278,6 +279,6 @@ def unfinished(kind: str) -> list[Path]:
             manifest = RunFolder.open(file.parent).manifest
         except UserError:
             continue  # a broken folder is nothing to offer
-        if manifest["kind"] == kind and manifest["status"] != "finished":
+        if manifest["kind"] == kind and manifest["status"] != "finished" and not is_phase(file.parent):
             found.append(file.parent)
     return found

@@ -159,3 +159,28 @@ class Files(Images):
         for row, index in enumerate(indices.tolist()):
             out[row] = decode(self.path(index), self.shape[0], self.stored, *self._looked_at(index))
         return torch.from_numpy(out)
+
+
+def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images:
+    """The images at the numbers int64 [n] given with each part, one part after the other, as one whole.
+
+    Parts must be alike: all in memory or all in files, of one shape. Nothing is decoded or looked at.
+    """
+    first, labels = parts[0][0], torch.cat([images.labels.cpu()[chosen] for images, chosen in parts])
+    assert len({(type(images), images.shape) for images, _ in parts}) == 1, "parts of one dataset are alike"
+    if isinstance(first, Resident):
+        pixels = torch.cat([images._pixels[chosen] for images, chosen in parts if isinstance(images, Resident)])
+        return Resident(pixels, labels, is_test=is_test, view=first.shape[1:])
+    assert isinstance(first, Files)
+    files = [(images, chosen) for images, chosen in parts if isinstance(images, Files)]
+    boxes = [images._boxes[chosen.numpy()] for images, chosen in files if images._boxes is not None]
+    return Files(
+        first.root,
+        [str(images.path(number).absolute()) for images, chosen in files for number in chosen.tolist()],
+        labels,
+        channels=first.shape[0],
+        size=first.shape[1:],
+        stored=first.stored,
+        is_test=is_test,
+        boxes=np.concatenate(boxes) if boxes else None,
+    )

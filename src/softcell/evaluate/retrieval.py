@@ -1,20 +1,22 @@
 """Zero-shot retrieval: a network learns an embedding of some classes and is asked about others.
 
-The first half of the classes is seen: their training images are learnt from. The second half is unseen: all its images,
-of the training and the test part, are queries, and for each the nearest others are looked up. Recall@k is the share of
-queries that have one of their own class among the k nearest.
+The first half of the classes is seen: all their images are learnt from. The second half is unseen: each of its images
+is a query, for which the nearest others are looked up. Recall@k is the share of queries that have one of their own
+class among the k nearest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.data import Batch, Dataset
+from softcell.data import Batch, Dataset, Images
 from softcell.data.feeds import Feeds
+from softcell.data.images import gathered
 from softcell.engine.distributed import World
 from softcell.engine.optim import apply_gradients
 from softcell.errors import UserError
@@ -34,9 +36,30 @@ def num_seen(dataset: Dataset) -> int:
     return dataset.num_classes // 2
 
 
-def seen_images(dataset: Dataset) -> Tensor:
-    """Numbers of the training images of seen classes, int64."""
-    return torch.nonzero(dataset.train.labels.cpu() < num_seen(dataset)).flatten()
+def zero_shot(dataset: Dataset) -> Dataset:
+    """The same images divided by class: those of seen classes to learn from, those of unseen ones sealed as the test.
+
+    What was set aside for testing a classifier is divided in the same way: no image of an unseen class is learnt from,
+    and none of a seen class is asked about.
+    """
+    seen = num_seen(dataset)
+    images = [part for part in (dataset.train, dataset.test) if part is not None]
+
+    def of(is_test: bool) -> Images:
+        chosen = [torch.nonzero((part.labels.cpu() >= seen) == is_test).flatten() for part in images]
+        return gathered(list(zip(images, chosen, strict=True)), is_test=is_test)
+
+    known, asked = of(False), of(True)
+    if len(known) < 2 or len(asked) < 2:
+        raise UserError(
+            f"zero-shot retrieval needs at least 2 images of the first {seen} classes and 2 of the others, but "
+            f"{dataset.name} has {len(known)} and {len(asked)}"
+        )
+    source = (
+        f"{dataset.source}; zero-shot: all {len(known)} images of the first {seen} classes are learnt from, all "
+        f"{len(asked)} of the other {dataset.num_classes - seen} asked about"
+    )
+    return replace(dataset, train=known, test=asked, source=source)
 
 
 def retrieval_step(
@@ -87,12 +110,7 @@ def embed(network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]
 
 
 def measure_retrieval(network: nn.Module, dataset: Dataset, feeds: Feeds) -> tuple[dict[int, float], int]:
-    """Recall over all images of unseen classes, and how many these are."""
-    seen, parts = num_seen(dataset), []
-    for images in (dataset.train, dataset.test):
-        if images is not None:
-            unseen = torch.nonzero(images.labels.cpu() >= seen).flatten()
-            if len(unseen):
-                parts.append(embed(network, feeds.plain(images, unseen).epoch(0)))
-    embeddings, labels = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    """Recall over all images of unseen classes of a `zero_shot` dataset, and how many these are."""
+    assert dataset.test is not None
+    embeddings, labels = embed(network, feeds.plain(dataset.test).epoch(0))
     return recall_at(embeddings, labels), len(labels)

@@ -29,7 +29,7 @@ from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_genotype
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, resolve
-from softcell.evaluate.retrieval import measure_retrieval, num_seen, seen_images
+from softcell.evaluate.retrieval import measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
@@ -129,6 +129,8 @@ def _train(
         dataset = load(recipe.data, recipe.data_root, recipe.image_size)
         space = build_space(genotype.space, recipe.space_settings)
         retrieving = recipe.task == "retrieve"
+        if retrieving:
+            dataset = zero_shot(dataset)
         outputs = recipe.embedding if retrieving else dataset.num_classes
         cost = count_genotype(space, genotype, dataset.shape, outputs)
         network = space.network(genotype, dataset.shape, outputs, auxiliary=recipe.auxiliary > 0)
@@ -229,9 +231,7 @@ def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mappi
 
 
 def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
-    if recipe.task == "retrieve":
-        return {"train": seen_images(dataset)}
-    if recipe.holdout == 0.0:
+    if recipe.task == "retrieve" or recipe.holdout == 0.0:
         return {"train": torch.arange(len(dataset.train))}
     return split(dataset.train, {"train": 1.0 - recipe.holdout, "holdout": recipe.holdout}, recipe.seed)
 

@@ -24,7 +24,7 @@ def _position(rows_ptr, columns_ptr, embedding, ok, tap, K: tl.constexpr):
     return row.to(tl.float32) + column.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "height", "width"])
 def _forward(
     packed_ptr, rows_ptr, columns_ptr, y_ptr, lse_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
@@ -69,7 +69,7 @@ def _forward(
     tl.store(lse_ptr + place, largest + tl.log(total), mask=m_ok[:, None] & (head < H)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "height", "width"])
 def _backward_queries(
     packed_ptr, rows_ptr, columns_ptr, y_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
@@ -110,7 +110,7 @@ def _backward_queries(
     tl.store(out_ptr + at, dq.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "height", "width"])
 def _backward_keys(
     packed_ptr, rows_ptr, columns_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
@@ -154,7 +154,7 @@ def _backward_keys(
     tl.store(out_ptr + at + 2 * C, dv.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "height", "width", "tiles"])
 def _backward_positions(
     packed_ptr, rows_ptr, columns_ptr, lse_ptr, dy_ptr, delta_ptr, partial_ptr, pixels, height, width, tiles,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,

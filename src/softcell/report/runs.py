@@ -134,7 +134,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         if (path / MANIFEST).is_file():
             found[path] = None
         elif path.is_dir():
-            below = sorted(file.parent for file in path.rglob(MANIFEST) if not _is_phase(file.parent))
+            below = sorted(file.parent for file in path.rglob(MANIFEST) if not is_phase(file.parent))
             if not below:
                 raise UserError(f"{path} holds no run (no {MANIFEST} in it or below); give a run folder")
             found.update(dict.fromkeys(below))
@@ -143,7 +143,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return list(found)
 
 
-def _is_phase(folder: Path) -> bool:
+def is_phase(folder: Path) -> bool:
     """Whether this is a part of the run it lies in, and no run of its own."""
     return folder.name == FIRST and (folder.parent / MANIFEST).is_file()
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, load
 from softcell.data.unlabelled import load_unlabelled
 from softcell.errors import UserError
@@ -26,7 +27,10 @@ LOGITS = "logits.safetensors"
 
 
 def first_phase(recipe: SearchRecipe) -> SearchRecipe:
-    """The recipe of phase 1: the same search by another objective; budgets and teachers belong to the target task."""
+    """The recipe of phase 1: the same search by another objective.
+
+    Budgets, teachers and evolution belong to the target task.
+    """
     own = recipe.pretrain
     rate = recipe.architecture.lr if own.architecture_lr is None else own.architecture_lr
     same = own.data is None
@@ -42,6 +46,7 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
         architecture=replace(recipe.architecture, lr=rate),
         weights=replace(recipe.weights, warmup=min(recipe.weights.warmup, own.epochs - 1)),
         resource=Resource(),
+        evolution=Evolution(),
         guide=Guide(),
         child_every=0,
     )

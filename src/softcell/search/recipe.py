@@ -199,6 +199,10 @@ class SearchRecipe:
             raise UserError("a search by context auto-regression has no phase before it: set pretrain.epochs=0")
         if self.objective == "context" and self.guide.teacher is not None:
             raise UserError("a search is guided where it classifies; leave --guide away with objective=context")
+        if self.objective == "context" and self.evolution.is_on:
+            raise UserError(
+                "evolution compares accuracies, which objective=context has none of; set evolution.generations=0"
+            )
         if self.image_size is not None and self.image_size < 4:
             raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
 

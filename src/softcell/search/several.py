@@ -94,20 +94,30 @@ def search_seeds(
     if best is not None:
         atomic_write_text(folder / "genotype.json", (_place(folder, best) / "genotype.json").read_text("utf-8"))
     whole = not errors and all(result.genotype is not None for result in results.values())
-    if keep == "best" and whole:
+    if keep == "best" and whole and best is not None:
         _drop_checkpoints(folder, [seed for seed in seeds if seed != best])
     return SeveralResult(folder, results, errors, best, exit_code(stopped) if stopped else int(bool(errors)))
 
 
 def score(result: SearchResult) -> float | None:
     """What seeds are compared by: the last validation accuracy of the search."""
-    keys = ("best_val_accuracy", "val_accuracy")
+    return _last(result, "best_val_accuracy", "val_accuracy")
+
+
+def loss(result: SearchResult) -> float | None:
+    """What they are compared by where an objective without labels has no accuracy: the last validation loss."""
+    return _last(result, "val_loss")
+
+
+def _last(result: SearchResult, *keys: str) -> float | None:
     return next((row[key] for row in reversed(result.metrics) for key in keys if row.get(key) is not None), None)
 
 
 def _best(results: dict[int, SearchResult]) -> int | None:
-    done = [(value, -seed) for seed, r in results.items() if r.genotype is not None and (value := score(r)) is not None]
-    return -max(done)[1] if done else None
+    done = {seed: result for seed, result in results.items() if result.genotype is not None}
+    ranks = {seed: value for seed, one in done.items() if (value := score(one)) is not None}
+    ranks = ranks or {seed: -value for seed, one in done.items() if (value := loss(one)) is not None}
+    return max(ranks, key=lambda seed: (ranks[seed], -seed), default=None)
 
 
 def _place(folder: Path, seed: int) -> Path:
@@ -154,6 +164,7 @@ def _write(
                 "folder": _place(folder, seed).name,
                 "status": status,
                 "val_accuracy": None if result is None else score(result),
+                "val_loss": None if result is None else loss(result),
                 "error": None if error is None else str(error),
             }
         )

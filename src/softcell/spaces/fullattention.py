@@ -16,6 +16,7 @@ followed by average pooling, so that stage 1 is at most 56×56.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -131,17 +132,13 @@ class FullAttentionSpace(Space):
 
     def extremes(self) -> tuple[Genotype, Genotype]:
         """A network of the fewest parameters and one of the most: layers add up, so each is chosen on its own."""
-        layout = self.layout()
-        found = []
-        for sign in (-1.0, 1.0):
-            strengths: dict[str, Tensor] = {}
-            for stage, specs in zip(self.stages(), self.specs(self.layers, affine=True), strict=True):
-                rows = [[sign * _parameters(op, spec) for op in self.candidates] for spec in specs]
-                name = table_name(stage, tied=self.tied)
-                own = torch.tensor(rows, dtype=torch.float64)
-                strengths[name] = strengths[name] + own if name in strengths else own
-            found.append(derive(layout, strengths))
-        return found[0], found[1]
+        layout, counted = self.layout(), functools.cache(_parameters)  # most layers of a stage are alike
+        strengths: dict[str, Tensor] = {}
+        for stage, specs in zip(self.stages(), self.specs(self.layers, affine=True), strict=True):
+            own = torch.tensor([[counted(op, spec) for op in self.candidates] for spec in specs], dtype=torch.float64)
+            name = table_name(stage, tied=self.tied)
+            strengths[name] = strengths[name] + own if name in strengths else own
+        return derive(layout, {name: -own for name, own in strengths.items()}), derive(layout, strengths)
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         lines = []
