@@ -6,7 +6,8 @@ epochs on CIFAR-10, all side by side on one GPU. What they found is looked up in
 and perturbation are compared with the table by Kendall's tau-b per edge (Figures 3, 6-8), beside Zero-Cost-PT.
 
 Stop it at any time (or with --minutes); the same command goes on. Methods and seeds may come in several commands: the
-record keeps what earlier ones finished, also where their run folders are gone. What is unfinished is not measured.
+record keeps what earlier ones finished, also where their run folders are gone. It is written when the searches end and
+after every supernet that was looked at, so that nothing is lost. What is unfinished is not measured.
 
 python -m studies.itnas_nb201 --data-root DIR --table nb201_200epochs.csv.gz --minutes 9
 python -m studies.itnas_nb201 --data-root DIR --table FILE --methods itnas --seeds 1 2
@@ -24,7 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from softcell.api import compare_indicators, layered
-from softcell.engine import RunFolder
+from softcell.data.catalogue import loaded_once
+from softcell.engine import RunFolder, resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, Nb201Table, load_table
@@ -35,6 +37,8 @@ from studies.itnas_taus import NAMES, proxies, rank, show_accuracies, show_taus,
 from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, placeless, side_by_side, spread, write_record
 
 METHODS = ("itnas", "snas", "darts", "entrannas")
+AT_ONCE = 4
+"""Searches that share a GPU: eight would make a tenth more steps a second, but none of them would end before all do."""
 RANKED = ("itnas", "darts")
 """The methods on whose supernets indicators are compared."""
 SHARED = ("batch_size", "weights", "epochs", "split", "drop_path", "child_every", "resource", "validate_every")
@@ -67,8 +71,11 @@ def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchReci
     given |= {key: same[key] for key in SHARED}
     if method == "itnas":  # memory is not what is studied
         given["method_settings"] = {"recompute": False, **given.get("method_settings", {})}
-    elif options.engine == "compile":
-        given["engine"] = "auto"  # fused cells are faster
+    else:
+        # What they derive does not come from a pass over the validation half: one now and then tells how they fare.
+        given["validate_every"] = max(same["validate_every"], 10)
+        if options.engine == "compile":
+            given["engine"] = "auto"  # fused cells are faster
     return resolve({**given, "method": method})
 
 
@@ -91,6 +98,7 @@ def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], 
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "selection": manifest["results"].get("selection"),
+        **{key: before[key] for key in ("indicators", "taus") if key in before},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }
 
@@ -104,7 +112,8 @@ def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, 
     if not file.is_file():
         if not (folder / "checkpoint.bin").is_file() or deadline.passed:
             return row.get("indicators", NOT_MEASURED)
-        # Own alpha or attention is a matter of seconds; the other is trained on the frozen supernet.
+        # Own alpha or attention is there already; the other is trained on the frozen supernet.
+        deadline.tell(f"{folder.name}: indicators")
         found = compare_indicators(
             folder, NAMES, epochs=options.indicator_epochs, device=options.device, data_root=options.data_root
         )
@@ -113,12 +122,17 @@ def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, 
     return {name: values[name]["cell"] for name in values}
 
 
-def read_before(record: Path, options: argparse.Namespace) -> dict[tuple[str, int], dict[str, Any]]:
-    """The finished rows of an earlier record; they must come from the same setting."""
+def read_before(
+    record: Path, options: argparse.Namespace
+) -> tuple[dict[tuple[str, int], dict[str, Any]], dict[str, Any]]:
+    """The finished rows of an earlier record, and what it knows of Zero-Cost-PT; they must come from one setting."""
     if not record.is_file():
-        return {}
-    found = {}
-    for row in json.loads(record.read_text("utf-8"))["rows"]:
+        return {}, {}
+    try:
+        found, content = {}, json.loads(record.read_text("utf-8"))
+    except ValueError as error:
+        raise UserError(f"{record} is no record of this study ({error}); give another --out, or remove it") from error
+    for row in content["rows"]:
         if "recipe" not in row:
             continue
         wanted = recipe_of(row["method"], row["seed"], options).to_dict()
@@ -130,29 +144,49 @@ def read_before(record: Path, options: argparse.Namespace) -> dict[tuple[str, in
                 f"another {', '.join(other)}; give another --out, or remove the record"
             )
         found[row["method"], row["seed"]] = row
-    return found
+    same = content.get("space_settings") == recipe_of("itnas", 0, options).space_settings
+    known = content["zero_cost"] if same else {}
+    return found, {name: ranked for name, ranked in known.items() if ranked != NOT_MEASURED}
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     table, deadline = load_table(options.table), Deadline(options.minutes)
-    stem = Path(options.data).stem
-    record = options.out / f"nb201-{stem}.json"
-    before = read_before(record, options)
+    before, zero_cost = read_before(_record(options), options)
     wanted = [(method, seed) for seed in options.seeds for method in options.methods]
     left = [pair for pair in wanted if pair not in before or (folder_of(*pair, options) / "run.json").is_file()]
-    side_by_side(
-        [(recipe_of(*pair, options), folder_of(*pair, options)) for pair in left],
-        deadline,
-        options.device,
-        options.at_once,
-    )
-    rows = [measured(*pair, table, before.get(pair, {}), options) for pair in dict.fromkeys((*before, *wanted))]
-    rows.sort(key=lambda row: (METHODS.index(row["method"]), row["seed"]))
-    for row in rows:
-        row["indicators"] = indicators(row["method"], row["seed"], row, deadline, options)
-        row["taus"] = rank(table, row["indicators"])
-    zero_cost = proxies(table, options, recipe_of("darts", 0, options), deadline)
+    with loaded_once():
+        side_by_side(
+            [(recipe_of(*pair, options), folder_of(*pair, options)) for pair in left],
+            deadline,
+            options.device,
+            options.at_once or (AT_ONCE if resolve_device(options.device).type == "cuda" else 1),
+        )
+        rows = [measured(*pair, table, before.get(pair, {}), options) for pair in dict.fromkeys((*before, *wanted))]
+        rows.sort(key=lambda row: (METHODS.index(row["method"]), row["seed"]))
+        write(table, rows, zero_cost, options)
+        for row in rows:
+            row["indicators"] = indicators(row["method"], row["seed"], row, deadline, options)
+            row["taus"] = rank(table, row["indicators"])
+            write(table, rows, zero_cost, options)
+        zero_cost = proxies(table, options, recipe_of("darts", 0, options), deadline, zero_cost)
+    summary, runs = write(table, rows, zero_cost, options)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    methods = list(summary["accuracies"])
+    show_accuracies(console, table, runs, methods, {m: f"{_done(rows, m)} done" for m in methods}, PUBLISHED)
+    show_taus(console, summary["taus"])
+    console.print(f"written: {_record(options)}")
+
+
+def _record(options: argparse.Namespace) -> Path:
+    found: Path = options.out / f"nb201-{Path(options.data).stem}.json"
+    return found
+
+
+def write(
+    table: Nb201Table, rows: list[dict[str, Any]], zero_cost: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, Any], list[bench201.Benched]]:
+    """The record and the drawings of what there is; gives its summary and the finished searches."""
     runs = [bench201.from_dict(table, f"{row['method']}-{row['seed']}", row) for row in rows if "recipe" in row]
     methods = list(dict.fromkeys([*(row["method"] for row in rows), *options.methods]))
     summary = {
@@ -160,24 +194,21 @@ def main(arguments: list[str] | None = None) -> None:
         "taus": summarise_taus(rows, zero_cost),
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    if runs:
-        for column in ("cifar10_valid", "cifar10_test"):
-            svg = bench201.trajectory_svg(runs, column)
-            atomic_write_text(options.out / f"trajectory-{stem}-{column.rsplit('_')[-1]}.svg", svg)
+    for column in ("cifar10_valid", "cifar10_test") if runs else ():
+        file = options.out / f"trajectory-{Path(options.data).stem}-{column.rsplit('_')[-1]}.svg"
+        atomic_write_text(file, bench201.trajectory_svg(runs, column))
     write_record(
-        record,
+        _record(options),
         "studies.itnas_nb201",
         rows=rows,
         zero_cost=zero_cost,
+        space_settings=recipe_of("itnas", 0, options).space_settings,
         summary=summary,
         optimum=table.optimum(),
         random=table.chance(),
         published=PUBLISHED,
     )
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    show_accuracies(console, table, runs, methods, {m: f"{_done(rows, m)} done" for m in methods}, PUBLISHED)
-    show_taus(console, summary["taus"])
-    console.print(f"written: {record}")
+    return summary, runs
 
 
 def _accuracies(runs: list[bench201.Benched]) -> Any:
@@ -195,14 +226,16 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", default="cifar10", help="dataset")
     parser.add_argument("--data-root", help="where named data lie")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED", help="seeds of each method")
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=[0, 1, 2], metavar="SEED", help="of each; none: no search"
+    )
     parser.add_argument("--epochs", type=int, help="another number than the recipe's 50")
     parser.add_argument("--scale", help="small or paper; by default as suits the data")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--precision", help="auto, float32 or bfloat16")
     parser.add_argument("--engine", help="auto, eager, graph or compile (for IT-NAS's transformers)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
-    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
+    parser.add_argument("--at-once", type=int, help=f"searches that share the device; else {AT_ONCE} on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
     parser.add_argument(
         "--indicator-epochs", type=int, default=1, help="of attention on DARTS's supernets, of alpha on IT-NAS's"

@@ -42,17 +42,24 @@ def rank(table: Nb201Table, found: Any) -> Any:
     return result
 
 
-def proxies(table: Nb201Table, options: argparse.Namespace, recipe: SearchRecipe, deadline: Deadline) -> dict[str, Any]:
-    """Zero-Cost-PT with NASWOT and SynFlow on untrained supernets of the searches' size, by seed."""
-    if not options.proxies:
-        return {}
+def proxies(
+    table: Nb201Table,
+    options: argparse.Namespace,
+    recipe: SearchRecipe,
+    deadline: Deadline,
+    known: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Zero-Cost-PT with NASWOT and SynFlow on untrained supernets of the searches' size, by seed; `known` ones stay."""
+    result = dict(known)
+    wanted = [(name, seed) for seed in range(options.proxies) for name in PROXIES if f"{name}-{seed}" not in known]
+    if not wanted:
+        return result
     dataset = load(recipe.data, recipe.data_root, recipe.image_size)
-    space, images, result = build_space("nb201", recipe.space_settings), first_images(dataset, 32), {}
-    for seed in range(options.proxies):
-        for name in PROXIES:
-            if deadline.passed:
-                result[f"{name}-{seed}"] = NOT_MEASURED
-                continue
+    space, images = build_space("nb201", recipe.space_settings), first_images(dataset, 32)
+    for name, seed in wanted:
+        result[f"{name}-{seed}"] = NOT_MEASURED
+        if not deadline.passed:
+            deadline.tell(f"Zero-Cost-PT, {name}, seed {seed}")
             values = indicator(space, name, images, dataset.num_classes, seed)["cell"].tolist()
             result[f"{name}-{seed}"] = rank(table, {name: values})
     return result

@@ -53,17 +53,17 @@ class Deadline:
             elif isinstance(event, EpochEnded):
                 seconds, accuracy = event.metrics["seconds"], event.metrics.get("val_accuracy")
                 shown = "" if accuracy is None else f", validation {accuracy:.2%}"
-                self._tell(f"{name}: epoch {event.epoch + 1} in {seconds:.0f} s{shown}")
+                self.tell(f"{name}: epoch {event.epoch + 1} in {seconds:.0f} s{shown}")
             elif isinstance(event, Finished):
-                self._tell(f"{name}: all epochs are done")
+                self.tell(f"{name}: all epochs are done")
             elif isinstance(event, Interrupted):
-                self._tell(f"{name}: stopped in epoch {event.epoch + 1}, state saved")
+                self.tell(f"{name}: stopped in epoch {event.epoch + 1}, state saved")
             elif isinstance(event, Note):
-                self._tell(f"{name}: {event.text}")
+                self.tell(f"{name}: {event.text}")
 
         return on_event
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         print(f"{time.monotonic() - self._begin:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     @property

@@ -1,6 +1,7 @@
 """Indicators on one supernet: what perturbation measures, attention on another method's supernet, ranks by hand."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,12 @@ def test_attention_is_trained_on_another_methods_supernet_and_leaves_it_alone(ru
 def test_attention_of_its_own_supernet_is_that_of_the_search(runs: dict[str, Path]) -> None:
     found = restore(runs["itnas"], device="cpu")
     kept = found.method.probabilities()["cell"].double().clone()
-    looked = compute(found, ["attention"], tell=silent)["attention"]["cell"]
+    looked = compute(replace(found, is_finished=False), ["attention"], tell=silent)["attention"]["cell"]
     torch.testing.assert_close(looked, kept, rtol=1e-6, atol=1e-9)
+    found = restore(runs["itnas"], device="cpu")
+    for parameter in found.supernet.parameters():
+        parameter.data.zero_()  # nothing has to pass once more
+    assert torch.equal(compute(found, ["attention"], tell=silent)["attention"]["cell"], kept)
 
 
 def test_alpha_is_trained_on_the_supernet_of_a_method_without_and_leaves_it_alone(runs: dict[str, Path]) -> None:
@@ -118,7 +123,7 @@ def test_supernets_of_single_paths_are_looked_at_choice_by_choice(tmp_path: Path
     search(resolve(given), tmp_path / "single")
     found = restore(tmp_path / "single", device="cpu")
     kept = found.method.probabilities()["cell"].double().clone()
-    values = compute(found, ["attention", "perturbation"], images=20, tell=silent)
+    values = compute(replace(found, is_finished=False), ["attention", "perturbation"], images=20, tell=silent)
     torch.testing.assert_close(values["attention"]["cell"], kept, rtol=1e-5, atol=1e-7)
     moved = values["perturbation_loss"]["cell"].abs() > 0
     assert bool((moved.sum(1) >= 4).all()), "every candidate of an edge runs when the edge is looked at"

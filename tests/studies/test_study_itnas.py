@@ -69,12 +69,18 @@ def test_searches_go_on_are_looked_up_and_ranked_and_records_grow(
         assert (tmp_path / f"trajectory-data-{split}.svg").is_file()
 
     shutil.rmtree(tmp_path / "runs")  # another machine has the record alone
-    nb201.main([*given, "--seeds", "1", "--proxies", "0"])
+    monkeypatch.setattr("studies.itnas_taus.indicator", None)  # the record has what Zero-Cost-PT says
+    nb201.main([*given, "--seeds", "1"])
     second = record()
+    assert second["zero_cost"] == first["zero_cost"]
     assert [(r["method"], r["seed"]) for r in second["rows"]] == [(m, s) for m in ("itnas", "darts") for s in (0, 1)]
     assert [r for r in second["rows"] if r["seed"] == 0] == first["rows"]
     assert second["summary"]["accuracies"]["darts"]["cifar10_test"]["n"] == 2
     assert "itnas (n=2; 2/2 done)" in capsys.readouterr().out
+    (tmp_path / "runs/itnas-data-1/indicators.json").unlink()
+    (tmp_path / "runs/itnas-data-1/checkpoint.bin").unlink()
+    nb201.main([*given, "--seeds", "1"])
+    assert record()["rows"] == second["rows"], "what was looked at stays where the supernet is gone"
     with pytest.raises(UserError, match="another epochs"):
         nb201.main([*given, "--seeds", "1", "--epochs", "3"])
     with pytest.raises(UserError, match="does not exist"):

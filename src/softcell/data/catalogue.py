@@ -46,7 +46,7 @@ _kept: list[dict[tuple[str, ...], Dataset]] = []
 @contextmanager
 def loaded_once() -> Iterator[None]:
     """Within this context a dataset that was loaded before is given again, instead of being decoded anew."""
-    _kept.append({})
+    _kept.append(_kept[-1] if _kept else {})
     try:
         yield
     finally:

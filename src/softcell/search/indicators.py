@@ -25,7 +25,9 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, Rule
 from softcell.arch.derive import rows, strongest
 from softcell.data import Batch, Batches
-from softcell.engine.optim import adam, sgd
+from softcell.engine.capture import prepare_step
+from softcell.engine.distributed import World
+from softcell.engine.optim import adam, apply_gradients, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
@@ -90,8 +92,10 @@ def compute(
 
 
 def attention(found: Restored, epochs: int, tell: Tell, selector: str = "itnas") -> Tables:
-    """The rows of the indicator token, from one pass over the validation split."""
+    """The rows of the indicator token, from one pass over the validation split: the search's own where it ended."""
     supernet, method = found.supernet, found.method
+    if found.looks() and found.is_finished:
+        return _host(method.probabilities())
     if not found.looks():
         supernet, method = trained_selector(found, epochs, tell, selector)
     supernet.eval()
@@ -134,18 +138,22 @@ def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) ->
         groups, betas = method.parameter_groups(a.lr, a.weight_decay), (a.beta1, a.beta2)
         optimiser = adam(groups, found.device, lr=a.lr, betas=betas, weight_decay=a.weight_decay)
     batches = found.feeds().training(found.parts["weights" if single else "validation"], found.dataset.augment)
+    world, parameters = World(0, 1, 0, found.device), list(method.parameters())
+
+    def learn(*draft: Tensor) -> None:
+        batch = batches.finish(*draft)
+        loss = F.cross_entropy(supernet(batch.images, method.relax()), batch.labels)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        apply_gradients(optimiser, parameters, gradients, world, w.clip if single else 0.0)
+
+    step = prepare_step(learn, "auto", world, tell)
     for epoch in range(epochs):
         tell(f"{selector} on the frozen supernet, epoch {epoch + 1} of {epochs}")
         method.begin_epoch(epoch / max(1, epochs - 1))
         if single:
             set_lr(optimiser, rate_at(epoch, epochs, w.lr, w.lr_min, w.schedule))
-        for batch in batches.epoch(epoch):
-            loss = F.cross_entropy(supernet(batch.images, method.relax()), batch.labels)
-            optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            if single:
-                torch.nn.utils.clip_grad_norm_(method.parameters(), w.clip)
-            optimiser.step()
+        for draft in batches.drafts(epoch):
+            step(*draft)
     return supernet, method
 
 

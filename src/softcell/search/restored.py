@@ -34,6 +34,7 @@ class Restored:
     supernet: Supernet
     method: Method
     device: torch.device
+    is_finished: bool
 
     def feeds(self, batch_size: int | None = None) -> Feeds:
         dtype = next(self.supernet.parameters()).dtype
@@ -87,4 +88,6 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     supernet.load_state_dict(state["supernet"])
     method.load_state_dict(state["method"])
     supernet.eval()
-    return Restored(folder, recipe, dataset, split(dataset.train, recipe.split, recipe.seed), supernet, method, where)
+    parts = split(dataset.train, recipe.split, recipe.seed)
+    done = manifest["status"] == "finished"
+    return Restored(folder, recipe, dataset, parts, supernet, method, where, done)
