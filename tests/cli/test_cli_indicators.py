@@ -52,9 +52,10 @@ def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path
         (("--class", "cat"), "--class must be one of"),
         (("--image", "99999"), "--image must be below"),
         (("--picture", "missing.png"), "missing.png"),
+        (("--out", "x.svg"), "must end in .png"),
     ],
 )
 def test_gradcam_says_what_is_wrong(call: Softcell, found: Path, arguments: tuple[str, ...], message: str) -> None:
-    answer = call("gradcam", found, *arguments, "--out", "x.png")
+    answer = call("gradcam", found, "--out", "x.png", *arguments)
     assert answer.code == 2
     assert message in answer.error

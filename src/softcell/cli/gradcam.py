@@ -55,6 +55,8 @@ def gradcam(
     from softcell.report.cams import cam_grid
     from softcell.search.restored import restore
 
+    if out is not None and out.suffix.lower() != ".png":
+        raise UserError(f"the picture is a PNG, so that --out must end in .png, but got {out}")
     found = restore(run, device=device or "auto", data_root=data_root)
     layout = found.supernet.layout
     site = len(layout.sites) - 1 if cell is None else cell

@@ -141,11 +141,11 @@ def shown(mean: float, std: float | None) -> str:
 
 
 def trajectory_rows(runs: Sequence[Benched], column: str) -> list[dict[str, float]]:
-    """Per epoch the mean over the runs of each method under its name, and each run's own under its folder."""
+    """Per epoch, from 1, the mean over the runs of each method under its name, and each run's own under its folder."""
     epochs = sorted({row["epoch"] for run in runs for row in run.trajectory})
     found = []
     for epoch in epochs:
-        line: dict[str, float] = {"epoch": epoch}
+        line: dict[str, float] = {"epoch": int(epoch) + 1}
         for method, own in groups(runs).items():
             values = {run.label: row[column] for run in own for row in run.trajectory if row["epoch"] == epoch}
             if values:

@@ -189,7 +189,8 @@ def check_steerable(probabilities: Mapping[str, Tensor], method: str) -> None:
     if not any(p.requires_grad for p in probabilities.values()):
         raise UserError(
             f"a resource penalty works through a method's probabilities, but those of {method!r} carry no gradient; "
-            "leave out the resource settings"
+            "leave out the resource settings, or state a budget and let evolution select within it "
+            "(--set evolution.generations=20)"
         )
 
 
