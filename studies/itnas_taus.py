@@ -15,6 +15,7 @@ from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.data import load
 from softcell.data.feeds import first_images
+from softcell.engine.provenance import collect, now
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table
 from softcell.evaluate.proxies import PROXIES, indicator
 from softcell.evaluate.ranking import RANKINGS, mean_tau, taus
@@ -61,7 +62,7 @@ def proxies(
         if not deadline.passed:
             deadline.tell(f"Zero-Cost-PT, {name}, seed {seed}")
             values = indicator(space, name, images, dataset.num_classes, seed)["cell"].tolist()
-            result[f"{name}-{seed}"] = rank(table, {name: values})
+            result[f"{name}-{seed}"] = {"date": now(), **collect(), "taus": rank(table, {name: values})}
     return result
 
 
@@ -69,7 +70,7 @@ def summarise_taus(rows: Sequence[dict[str, Any]], zero_cost: Mapping[str, Any])
     """Means over seeds: per supernet, indicator, column and ranking the tau of each edge and of all."""
     found: dict[tuple[str, str, str, str], list[list[float]]] = {}
     sources = [(row["method"], row["taus"]) for row in rows if isinstance(row.get("taus"), Mapping)]
-    sources += [("untrained", ranked) for ranked in zero_cost.values() if isinstance(ranked, Mapping)]
+    sources += [("untrained", one["taus"]) for one in zero_cost.values() if isinstance(one, Mapping)]
     for supernet, ranked in sources:
         for name, own in ranked.items():
             for column in RANKED_BY:

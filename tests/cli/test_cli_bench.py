@@ -35,7 +35,8 @@ def test_an_architecture_is_looked_up_beside_optimum_and_chance(table: str, caps
 def test_a_method_is_searched_with_several_seeds_and_reported(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--set", "space.cells_per_stage=1", "--set", "space.channels=4", "--set", "batch_size=256", "-q"]
+    sizes = ["--set", "space.cells_per_stage=1", "--set", "space.channels=2", "--set", "batch_size=256", "-q"]
+    sizes += ["--set", "split={weights: 256, validation: 256}"]
     written = ["--svg", str(tmp_path / "t.svg"), "--csv", str(tmp_path / "t.csv"), "--out", str(tmp_path / "runs")]
     given = [
         "bench",

@@ -42,6 +42,7 @@ def test_a_compiled_search_ends_as_a_plain_one(method: str, tmp_path: Path) -> N
                 "epochs": 1,
                 "engine": engine,
                 "batch_size": 256,
+                "split": {"weights": 512, "validation": 256},  # whole batches: one shape to compile for
                 "space_settings": {
                     "cells_per_stage": 1,
                     "channels": 2,

@@ -15,6 +15,7 @@ from search_toys import write_data
 from softcell.arch import Cell, Genotype, notation
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, load_table
+from softcell.search import resolve
 from softcell.spaces import build_space
 from studies import itnas_nb201 as nb201
 from studies import itnas_positions as positions
@@ -104,6 +105,8 @@ def test_positions_and_content_are_read_apart(tmp_path: Path, monkeypatch: pytes
         str(tmp_path),
     ]
     monkeypatch.setattr(sys, "argv", ["positions", *given])
+    small = {"cells_per_stage": 1, "channels": 2}
+    monkeypatch.setattr(positions, "resolve", lambda recipe: resolve(recipe, {"space_settings": small}))
     positions.main()
     record = json.loads((tmp_path / "positions-data.json").read_text())
     assert [(row["task"], row["order"]) for row in record["rows"]] == [

@@ -46,7 +46,12 @@ def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
                 stacklevel=2,
             )
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = _CUBLAS_WORKSPACE
-    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    # Only where it changes something: torch imports its compiler to say it, which takes seconds.
+    if (on, on and warn_only) != (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ):
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
     torch.backends.cudnn.deterministic = on
     # Timing candidates is what makes cuDNN choose differently from run to run.
     torch.backends.cudnn.benchmark = not on

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scipy.stats import kendalltau
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, Rule
@@ -209,6 +208,8 @@ def summary(layout: Layout, found: Mapping[str, Tables]) -> dict[str, Any]:
 
 def _tau(a: list[float], b: list[float]) -> float | None:
     """None where one of them has nothing but ties."""
+    from scipy.stats import kendalltau  # slow to import, and only needed here
+
     value = float(kendalltau(a, b).statistic) if len(a) > 1 else float("nan")
     return None if value != value else value
 
