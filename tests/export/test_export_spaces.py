@@ -29,7 +29,7 @@ CLASSES = ("a", "b", "quote \" ' \\ \n", "d", "e")
 
 
 def subjects() -> dict[str, Space]:
-    # A kernel per image is 25 products in ONNX, so one block of NOS is enough of them.
+    # A kernel per image is a product per tap in ONNX, so one block of NOS is enough of them.
     few = {name: build_space(name, {"cells": 3, "channels": 4, "nodes": 1}) for name in ("nos", "s4")}
     return {**{name: tiny_space(name) for name in SPACES}, "ragged": RaggedSpace(), **few}
 
@@ -41,11 +41,11 @@ CASES = [
 ]
 
 
-SMALLER = {"nodes": 2, "layers": 1, "depths": (1, 1, 1, 1, 1, 1)}
+SMALLER = {"nodes": 2, "layers": 1, "depths": (1, 1, 1, 1, 1, 1), "dynamics": ("dynamic_conv_3x3",)}
 
 
 def smaller(space: Space) -> Space:
-    """With fewer nodes or layers: graphs are translated node by node, and the kinds of nodes are the same."""
+    """With fewer nodes, layers or taps: graphs are translated node by node, and the kinds of nodes are the same."""
     names = {field.name for field in dataclasses.fields(space)}  # type: ignore[arg-type]
     return dataclasses.replace(space, **{k: v for k, v in SMALLER.items() if k in names and getattr(space, k) > v})  # type: ignore[type-var]
 
@@ -205,16 +205,16 @@ def test_onnx_holds_candidates_of_every_kind_at_both_strides(every: bool, tmp_pa
 class KernelPerImage(nn.Module):
     """A kernel that each image makes for itself, as one convolution with a group per image."""
 
-    def __init__(self, inner: int, stride: int, dilation: int) -> None:
+    def __init__(self, inner: int, stride: int, dilation: int, size: tuple[int, int]) -> None:
         super().__init__()
-        self.inner, self.stride, self.dilation = inner, stride, dilation
-        self.make = nn.Linear(4, 4 * inner * 9)
+        self.inner, self.stride, self.dilation, self.size = inner, stride, dilation, size
+        self.make = nn.Linear(4, 4 * inner * size[0] * size[1])
         self.stem = nn.Conv2d(3, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         n, c, height, width = x.shape
-        kernel = self.make(x.mean((2, 3))).reshape(n * 4, self.inner, 3, 3)
+        kernel = self.make(x.mean((2, 3))).reshape(n * 4, self.inner, *self.size)
         y = nn.functional.conv2d(
             x.reshape(1, n * c, height, width),
             kernel,
@@ -229,7 +229,7 @@ class KernelPerImage(nn.Module):
 class SeveralPerImage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1), (2, 2, 2)))
+        self.parts = nn.ModuleList(KernelPerImage(*case) for case in ((1, 1, 1, (1, 2)), (2, 2, 2, (2, 3))))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], 1)

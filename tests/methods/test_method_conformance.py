@@ -9,16 +9,16 @@ import pytest
 from softcell.methods import METHODS
 from softcell.search import resolve
 from softcell.spaces import SPACES, Space
-from softcell.testing import ALIKE, RaggedSpace, check_name, checks_for, tiny_space
+from softcell.testing import ALIKE, SOFTMAX_AT_HOME, RaggedSpace, check_name, checks_for, tiny_space
 
 FOUND = tuple(METHODS)
 PLACES = (*SPACES, "ragged")
 
 
 def marks(method: str, space: str) -> list[pytest.MarkDecorator]:
-    """A method in its own space and the two smallest, every space under DARTS; other pairs in the exhaustive run."""
+    """A method in its own space and the two smallest, the other spaces under DARTS; all else in the exhaustive run."""
     own = space in ("nb201", "ragged", METHODS.get(method).home or "darts")
-    return [] if own or (method == "darts" and space not in ALIKE) else [pytest.mark.exhaustive]
+    return [] if own or (method == "darts" and space not in ALIKE | SOFTMAX_AT_HOME) else [pytest.mark.exhaustive]
 
 
 CASES = [

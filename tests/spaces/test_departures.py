@@ -15,8 +15,8 @@ from softcell.spaces import build_space, cell
 from softcell.spaces.fused import Departures, OutputsApart, literal, modules_only
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "nos": ("nos", {"cells": 3, "channels": 4, "nodes": 3}),
-    "nos, shared": ("nos", {"cells": 3, "channels": 4, "nodes": 3, "share_features": True}),
+    "nos": ("nos", {"cells": 3, "channels": 4, "nodes": 2}),
+    "nos, shared": ("nos", {"cells": 3, "channels": 4, "nodes": 2, "share_features": True}),
     "bottleneck": ("darts", {"cells": 3, "channels": 8, "nodes": 3, "bottleneck": 2}),
     "bottleneck, shared": ("darts", {"cells": 3, "channels": 8, "nodes": 3, "bottleneck": 2, "share_features": True}),
 }

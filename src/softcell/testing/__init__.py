@@ -15,13 +15,14 @@ from softcell.testing.candidates import CANDIDATE_CHECKS, check_candidate
 from softcell.testing.methods import METHOD_CHECKS, SAMPLER_CHECKS, check_method, checks_for
 from softcell.testing.ragged import RaggedSpace
 from softcell.testing.spaces import SPACE_CHECKS, check_space
-from softcell.testing.tools import ALIKE, check_name, one_hot, one_hot_live, tiny_space
+from softcell.testing.tools import ALIKE, SOFTMAX_AT_HOME, check_name, one_hot, one_hot_live, tiny_space
 
 __all__ = [
     "ALIKE",
     "CANDIDATE_CHECKS",
     "METHOD_CHECKS",
     "SAMPLER_CHECKS",
+    "SOFTMAX_AT_HOME",
     "SPACE_CHECKS",
     "RaggedSpace",
     "check_candidate",

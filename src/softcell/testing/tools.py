@@ -22,6 +22,9 @@ SMALLER = {"cells": 3, "cells_per_stage": 1, "channels": 4, "nodes": 3, "depths"
 ALIKE = frozenset({"s1", "s2", "s3", "s4", "nb1shot1-1", "nb1shot1-3"})
 """Spaces made of the same parts as another one: suites that go through every combination leave them to `exhaustive`."""
 
+SOFTMAX_AT_HOME = frozenset({"nos", "fullattention"})
+"""Spaces with a method of their own that mixes as DARTS does, and shows there what DARTS would."""
+
 
 def require(holds: bool, contract: str) -> None:
     """Fails with the broken contract, also where Python runs without asserts."""
