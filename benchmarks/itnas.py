@@ -7,6 +7,7 @@ run module by module, like the paper's; beside them as they run by default: fuse
 python -m benchmarks.itnas                       # small size on this machine's device
 python -m benchmarks.itnas --space proxyless     # single-path training
 python -m benchmarks.itnas --paper               # 8 cells, 16 channels, 32×32 (on a CPU: minutes; try --batch-size 8)
+python -m benchmarks.itnas --paper --space nb201 --precision bfloat16 --compile   # on a GPU
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def cases_of(base: Case, size: int) -> dict[str, Case]:
     return {name: Case(base.space, base.settings, base.shape, size, **more) for name, more in variants.items()}
 
 
-def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, float]]:
+def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """Medians of steps after one warm-up; memory from a process of its own per variant."""
     device, found = torch.device("cpu"), {}
     for name, case in cases.items():
@@ -72,9 +73,12 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
 
 
 def on_gpu(
-    cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str
-) -> dict[str, dict[str, float]]:
-    """Recorded steps of real search tasks, one after the other; paths that are drawn anew each step run eagerly."""
+    cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str, *, compiles: bool
+) -> dict[str, dict[str, Any]]:
+    """Recorded steps of real search tasks, one after the other; paths that are drawn anew each step run eagerly.
+
+    compiles: with compiled transformers too.
+    """
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
 
@@ -83,7 +87,8 @@ def on_gpu(
     if BASE in cases:
         alone = cases["itnas without recomputing"]
         more = {"darts, fused": cases[BASE], "itnas, fused": cases["itnas"], "itnas without recomputing, fused": alone}
-        more["itnas without recomputing, fused and compiled"] = alone
+        if compiles:
+            more["itnas without recomputing, fused and compiled"] = alone
     for name, case in {**cases, **more}.items():
         progress(name)
         with (
@@ -102,7 +107,8 @@ def on_gpu(
             row = measure(task, rounds)
             if name in SINGLE:  # paths differ in size: the mean over the same ones for all methods
                 row["peak_gb"] = statistics.fmean(_peaks(task)) / 1e9
-        found[name] = {"ms": row["ms"], "peak_mb": 1e3 * row["peak_gb"], "kernels": row["kernels"]}
+        kept = {key: row[key] for key in ("ms", "busy_ms", "kernels", "longest")}
+        found[name] = {**kept, "peak_mb": 1e3 * row["peak_gb"]}
         torch.cuda.empty_cache()
     return found
 
@@ -124,6 +130,9 @@ def main() -> None:
     parser = step_options("python -m benchmarks.itnas", __doc__, rounds=5, rounds_help=again)
     parser.add_argument("--space", default="darts", choices=["darts", "nb201", "proxyless"], help="which space")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
+    parser.add_argument(
+        "--compile", action="store_true", help="on a GPU: compiled transformers too, which takes minutes"
+    )
     options = parser.parse_args()
     device, threads = resolve_device(options.device), set_threads(options.threads)
     console = Console()
@@ -132,7 +141,7 @@ def main() -> None:
     cases = cases_of(base, options.batch_size)
     with console.status("steps") as status:
         if device.type == "cuda":
-            found = on_gpu(cases, options.rounds, status.update, options.precision)
+            found = on_gpu(cases, options.rounds, status.update, options.precision, compiles=options.compile)
         else:
             found = on_cpu(cases, options.rounds, status.update)
     first = next(iter(cases))

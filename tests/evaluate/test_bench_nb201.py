@@ -10,6 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
@@ -163,7 +164,7 @@ def info(ops: tuple[str, ...], key: str) -> dict[str, Any]:
         for seed in (777, 888) if name == "cifar10" else (777,):
             shift = 1.0 if seed == 888 else 0.0
             values = {
-                f"{split}@{epoch}": 50.0 + number + shift + 0.1 * k + epoch / 1000
+                f"{split}@{epoch}": np.float64(50.0 + number + shift + 0.1 * k + epoch / 1000)
                 for k, split in enumerate(splits)
                 for epoch in (11, 199)
             }
@@ -182,6 +183,9 @@ def test_folders_of_nats_bench_are_converted(tmp_path: Path) -> None:
     found = convert(tmp_path)
     assert list(found) == [text_of(ops) for ops in cells]
     assert all(row == pytest.approx(EXPECTED) for row in found.values())
+    whole = {"meta_archs": list(found), "arch2infos": {i: info(ops, "200") for i, ops in enumerate(cells)}}
+    (tmp_path / "all.pickle.pbz2").write_bytes(bz2.compress(pickle.dumps(whole)))
+    assert convert(tmp_path / "all.pickle.pbz2") == found
     write_table(tmp_path / "out.csv.gz", found)
     assert load_table(tmp_path / "out.csv.gz").lookup(from_nb201(text_of(cells[1]))) == pytest.approx(EXPECTED)
 

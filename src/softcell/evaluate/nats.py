@@ -1,9 +1,10 @@
 """From the official files of NAS-Bench-201 and NATS-Bench to a table (`softcell.evaluate.nb201`).
 
-Two of their formats are read, without running anything that a file names:
+Three of their formats are read, without running anything that a file names:
 
-    NATS-tss-v1_0-*-simple   a folder with one `NNNNNN.pickle.pbz2` per architecture
-    NAS-Bench-201-v1_*.pth   one file, through `torch.load(weights_only=True)`
+    NATS-tss-v1_0-*-simple        a folder with one `NNNNNN.pickle.pbz2` per architecture
+    NATS-tss-v1_0-*.pickle.pbz2   all in one file
+    NAS-Bench-201-v1_*.pth        the same, through `torch.load(weights_only=True)`
 
 An accuracy is the mean over the seeds that the file has, after the last of 200 epochs: `x-valid` for validation; for
 test `ori-test` on CIFAR-10, `x-test` on the other two. The layout is that of the published API; the files themselves
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from softcell.errors import UserError
@@ -37,12 +39,25 @@ WHERE = {
 LAST = 199
 
 
+_READ: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    # Numbers of numpy; the module has had two names.
+    ("numpy", "dtype"): np.dtype,
+    **{(f"numpy.{core}.multiarray", "scalar"): np.float64(0).__reduce__()[0] for core in ("core", "_core")},
+}
+_NUMBERS: list[Any] = [
+    *((made, f"{module}.{name}") for (module, name), made in _READ.items() if module.startswith("numpy")),
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)),
+]
+
+
 class _Plain(pickle.Unpickler):
     """Reads dictionaries, lists, texts and numbers; whatever else a pickle names is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
-            return OrderedDict if name == "OrderedDict" else set
+        if (module, name) in _READ:
+            return _READ[module, name]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not read")
 
 
@@ -56,9 +71,12 @@ def convert(path: str | Path) -> dict[str, Accuracies]:
         infos: Iterable[tuple[str, Any]] = ((str(file), _unpacked(file)) for file in files)
     elif source.suffix == ".pth" and source.is_file():
         infos = _from_pth(source)
+    elif source.name.endswith(".pickle.pbz2") and source.is_file():
+        infos = _each(source, _unpacked(source))
     else:
         raise UserError(
-            f"--convert takes an unpacked folder NATS-tss-v1_0-...-simple or a file NAS-Bench-201-v1_*.pth, got {path}"
+            "--convert takes an unpacked folder NATS-tss-v1_0-...-simple, a file NATS-tss-v1_0-....pickle.pbz2 or a "
+            f"file NAS-Bench-201-v1_*.pth, got {path}"
         )
     return dict(_row(where, info) for where, info in infos)
 
@@ -72,10 +90,16 @@ def _unpacked(file: Path) -> Any:
 
 def _from_pth(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        data = torch.load(file, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_NUMBERS):
+            data = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file}: cannot be loaded without running what is in it ({reason})") from error
+    return _each(file, data)
+
+
+def _each(file: Path, data: Any) -> Iterator[tuple[str, Any]]:
+    """The architectures of a file that holds all of them."""
     infos = data.get("arch2infos") if isinstance(data, Mapping) else None
     if not isinstance(infos, Mapping):
         raise UserError(f"{file}: `arch2infos` is missing; this is no file of NAS-Bench-201")
