@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from softcell.api import layered
-from softcell.arch import Genotype
+from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
+from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.report import curves_svg
 from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
+from softcell.spaces import build_space
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -70,33 +72,56 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     return resolve(layered(given, assignments(options.search_set)))
 
 
+def teaching_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What is set of the teacher's training."""
+    own: dict[str, Any] = {"seed": 0}
+    if options.teacher_epochs is not None:
+        # The learning rate is divided by 10 twice. The paper does it nine times in 300 epochs; in a few epochs that
+        # would end learning after the first.
+        own |= {"epochs": options.teacher_epochs, "lr_every": -(-options.teacher_epochs // 3)}
+    return layered(common(options), own, assignments(options.teacher_set))
+
+
+def training_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What is set of the training of a derived network."""
+    own: dict[str, Any] = {**common(options), "seed": seed}
+    own |= {} if options.train_epochs is None else {"epochs": options.train_epochs}
+    return layered(own, assignments(options.train_set))
+
+
 def teach(options: argparse.Namespace, deadline: Deadline) -> bool:
     """Whether the teacher is there in the end."""
-    folder = teacher_of(options)
+    folder, given = teacher_of(options), teaching_of(options)
     if not finished(folder) and not deadline.passed:
         begun = (folder / "run.json").is_file()
-        own: dict[str, Any] = {"seed": 0}
-        if options.teacher_epochs is not None:
-            # The learning rate is divided by 10 twice. The paper does it nine times in 300 epochs; in a few epochs that
-            # would end learning after the first.
-            own |= {"epochs": options.teacher_epochs, "lr_every": -(-options.teacher_epochs // 3)}
-        given = layered(common(options), own, assignments(options.teacher_set))
-        recipe = stored_teacher(folder, {}) if begun else resolve_teacher(options.teacher, given)
+        recipe = stored_teacher(folder, given) if begun else resolve_teacher(options.teacher, given)
         train_teacher(recipe, folder, resume=begun, on_event=deadline.watching("teacher"))
     return finished(folder)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Raises what any of the runs would raise for its settings: before the first, not after hours."""
+    resolve_teacher(options.teacher, teaching_of(options))
+    for seed in options.seeds:
+        for arm in ARMS:
+            recipe = recipe_of(arm, seed, options)
+        space = build_space(recipe.space, recipe.space_settings)
+        resolve_training(sample(space.layout(), seed), training_of(seed, options))
+
+
 def run_all(options: argparse.Namespace) -> None:
     """Goes on with everything that is not finished, side by side, until it is or the time is over."""
+    check(options)
     deadline, starts = Deadline(options.minutes), []
     if not teach(options, deadline) or deadline.passed:
         return
     for seed in options.seeds:
-        own: dict[str, Any] = {**common(options), "seed": seed}
-        own |= {} if options.train_epochs is None else {"epochs": options.train_epochs}
-        own = layered(own, assignments(options.train_set))
         for arm in ARMS:
-            folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
+            folder, recipe, own = (
+                folder_of(arm, seed, options),
+                recipe_of(arm, seed, options),
+                training_of(seed, options),
+            )
             starts.append(partial(searched_and_trained, recipe, folder, folder / "training", own, deadline))
     interleaved(starts, options.device or "auto", options.at_once)
 

@@ -12,6 +12,7 @@ import pytest
 from studies.nos_parameters import ParameterCount
 
 from softcell.arch import sample
+from softcell.errors import UserError
 from softcell.spaces.count import count_genotype
 from softcell.spaces.nos import NosSpace
 from studies import nos_guidance, runs
@@ -65,6 +66,11 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     def nothing(*_: object, **__: object) -> Iterator[None]:
         return
         yield
+
+    for part in ("teacher", "search", "train"):
+        with pytest.raises(UserError, match="epochs must be a whole number"):
+            nos_guidance.main([*arguments, f"--{part}-set", "epochs=x"])
+    assert not (tmp_path / "runs").exists(), "wrong settings are told before the first run"
 
     with monkeypatch.context() as halted:
         halted.setattr(runs, "training", nothing)
