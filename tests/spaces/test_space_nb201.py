@@ -46,8 +46,8 @@ def parameters(space: Space, text: str) -> int:
 
 
 def test_a_fixed_sample_of_networks_has_the_parameters_of_the_table(rows: list[tuple[str, int]], space: Space) -> None:
-    sample = rows[::261]
-    assert len(sample) == 60
+    sample = rows[::521]
+    assert len(sample) == 30
     assert {text: parameters(space, text) for text, _ in sample} == dict(sample)
 
 

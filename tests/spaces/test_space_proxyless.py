@@ -59,8 +59,6 @@ def test_at_width_095_every_network_stays_under_600_million_multiply_adds(se: bo
     largest = full.extreme(largest=True)
     assert count_genotype(narrow, largest, IMAGE, 1000).multiply_adds < 600e6
     assert 600e6 < count_genotype(full, largest, IMAGE, 1000).multiply_adds < 620e6
-    costs = [count_genotype(full, sample(full.layout(), seed), IMAGE, 1000).multiply_adds for seed in range(3)]
-    assert max(costs) < 600e6
 
 
 def test_costs_of_candidates_add_up_to_the_difference_of_networks() -> None:
