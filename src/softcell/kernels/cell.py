@@ -236,7 +236,8 @@ class _MixedCell(torch.autograd.Function):
         for plane in (plane for plane, own in arrived.items() if own is None):
             gradient[plane].zero_()
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
-        torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
+        if given_grads:
+            torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
         for planes in program.finished:
             partial = gradient_sums(buffer, gradient, moments, planes)
             normalise_gradient(partial, buffer, gradient, moments, planes, by_batch=ctx.by_batch)
