@@ -29,6 +29,7 @@ from torch import Tensor
 
 from softcell.engine.capture import TRIED, WARMUP, CapturedStep
 from softcell.engine.device import resolve_device, set_threads
+from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect, now
 from softcell.engine.timing import Stopwatch
 from softcell.kernels.backend import runs_triton
@@ -107,6 +108,9 @@ def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     if "flex" not in _KEPT:
+        # One program for each size; when they were too many, torch would go on without a program and not say so.
+        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
         _KEPT["flex"] = torch.compile(flex_attention, dynamic=False)
     return _KEPT["flex"]
 
@@ -185,6 +189,8 @@ def tried(name: str, options: argparse.Namespace, side: int, extent: int, device
         return reason
     try:
         return measure(FORMS[name], options, side, extent, device)
+    except torch.OutOfMemoryError:
+        return "out of memory"
     except Exception as error:  # of torch's compiled form: whatever it raises is what a user would see
         if name != "flex":
             raise
@@ -201,30 +207,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed ones after a warm-up")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, help="a JSON file for the record")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="what is measured")
+    parser.add_argument("--out", type=Path, help="a JSON file for the record, written after every row")
     options = parser.parse_args(arguments)
+    if options.width % options.heads:
+        parser.error(f"--heads must divide --width, but got {options.heads} heads for {options.width} channels")
     device = resolve_device(options.device)
     if device.type == "cpu":
         set_threads(1)
     shape = f"[{options.batch}, {options.width}, side, side]"
     table = Table(title=f"one layer, {shape}, {options.heads} heads, {options.precision}, {device}")
-    for column in ("side", "extent", *FORMS):
+    for column in ("side", "extent", *options.forms):
         table.add_column(column, justify="right")
     rows: list[dict[str, Any]] = []
     for side in options.sides:
         for extent in options.extents:
-            found: dict[str, Any] = {name: tried(name, options, side, extent, device) for name in FORMS}
+            found: dict[str, Any] = {name: tried(name, options, side, extent, device) for name in options.forms}
             rows.append({"side": side, "extent": extent, **found})
-            cells = (
-                v if isinstance(v := found[n], str) else f"{v['ms']:.2f} ms, {v['megabytes']:.1f} MB" for n in FORMS
-            )
-            table.add_row(str(side), str(extent), *cells)
+            if options.out is not None:
+                write(options, rows)
+            shown = [v if isinstance(v, str) else f"{v['ms']:.2f} ms, {v['megabytes']:.1f} MB" for v in found.values()]
+            table.add_row(str(side), str(extent), *shown)
+            told = ", ".join(f"{name} {text}" for name, text in zip(found, shown, strict=True))
+            print(f"{side}x{side}, extent {extent}: {told}", file=sys.stderr, flush=True)
     Console().print(table)
-    if options.out is not None:
-        settings = {k: v for k, v in vars(options).items() if k != "out"}
-        command = ["python", "-m", "benchmarks.attention", *sys.argv[1:]]
-        record = {"date": now(), **collect(), "command": command, "settings": settings, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The record of what was measured so far."""
+    settings = {k: v for k, v in vars(options).items() if k != "out"}
+    command = ["python", "-m", "benchmarks.attention", *sys.argv[1:]]
+    record = {"date": now(), **collect(), "command": command, "settings": settings, "rows": rows}
+    atomic_write_text(options.out, json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

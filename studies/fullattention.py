@@ -177,6 +177,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")
     options = parser.parse_args(arguments)
+    for name, least in (("seeds", 1), ("first", 1), ("epochs", 1), ("train_epochs", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, but got {getattr(options, name)}")
     try:
         run_all(options)
     finally:  # what has been done is recorded, whatever the rest came to

@@ -24,6 +24,26 @@ from softcell.nn.proxy import ProxyNCA
 from softcell.spaces import SPACES, build_space
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"data": "cifar10"}, (96, 500, 0.04, 4e-4, 0.0, "sgd", None)),
+        ({"data": "cifar100"}, (96, 500, 0.04, 4e-4, 0.0, "sgd", None)),
+        ({"data": "imagenet"}, (112, 200, 0.04, 3e-5, 0.1, "sgd", None)),
+        ({"data": "cub200"}, (112, 200, 0.02, 5e-4, 0.0, "sgd", None)),  # 448, as the dataset itself is
+        ({"data": "cub200-boxes", "task": "retrieve"}, (112, 50, 4e-3, 0.0, 0.0, "adam", 227)),
+        ({"data": "birds", "task": "retrieve"}, (96, 50, 4e-3, 0.0, 0.0, "adam", None)),
+    ],
+)
+def test_full_attention_is_trained_as_in_its_paper(given: dict[str, str], expected: tuple[object, ...]) -> None:
+    """§IV-C to F: channels, epochs, learning rate, weight decay, label smoothing, optimiser, image size."""
+    recipe = resolve(sample(build_space("fullattention").layout(), 0), given)
+    found = (recipe.space_settings["channels"], recipe.epochs, recipe.lr, recipe.weight_decay, recipe.label_smoothing)
+    assert (*found, recipe.optimiser, recipe.image_size) == expected
+    assert (recipe.lr_min, recipe.schedule, recipe.momentum) == (0.0, "cosine", 0.9)
+    assert (recipe.drop_path, recipe.cutout, recipe.auxiliary, recipe.jitter, recipe.holdout) == (0, 0, 0, 0, 0)
+
+
 def literal(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:
     """Eq 6, image by image and proxy by proxy."""
     total = torch.zeros((), dtype=embeddings.dtype)

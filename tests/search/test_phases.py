@@ -61,6 +61,11 @@ def test_phase_2_starts_from_the_logits_of_phase_1_and_from_nothing_else_of_it(d
     assert "val_loss" in first[0] and not any("accuracy" in key for key in first[0])
     picture = Image.open(tmp_path / "both" / FIRST / "reconstructions.png")
     assert picture.size == (8 * 100, 3 * 100)  # 8 images of 96 pixels in frames; original, shown, filled in
+    original, shown, filled = torch.from_numpy(np.array(picture)).split(100)
+    hidden = original != shown
+    assert 0 < hidden.float().mean() <= 0.25
+    assert torch.equal(filled[~hidden], original[~hidden]) and not torch.equal(filled[hidden], original[hidden])
+    assert not torch.equal(filled[hidden], shown[hidden])
 
 
 @pytest.fixture(scope="module")

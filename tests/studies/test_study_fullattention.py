@@ -65,9 +65,19 @@ def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path, mo
     assert str(tmp_path) not in json.dumps(record()) and both["search"]["recipe"]["data"] == "DIR/toys.npz"
     for row in (both, alone):
         assert row["trained"]["split"] == "test" and 0 <= row["trained"]["accuracy"] <= 1
+        assert row["trained"]["recipe"]["epochs"] == len(row["trained"]["curves"]["train_loss"]) == 1
     assert both["trained"]["parameters"] > 10_000
     for name in ("train_loss.svg", "train_accuracy-by-cost.svg", "both-0.svg", "alone-0.svg"):
         assert (tmp_path / "out" / name).exists()
+
+    def broken(options: Any) -> None:
+        raise RuntimeError("a run is broken")
+
+    monkeypatch.setattr(fullattention, "run_all", broken)
+    (tmp_path / "out" / "phases-toys.json").unlink()
+    with pytest.raises(RuntimeError, match="is broken"):
+        fullattention.main([*TINY, *places])
+    assert record()["rows"] == [both, alone]
 
 
 def test_a_run_that_is_over_may_look_at_the_test_set_while_others_go_on() -> None:

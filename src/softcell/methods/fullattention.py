@@ -52,7 +52,7 @@ class FullAttention(SoftmaxMethod):
         },
         "small": {
             "epochs": 4,
-            "batch_size": 96,
+            "batch_size": 32,  # many steps: means over neighbours vary little, which running statistics learn slowly
             "weights": {"lr": 0.1, "lr_min": 0.0},
             "architecture": {"lr": 0.02},
             "pretrain": {"epochs": 1, "architecture_lr": 0.04},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softcell.data import Dataset
 from softcell.data.augment import normalise
-from softcell.engine.session import Session
+from softcell.engine.session import Session, computing_in
 from softcell.nn.context import ContextAutoRegression, draw_masks
 from softcell.search.task import SearchTask
 from softcell.spaces import Bound
@@ -31,10 +31,11 @@ def draw_reconstructions(task: SearchTask, dataset: Dataset, chosen: Tensor, ses
     images = normalise(raw.to(session.device), dataset.mean, dataset.std, session.dtype)
     task.supernet.eval()
     objective.eval()
-    with torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else []):
+    forked = torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else [])
+    with forked, computing_in(task.recipe.precision, session.device):  # as it was searched
         torch.manual_seed(0)
         hidden = draw_masks(images)
-        imagined = objective.rebuild(Bound(task.supernet, task.method.relax()), images, hidden)
+        imagined = objective.rebuild(Bound(task.supernet, task.method.relax()), images, hidden).to(images.dtype)
     task.supernet.train()
     objective.train()
     shown = images.masked_fill(hidden, 0.0)
