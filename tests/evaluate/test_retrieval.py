@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softcell.arch import sample
-from softcell.data import load, test_set_sealed
+from softcell.data import Augment, load, test_set_sealed
 from softcell.engine.events import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import load_network, resolve, train
 from softcell.evaluate.retrieval import recall_at, zero_shot
+from softcell.evaluate.train import augment_of
 from softcell.nn.proxy import ProxyNCA
 from softcell.spaces import SPACES, build_space
 
@@ -42,6 +44,14 @@ def test_full_attention_is_trained_as_in_its_paper(given: dict[str, str], expect
     assert (*found, recipe.optimiser, recipe.image_size) == expected
     assert (recipe.lr_min, recipe.schedule, recipe.momentum) == (0.0, "cosine", 0.9)
     assert (recipe.drop_path, recipe.cutout, recipe.auxiliary, recipe.jitter, recipe.holdout) == (0, 0, 0, 0, 0)
+
+
+def test_photographs_are_cropped_by_windows_to_retrieve_and_by_resized_crops_to_classify(tmp_path: Path) -> None:
+    """§IV-F: resized, then cropped at random; birds themselves come with random resized crops."""
+    birds = replace(load(str(write(tmp_path / "data.npz", 4))), augment=Augment(resized_crop=True, flip=True))
+    genotype = sample(build_space("fullattention").layout(), 0)
+    for task, augment in (("retrieve", Augment(window=True, flip=True)), ("classify", birds.augment)):
+        assert augment_of(birds, resolve(genotype, {"data": "cub200", "task": task})) == augment
 
 
 def literal(embeddings: Tensor, labels: Tensor, proxies: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from softcell.arch import Genotype
-from softcell.data import Dataset, fingerprint, load, split
+from softcell.data import Augment, Dataset, fingerprint, load, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, new_manifest
@@ -200,11 +200,8 @@ def prepare(
         dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
     )
     parts = parts_of(dataset, recipe)
-    augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
-    if recipe.task == "retrieve" and augment.resized_crop:  # the paper's: scaled to 256, then cropped to 227 at random
-        augment = replace(augment, resized_crop=False, window=True)
     held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
-    batches, tell = feeds.training(parts["train"], augment), teller(on_event, world)
+    batches, tell = feeds.training(parts["train"], augment_of(dataset, recipe)), teller(on_event, world)
     if recipe.precision == "auto":
 
         def make(precision: str) -> TrainTask:
@@ -228,6 +225,14 @@ def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mappi
         count=0 if measured is None else measured.count,
         seconds=sum(row["seconds"] for row in metrics),
     )
+
+
+def augment_of(dataset: Dataset, recipe: TrainRecipe) -> Augment:
+    """What training images go through."""
+    augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
+    if recipe.task == "retrieve" and augment.resized_crop:  # the paper's: scaled to 256, then cropped to 227 at random
+        return replace(augment, resized_crop=False, window=True)
+    return augment
 
 
 def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
