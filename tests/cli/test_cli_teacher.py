@@ -23,6 +23,8 @@ def test_a_teacher_is_trained_and_guides_a_search(call: Softcell, tmp_path: Path
         == json.loads((tmp_path / "teacher/run.json").read_text())["results"]["accuracy"]
     )
     assert "guide_loss" in json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "attention transfer from the teacher" in report and "on its test split" in report
     wrong = call("train", "--resume", "teacher")
     assert wrong.code == 2 and "teacher run" in wrong.error
 

@@ -69,6 +69,11 @@ def tiles(run: Run) -> Html:
         value = number(results.get(key))
         if value is not None:
             found.append((name, big(value), unit or f"{int(value):,}"))
+    guide = mapping(results.get("guide"))
+    if guide:
+        own = number(guide.get("accuracy"))
+        more = "accuracy not measured" if own is None else f"on its {guide.get('split')} split"
+        found.append(("teacher", "–" if own is None else percent(own), more))
     done, planned = len(run.metrics), number(run.recipe.get("epochs"))
     many = run.kind == "search" and any("architecture" in row for row in run.metrics)
     of = f"of {int(planned)}" if planned and not many else "over all architectures" if many else ""
@@ -132,6 +137,7 @@ def curves(run: Run) -> Html | None:
             True,
         ),
         ("loss", {"train_loss": "train", "val_loss": split, "child_loss": f"derived network, {split}"}, False),
+        ("attention transfer from the teacher, without its weight", {"guide_loss": "loss"}, False),
         ("learning rate", {"lr": "learning rate"}, False),
         ("temperature", {"temperature": "temperature"}, False),
         (
