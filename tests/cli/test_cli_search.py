@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from cli_calls import TINY, Softcell, process
+
+from softcell.engine import loop
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -154,3 +157,12 @@ def test_several_seeds_are_searched_compared_and_resumed(call: Softcell, tmp_pat
     refused = call("search", "--seeds", "0", *TINY)
     assert refused.code == 2 and "--seeds must be at least 1" in refused.error
     assert call(*asked).code == 2, "the folder is taken"
+
+
+def test_seeds_that_were_stopped_say_how_to_go_on(
+    call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop._Loop, "_emit_step", lambda self, steps: os.kill(os.getpid(), signal.SIGTERM))
+    answer = call("search", "--seeds", "2", "--keep", "best", "--epochs", "1", *TINY, "--out", tmp_path / "several")
+    assert answer.code == 128 + signal.SIGTERM
+    assert f"softcell search --resume {tmp_path / 'several'} --keep best" in answer.out.replace("\n", "")

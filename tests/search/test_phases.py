@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_a_search_stopped_inside_either_phase_goes_on_bit_for_bit(
     assert search(recipe(data), tmp_path / "halved", resume=True).exit_code == 0
     assert remains(tmp_path / "halved") == remains(whole)
     assert remains(tmp_path / "halved" / FIRST) == remains(whole / FIRST)
+
+
+def test_a_search_that_is_overwritten_leaves_nothing_of_its_first_phase(
+    data: Path, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    with pytest.raises(UserError, match="needs an empty folder"):
+        search(recipe(data, pretrain={"epochs": 0}), folder)
+    assert (folder / FIRST / LOGITS).exists()
+    search(recipe(data, pretrain={"epochs": 0}), folder, overwrite=True)
+    assert not (folder / FIRST).exists()
 
 
 def test_the_best_of_several_seeds_is_that_of_phase_2(data: Path, tmp_path: Path) -> None:

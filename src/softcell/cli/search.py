@@ -230,7 +230,7 @@ def run_seeds(
         results.show_search(screen, result.results[result.best])
     results.show_seeds(screen, result)
     if any(one.genotype is None for one in result.results.values()):
-        results.interrupted(screen, "search", "--resume", str(folder))
+        results.interrupted(screen, "search", "--resume", str(folder), *(() if keep == "all" else ("--keep", keep)))
     elif result.best is not None and not quiet:
         results.facts(screen, next=command("train", folder / f"seed-{result.best}", *_on(recipe)))
     return result.exit_code

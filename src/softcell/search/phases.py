@@ -6,6 +6,7 @@ weights start anew.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, load
 from softcell.data.unlabelled import load_unlabelled
+from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.search.guide import Guide
@@ -50,6 +52,12 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
         guide=Guide(),
         child_every=0,
     )
+
+
+def forget_phase(folder: Path) -> None:
+    """Removes the first phase of an earlier search from a folder that is overwritten: none may go on with it."""
+    if all((place / MANIFEST).is_file() for place in (folder, folder / FIRST)):
+        shutil.rmtree(folder / FIRST)
 
 
 def load_images(recipe: SearchRecipe) -> Dataset:

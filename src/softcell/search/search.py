@@ -32,7 +32,7 @@ from softcell.search.budget import Budget
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.independent import IndependentTask
 from softcell.search.latencies import with_latencies
-from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read_logits, write_logits
+from softcell.search.phases import FIRST, LOGITS, first_phase, forget_phase, load_images, read_logits, write_logits
 from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.resource import ResourcePenalty, check_steerable
@@ -101,6 +101,7 @@ def _in_phases(
         load_images(first)
         manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
         on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
+        on_main(lambda: forget_phase(out), world)
     on_main(lambda: RunFolder.open(out).update(status="running"), world)
     tell = teller(on_event, world)
     # Folders are the first process's affair; the others are told.
@@ -197,6 +198,8 @@ def _search(
     made = start is not None and not on_main(lambda: checkpoint.exists(out), world)  # the second of two phases begins
     if resume and not made:
         on_main(lambda: _check_teacher(out, task.about), world)
+    if overwrite and not resume:
+        on_main(lambda: forget_phase(out), world)
     folder, outcome = yield from run_in_folder(
         task,
         out,
