@@ -128,7 +128,7 @@ def test_ctrl_c_then_resume_gives_what_an_unbroken_search_gives(call: Softcell, 
     broken = process(*arguments, "--out", "broken", cwd=tmp_path)
     assert broken.stdout is not None
     for line in broken.stdout:
-        if line.startswith("epoch  2/"):
+        if line.startswith("epoch 2/"):
             broken.send_signal(signal.SIGINT)
             break
     out, error = broken.communicate(timeout=60)
