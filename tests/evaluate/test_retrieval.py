@@ -172,3 +172,9 @@ def test_too_few_classes_are_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least 4 classes"):
         train(genotype, recipe, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_held_back_in_retrieval() -> None:
+    genotype = sample(build_space("nb201").layout(), 0)
+    with pytest.raises(UserError, match=r"`holdout = 0` must hold, but got holdout=0\.2"):
+        resolve(genotype, {"data": "birds", "task": "retrieve", "holdout": 0.2})

@@ -75,6 +75,11 @@ class TrainRecipe:
         for name in ("drop_path", "holdout", "label_smoothing"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")
+        if self.task == "retrieve" and self.holdout:
+            raise UserError(
+                f"retrieval learns from all images of seen classes and is measured on unseen ones, so `holdout = 0` must "
+                f"hold, but got holdout={self.holdout}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         result = to_dict(self)

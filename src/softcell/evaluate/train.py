@@ -236,7 +236,7 @@ def augment_of(dataset: Dataset, recipe: TrainRecipe) -> Augment:
 
 
 def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
-    if recipe.task == "retrieve" or recipe.holdout == 0.0:
+    if recipe.holdout == 0.0:
         return {"train": torch.arange(len(dataset.train))}
     return split(dataset.train, {"train": 1.0 - recipe.holdout, "holdout": recipe.holdout}, recipe.seed)
 
