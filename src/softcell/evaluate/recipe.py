@@ -77,8 +77,8 @@ class TrainRecipe:
                 raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")
         if self.task == "retrieve" and self.holdout:
             raise UserError(
-                f"retrieval learns from all images of seen classes and is measured on unseen ones, so `holdout = 0` must "
-                f"hold, but got holdout={self.holdout}"
+                "retrieval learns from all images of seen classes and is measured on unseen ones, so `holdout = 0` "
+                f"must hold, but got holdout={self.holdout}"
             )
 
     def to_dict(self) -> dict[str, Any]:
