@@ -252,3 +252,8 @@ def test_the_papers_recipe_of_teachers() -> None:
     rates = [learning_rate(recipe, epoch) for epoch in (0, 29, 30, 60)]
     assert rates == pytest.approx([0.025, 0.025, 0.0025, 0.00025])
     assert recipe.classifier_settings == {"depth": 110, "alpha": 84}
+
+
+def test_how_to_read_a_teacher_needs_a_teacher() -> None:
+    with pytest.raises(UserError, match=r"guide\.classifier says how a teacher is read, but there is none"):
+        resolve({"guide": {"classifier": "resnet18"}})

@@ -46,6 +46,9 @@ class Guide:
 
     def __post_init__(self) -> None:
         positive("guide.weight", self.weight)
+        told = [name for name in ("classifier", "layers", "trust") if getattr(self, name)]
+        if told and self.teacher is None:
+            raise UserError(f"guide.{told[0]} says how a teacher is read, but there is none; name it with --guide")
 
 
 def make_objective(
