@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,20 +22,31 @@ from rich.table import Table
 from benchmarks import gpu
 from benchmarks.steps import PAPER, SMALL, compare
 from softcell.engine.device import resolve_device, set_threads
+from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect
+from softcell.errors import UserError
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """What is wrong with the options is said before anything is measured: exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--paper", action="store_true", help="the papers' sizes instead of the small ones")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds per formulation")
-    parser.add_argument("--space", action="append", help="one space instead of all; may be repeated")
+    parser.add_argument(
+        "--space", action="append", choices=[case.space for case in PAPER], help="instead of all; may be repeated"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
-    options = parser.parse_args()
-    device = resolve_device(options.device)
-    threads = set_threads(options.threads)
+    options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, but is {options.rounds}")
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        parser.error(f"--out must be a file in a folder that is there, but got {options.out}")
+    try:
+        device, threads = resolve_device(options.device), set_threads(options.threads)
+    except UserError as error:
+        parser.error(str(error))
     console = Console()
     if device.type == "cuda":
         found = gpu.run(options.rounds, options.space or [case.space for case in PAPER], console.print)
@@ -75,7 +87,7 @@ def write(out: Path | None, threads: int, found: dict[str, Any], console: Consol
         command = ["python", "-m", "benchmarks", *sys.argv[1:]]
         when = datetime.now(UTC).isoformat(timespec="seconds")
         record = {"date": when, "threads": threads, **collect(), "command": command, **found}
-        out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        atomic_write_text(out, json.dumps(record, indent=2) + "\n")
         console.print(f"written: {out}")
 
 

@@ -10,12 +10,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.engine.capture import TRIED, CapturedStep
+from softcell.engine.capture import TRIED, CapturedStep, Engine, once, prepare_step
+from softcell.engine.distributed import World
 from softcell.engine.readback import Readback
+
+
+class State:
+    """The state of a generator, which counts what was drawn."""
+
+    def __init__(self, drawn: int = 0) -> None:
+        self.drawn, self.recorded = drawn, False
+
+
+class Generator:
+    """Stands in for a device's: as torch's, it stays in recording, and refuses to draw, where a recording failed."""
+
+    def __init__(self) -> None:
+        self.state = State()
+
+    def clone_state(self) -> State:
+        return State(self.state.drawn)
+
+    def graphsafe_set_state(self, state: State) -> None:
+        self.state = state
+
+    def draw(self) -> int:
+        assert not self.state.recorded, "offset increment outside graph capture"
+        self.state.drawn += 1
+        return self.state.drawn
 
 
 class Recording:
     """Stands in for `torch.cuda.CUDAGraph`: replays what was called while it was being recorded."""
+
+    generator = Generator()
 
     current: Recording | None = None
 
@@ -26,15 +54,18 @@ class Recording:
     def capture_begin(self, pool: object) -> None:
         assert pool == "pool"
         assert not gc.isenabled(), "collected garbage may hold graphs, whose end ends the recording"
-        Recording.current = self
+        Recording.current, self.state = self, Recording.generator.state
+        self.state.recorded = True
 
     def capture_end(self) -> None:
         Recording.current = None
         if not self.calls:
             raise RuntimeError("operation failed due to a previous error during capture")
+        self.state.recorded = False
 
     def replay(self) -> None:
         assert self.alive, "a recording that was dropped must not be replayed"
+        assert self.state is Recording.generator.state, "it would draw from a state that nobody saves"
         for call in self.calls:
             call()
 
@@ -48,6 +79,9 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recording, "generator", Generator())
+    monkeypatch.setattr(torch.cuda, "default_generators", (Recording.generator,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recording)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
@@ -64,16 +98,21 @@ class Subject:
         self.key: Any = None
         self.done: list[tuple[Any, str, float]] = []
         self.told: list[str] = []
+        self.drawn: list[int] = []
         self.run = CapturedStep(self.step, self.told.append, **options)
 
     def step(self, x: Tensor) -> None:
         key = self.key
         if Recording.current is None:
-            self.done.append((key, "eager", float(x)))
+            self._run("eager", key, x)
         elif key == "bad":
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
         else:
-            Recording.current.calls.append(lambda: self.done.append((key, "replayed", float(x))))
+            Recording.current.calls.append(lambda: self._run("replayed", key, x))
+
+    def _run(self, how: str, key: Any, x: Tensor) -> None:
+        self.done.append((key, how, float(x)))
+        self.drawn.append(Recording.generator.draw())
 
     def __call__(self, key: Any, value: float) -> tuple[Any, str, float]:
         self.key = key
@@ -124,6 +163,39 @@ def test_a_key_that_cannot_be_recorded_makes_all_steps_eager_and_says_so_once() 
     (reason,) = subject.told
     assert "not permitted" in reason
     assert "more" not in reason
+
+
+def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
+    """As if nothing had been recorded; and what another step has recorded is made anew, with the numbers that go on."""
+    good, bad = Subject(warmup=0), Subject(warmup=0)
+    for _ in range(TRIED + 2):
+        good("a", 0.0)
+    for _ in range(TRIED + 2):
+        bad("bad", 0.0)
+    assert good("a", 0.0)[1] == "replayed"
+    assert bad("bad", 0.0)[1] == "eager"
+    assert good("a", 0.0)[1] == "replayed"
+    assert sorted(good.drawn + bad.drawn) == list(range(1, 2 * TRIED + 8))
+    assert not good.told and len(bad.told) == 1
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "size", "said"),
+    [
+        ("graph", "cpu", 1, "needs a CUDA device"),
+        ("graph", "cuda", 2, "runs of one process"),
+        ("auto", "cuda", 2, "runs of one process"),
+        ("auto", "cpu", 1, None),
+        ("eager", "cuda", 2, None),
+    ],
+)
+def test_a_run_that_records_nothing_says_why_once(engine: Engine, device: str, size: int, said: str | None) -> None:
+    told: list[str] = []
+    tell, steps = once(told.append), [lambda: None, lambda: None]
+    for step in steps:
+        assert prepare_step(step, engine, World(0, size, 0, torch.device(device)), tell) is step
+    assert len(told) == (said is not None)
+    assert said is None or (said in told[0] and f"engine={engine}" in told[0])
 
 
 def test_a_readback_gives_what_was_sent_one_call_before() -> None:

@@ -16,6 +16,7 @@ from engine_ranks import CASES, norm_case
 from engine_toy import Toy, final_state, same
 
 from softcell.engine import checkpoint, loop
+from softcell.engine.capture import CapturedStep
 from softcell.engine.device import resolve_device, set_deterministic
 from softcell.engine.distributed import World
 from softcell.engine.rng import rng_state, set_rng_state
@@ -64,6 +65,30 @@ def test_a_captured_watch_records_the_first_failure() -> None:
     failure = watch.failed()
     assert failure is not None
     assert (failure.step, failure.value) == (1, float("inf"))
+
+
+def test_after_a_failed_recording_steps_draw_what_eager_ones_would() -> None:
+    def draws(*, record: bool) -> tuple[list[list[float]], list[str]]:
+        torch.manual_seed(3)
+        found, told = torch.zeros(8, 2, 4, device=CUDA), []
+        at = [0]
+
+        def good(x: torch.Tensor) -> None:
+            found[:, 0].index_copy_(0, x, torch.rand(1, 4, device=CUDA))
+
+        def bad(x: torch.Tensor) -> None:
+            found[:, 1].index_copy_(0, x, torch.rand(1, 4, device=CUDA))
+            at[0] = int(x)  # asks the device for a value
+
+        steps = [CapturedStep(step, told.append, warmup=0) if record else step for step in (good, bad)]
+        for number in range(8):
+            for step in steps:
+                step(torch.tensor([number], device=CUDA))
+        return found.tolist(), told
+
+    (mine, told), (theirs, _) = draws(record=True), draws(record=False)
+    assert mine == theirs
+    assert len(told) == 1 and "cannot be recorded" in told[0]
 
 
 def test_the_generator_of_the_device_is_restored() -> None:

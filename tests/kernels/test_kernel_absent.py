@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cells import OneSite, build_cell, fuse, outcome, random_inputs, require_same
+from kernel_cells import OneSite, build_cell, departing, fuse, outcome, random_inputs, require_same
 from torch import Tensor
 
 from softcell.engine.distributed import World
@@ -21,7 +21,7 @@ from softcell.testing import tiny_space
 FAMILIES: dict[str, Any] = {"compose": compose, "norm": norm, "pool": pool, "taps": taps}
 NAMES = {
     "compose": {"compose", "compose_gradient"},
-    "norm": {"finish_moments", "normalise", "normalise_gradient", "combine", "combine_gradient"},
+    "norm": {"finish_moments", "normalise", "gradient_sums", "normalise_gradient", "combine", "combine_gradient"},
     "pool": {"pool", "gather_gradient"},
     "taps": {"convolve", "masked_input_gradient", "input_gradient", "weight_gradient"},
 }
@@ -63,13 +63,20 @@ def of_a_cell(device: str = "cpu") -> dict[str, Tensor]:
     return outcome(cell, fuse(cell)(inputs[:-1], inputs[-1].flatten())[cell.inputs :], inputs)
 
 
+def of_outputs_apart() -> dict[str, Tensor]:
+    x = torch.randn(2, 3, 7, 6, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    _, *outputs = departing("nb201", 0, 0, apart=True)([x])
+    (gradient,) = torch.autograd.grad(sum(y.pow(3).sum() for y in outputs), x)  # type: ignore[arg-type]
+    return {"apart": gradient}
+
+
 def test_every_function_runs_its_twin(called: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     lack(monkeypatch, present=True)
-    expected = of_a_cell()
+    expected = of_a_cell() | of_outputs_apart()
     assert called == {(family, name) for family, names in NAMES.items() for name in names}, "a cell runs all of them"
     called.clear()
     lack(monkeypatch)
-    found = of_a_cell()
+    found = of_a_cell() | of_outputs_apart()
     assert not called
     require_same(found, expected, tolerance=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from softcell.arch import WeightMix
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
+from softcell.kernels.norm import gradient_sums
+from softcell.kernels.taps import Group, Window, masked_input_gradient, tiles
 from softcell.spaces import build_space
 from softcell.spaces.fused import modules_only, serves
 from softcell.spaces.fused_plan import Entry, Unfit, plan
@@ -90,6 +93,60 @@ def test_the_function_equals_its_twin_in_both_orders(apart: bool) -> None:
         found.append([*nodes, moments, *first, *second, *plain])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("used", [[0, 3], [5], []])
+def test_outputs_apart_that_nobody_uses_give_no_gradient(used: list[int], training: bool) -> None:
+    """Each output by itself, of the batch's statistics and of the running ones: the twin's gradients, to the last."""
+    fused = departing("darts", 1, 0, apart=True, nodes=1, channels=2)
+    program = fused.program
+    generator = torch.Generator().manual_seed(2)
+    flat = fused.flatten([conv.weight.double() for conv in fused.convolutions]).detach()
+    x = torch.randn(3, program.channels, 7, 5, generator=generator, dtype=torch.float64)
+    inputs = [flat.requires_grad_(), x.requires_grad_()]
+    mean, variance = torch.rand(2, program.planes, program.channels, generator=generator, dtype=torch.float64)
+    running = torch.stack([mean - 0.5, variance + 0.5])
+    found = []
+    for function in (mixed_cell, mixed_cell_reference):
+        given = None if training else running
+        outputs, _ = function(program, torch.float64, flat.detach(), inputs[0], given, None, inputs[1])
+        ignored: Tensor = _Ignored.apply(*outputs)  # type: ignore[no-untyped-call]
+        loss = sum((outputs[i] ** 3).sum() for i in used) + ignored
+        found.append(torch.autograd.grad(loss, inputs, materialize_grads=True))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    assert bool(used) == bool(found[0][1].any())
+
+
+class _Ignored(torch.autograd.Function):
+    """Takes everything and hands no gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        ctx.count = len(values)
+        return values[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.count
+
+
+def test_sums_for_the_gradient_of_a_norm_are_float32_whatever_is_summed() -> None:
+    """Large terms that nearly cancel: products rounded to bfloat16 would leave nothing of their sum."""
+    generator = torch.Generator().manual_seed(0)
+    y, dy = (torch.randn(3, 2, 13, 11, 5, generator=generator).bfloat16() for _ in range(2))
+    dy[:, 1] = -dy[:, 0] * (1 + 2.0**-7)
+    y[:, 1] = y[:, 0]
+    wide = torch.stack([dy.double(), dy.double() * y.double()]).sum((2, 3, 4))
+    partial = torch.full((2, tiles(286), 3, 5), torch.nan)
+    gradient_sums(y, dy, partial, range(1, 3))
+    torch.testing.assert_close(partial[:, :, 1:].double().sum(1), wide[:, 1:], rtol=1e-5, atol=1e-5)
+    assert partial[:, :, 0].isnan().all(), "other planes are left alone"
+    kernel = torch.randn(5 * 9 * 5, generator=generator).bfloat16()
+    masked_input_gradient(dy, kernel, y, dy, partial, [Group(Window(3, 1, 1, 1), 1, 2, 1, 0)])
+    wide = torch.stack([dy[1].double(), dy[1].double() * y[1].double()]).sum((1, 2, 3))
+    torch.testing.assert_close(partial[:, :, 1].double().sum(1), wide, rtol=1e-5, atol=1e-4)
 
 
 def test_gradients_have_the_layout_of_their_weights() -> None:

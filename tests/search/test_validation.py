@@ -60,7 +60,7 @@ def test_loss_and_accuracy_are_those_of_a_literal_loop_in_evaluation_mode(digits
     held = digits.plain(digits.dataset.train, torch.arange(COUNT))
     surroundings = lambda: computing_in(precision, ALONE.device)  # noqa: E731
     before = {name: value.clone() for name, value in supernet.state_dict().items()}
-    found = Validation(supernet, held, "eager", ALONE, surroundings)(mix)
+    found = Validation(supernet, held, "eager", ALONE, surroundings, pytest.fail)(mix)
     assert supernet.training, "the search goes on in training mode"
     assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
 
@@ -96,7 +96,7 @@ def test_float64_stays_float64() -> None:
     supernet.double()
     (table,) = supernet.layout.tables
     mix = WeightMix(supernet.layout, {table.name: mix.weights(0).double()})
-    found = Validation(supernet, held, "eager", ALONE, nullcontext)(mix)
+    found = Validation(supernet, held, "eager", ALONE, nullcontext, pytest.fail)(mix)
     supernet.eval()
     with torch.no_grad():
         loss, _ = literally([(supernet(batch.images, mix), batch.labels) for batch in held.epoch(0)])

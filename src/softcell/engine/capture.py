@@ -13,7 +13,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ class CapturedStep:
     given the reason once and the step stays eager.
     """
 
+    failures: ClassVar[int] = 0
+    """Recordings that failed in this process, of whatever step."""
+
     def __init__(self, step: Step, tell: Callable[[str], None], warmup: int = WARMUP, kept: int = KEPT) -> None:
         self._step, self._tell, self._left, self._kept = step, tell, warmup, kept
         self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
@@ -45,9 +48,11 @@ class CapturedStep:
         self._pool: Any = None
         self._inputs: list[Tensor] = []
         self._side: torch.cuda.Stream | None = None
-        self._gave_up = False
+        self._gave_up, self._known_failures = False, CapturedStep.failures
 
     def __call__(self, *inputs: Tensor, key: Hashable = None) -> None:
+        if self._known_failures != CapturedStep.failures:
+            self._forget()
         if self._gave_up:
             self._step(*inputs)
         elif key in self._graphs:
@@ -86,6 +91,14 @@ class CapturedStep:
             own.copy_(given)
         graph.replay()
 
+    def _forget(self) -> None:
+        """After a failure random numbers come from another state than recordings draw from: they are made anew."""
+        torch.cuda.synchronize()  # they may still be running
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._known_failures = CapturedStep.failures
+
     def _record(self, key: Hashable, *inputs: Tensor) -> None:
         while len(self._graphs) >= self._kept:
             _, oldest = self._graphs.popitem(last=False)
@@ -95,6 +108,8 @@ class CapturedStep:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]
             torch.cuda.empty_cache()  # once: what eager steps had is free for the recordings
+        generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
         graph, reason = torch.cuda.CUDAGraph(), None
         try:
             # One pool for all: they never run at once, and leave nothing in it that another would read.
@@ -105,8 +120,11 @@ class CapturedStep:
             reason = str(error.__context__ or error).strip().splitlines()[0]
         if reason is not None:  # out of the handler, which keeps what the failed recording had made
             self._gave_up = True
-            self._graphs.clear()
+            CapturedStep.failures += 1
+            self._forget()
             self._inputs = []
+            # Torch takes the old state for one that is still being recorded, and would not draw from it again.
+            generator.graphsafe_set_state(state)
             self._tell(f"this step cannot be recorded as a CUDA graph ({reason}); going on with the eager engine")
             self._step(*inputs)
             return
@@ -136,8 +154,23 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
             gc.enable()
 
 
+def once(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """`tell` for the first text alone: a run has several steps, and one reason why they are not recorded is enough."""
+    told: list[str] = []
+
+    def tell_first(text: str) -> None:
+        if not told:
+            told.append(text)
+            tell(text)
+
+    return tell_first
+
+
 def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str], None]) -> Step:
-    """`step` as the chosen engine runs it; `auto` and `compile` record on a single CUDA device and not elsewhere."""
+    """`step` as the chosen engine runs it; `auto` and `compile` record on a single CUDA device and not elsewhere.
+
+    Why a step is not recorded is told where that was asked for, and on a GPU, where it could have been expected.
+    """
     if engine == "eager":
         return step
     reason = None
@@ -147,6 +180,6 @@ def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str],
         reason = "recording is for runs of one process, and this one has several"
     if reason is None:
         return CapturedStep(step, tell)
-    if engine == "graph":
-        tell(f"engine=graph: {reason}; using the eager engine")
+    if engine == "graph" or world.device.type == "cuda":
+        tell(f"engine={engine}: {reason}; using the eager engine")
     return step

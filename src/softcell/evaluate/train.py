@@ -207,7 +207,8 @@ def prepare(
         def make(precision: str) -> TrainTask:
             tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
             own, other = copy.deepcopy((network, criterion))
-            return TrainTask(tried, own, world, train=batches, held=None, tell=tell, criterion=other)
+            quiet = teller(None, world)  # the training itself says why its steps are not recorded
+            return TrainTask(tried, own, world, train=batches, held=None, tell=quiet, criterion=other)
 
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, tell))  # type: ignore[arg-type]

@@ -239,7 +239,8 @@ class _MixedCell(torch.autograd.Function):
         if given_grads:
             torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
         for planes in program.finished:
-            partial = gradient_sums(buffer, gradient, moments, planes)
+            partial = _room_for_sums(buffer, moments)
+            gradient_sums(buffer, gradient, partial, planes)
             normalise_gradient(partial, buffer, gradient, moments, planes, by_batch=ctx.by_batch)
         for node in reversed(range(program.nodes)):
             wave = program.wave_of(node)
@@ -281,9 +282,9 @@ def _leave(
     by_batch: bool,
 ) -> None:
     """From the gradients of everything that leaves a wave's sources to those of the sources."""
-    n, height, width, c = buffer.shape[1:]
+    c = buffer.shape[-1]
     if wave.second:
-        partial = moments.new_empty(2, tiles(n * height * width), len(buffer), c)
+        partial = _room_for_sums(buffer, moments)
         masked_input_gradient(gradient, weights, buffer, gradient, partial, wave.second)
         normalise_gradient(partial, buffer, gradient, moments, wave.inner, by_batch=by_batch)
     rows = x[0].numel() // c
@@ -296,6 +297,12 @@ def _leave(
         pooled = next((p for p in wave.pools if p.source == source), None)
         leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds=not inward))
     gather_gradient(x, sums, gradient, dx, mix, factors, winners, leaving)
+
+
+def _room_for_sums(buffer: Tensor, moments: Tensor) -> Tensor:
+    """[2, tiles, planes, c]: two sums of every tile of rows."""
+    planes, n, height, width, c = buffer.shape
+    return moments.new_empty(2, tiles(n * height * width), planes, c)
 
 
 def _wants_weights(ctx: Any) -> bool:

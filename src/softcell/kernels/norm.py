@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from softcell.kernels.backend import runs_triton, triton_kernels
-from softcell.kernels.taps import TILE
+from softcell.kernels.taps import TILE, tile_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,18 @@ def normalise_reference(y: Tensor, moments: Tensor, planes: range) -> None:
         y[plane] = normed(y[plane], moments[:2, plane]).to(y.dtype)
 
 
-def gradient_sums(y: Tensor, dy: Tensor, moments: Tensor, planes: range) -> Tensor:
-    """Sums of dy and dy·y over `planes`, as `normalise_gradient` takes them: all rows as one tile.
+def gradient_sums(y: Tensor, dy: Tensor, partial: Tensor, planes: range) -> None:
+    """partial [2, tiles, planes, c] gets the sums of dy and dy·y of `planes` per tile of rows, for the function below.
 
-    Nothing else needs a kernel here: one pass of each over all planes together.
+    Products are formed and summed in the type of `partial`: rounded to bfloat16, each would add an error of its own.
     """
-    own = slice(planes.start, planes.stop)
-    partial = moments.new_empty(2, 1, *moments.shape[1:])
-    for slot, values in enumerate((dy[own], dy[own] * y[own])):
-        torch.sum(values, dim=(1, 2, 3), dtype=partial.dtype, out=partial[slot, 0, own])
-    return partial
+    if planes:
+        (triton_kernels("norm").gradient_sums if runs_triton(y) else gradient_sums_reference)(y, dy, partial, planes)
+
+
+def gradient_sums_reference(y: Tensor, dy: Tensor, partial: Tensor, planes: range) -> None:
+    for plane in planes:
+        partial[:, :, plane] = tile_sums(y[plane], dy[plane], partial.dtype)
 
 
 def normalise_gradient(

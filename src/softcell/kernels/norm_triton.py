@@ -53,6 +53,23 @@ def _normalise(y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.
     tl.store(at, ((y - mean[None, :]) * rstd[None, :]).to(y_ptr.dtype.element_ty), mask=ok)
 
 
+@triton.jit(do_not_specialize=["rows", "tiles", "planes", "first"])
+def _gradient_sums(
+    y_ptr, dy_ptr, partial_ptr, rows, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    plane = first + tl.program_id(1)
+    m = tile * TILE + tl.arange(0, TILE)
+    c = tl.arange(0, CB)
+    ok = (m < rows)[:, None] & (c < C)[None, :]
+    at = plane.to(tl.int64) * rows * C + (m * C)[:, None] + c[None, :]
+    y = tl.load(y_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    g = tl.load(dy_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    to = partial_ptr + (tile * planes + plane) * C + c
+    tl.store(to, tl.sum(g, 0), mask=c < C)
+    tl.store(to + tiles * planes * C, tl.sum(g * y, 0), mask=c < C)
+
+
 @triton.jit(do_not_specialize=["tiles", "planes", "first"])
 def _finish_sums(partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
     plane = first + tl.program_id(0)
@@ -229,6 +246,12 @@ def normalise(y, moments, planes):
     block = _rows(settings, 2048)
     grid = (triton.cdiv(rows, block), len(planes))
     _normalise[grid](y, moments, rows, len(y), planes.start, BLOCK=block, **settings)
+
+
+def gradient_sums(y, dy, partial, planes):
+    settings, rows = _sizes(y)
+    tiles = partial.shape[1]
+    _gradient_sums[(tiles, len(planes))](y, dy, partial, rows, tiles, len(y), planes.start, TILE=TILE, **settings)
 
 
 def normalise_gradient(partial, y, dy, moments, planes, *, by_batch):

@@ -92,9 +92,7 @@ def masked_input_gradient_reference(
     for g in groups:
         assert g.count == 1 and g.window.stride == 1
         dx[g.source] = (_transposed(dy, weights, g, x.shape[1:]) * (x[g.source] > 0)).to(dx.dtype)
-        here = dx[g.source].flatten(0, 2)
-        for slot, value in enumerate((here, here * x[g.source].flatten(0, 2))):
-            partial[slot, :, g.source] = _by_tile(value).sum(1)
+        partial[:, :, g.source] = tile_sums(x[g.source], dx[g.source], partial.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +186,11 @@ def tile_moments(y: Tensor) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def _by_tile(rows: Tensor) -> Tensor:
-    """[rows, c] to [tiles, TILE, c], with zeros at the end."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % TILE)).view(-1, TILE, rows.shape[-1])
+def tile_sums(y: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums of dy and of dy · y per tile of rows, formed in `dtype`: [n, h, w, c] to [2, tiles, c]."""
+    wide = dy.flatten(0, 2).to(dtype)
+    both = torch.stack([wide, wide * y.flatten(0, 2)])
+    return F.pad(both, (0, 0, 0, -len(wide) % TILE)).view(2, -1, TILE, y.shape[-1]).sum(2)
 
 
 def _transposed(dy: Tensor, weights: Tensor, g: Group, shape: Sequence[int]) -> Tensor:

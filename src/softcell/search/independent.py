@@ -11,7 +11,7 @@ from torch import Tensor
 from softcell.arch import Genotype
 from softcell.data import Batches
 from softcell.data.batches import Draft
-from softcell.engine.capture import Step, prepare_step
+from softcell.engine.capture import Step, once, prepare_step
 from softcell.engine.distributed import broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import apply_gradients, load_optimiser, sgd
@@ -48,7 +48,7 @@ class IndependentTask:
         self.objective, self.about = objective, dict(about or {})
         self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
         self._shape, self._num_classes, self._session = shape, num_classes, session
-        self._weights, self._held, self._tell = weights, held, tell
+        self._weights, self._held, self._tell_once = weights, held, once(tell)
         self._tally = Tally(world.device)
         self._scores: list[float] = []
         self._genotypes: list[Genotype] = []
@@ -173,5 +173,5 @@ class IndependentTask:
             weight_decay=w.weight_decay,
         )
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
-        self._run = prepare_step(learn, self.recipe.engine, self.world, self._tell)
+        self._run = prepare_step(learn, self.recipe.engine, self.world, self._tell_once)
         self._genotypes.append(genotype)

@@ -14,7 +14,7 @@ from softcell.arch import Genotype
 from softcell.arch.simplex import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
-from softcell.engine.capture import KEPT, CapturedStep, prepare_step
+from softcell.engine.capture import KEPT, CapturedStep, once, prepare_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module, sum_
 from softcell.engine.meter import Meter
@@ -103,10 +103,14 @@ class SearchTask:
             engine, self._cells = "eager", modules_only  # nor is a fused cell planned for every path
         if self._cells is nullcontext:
             explain_modules(recipe, supernet, world, tell)
-        self._run = prepare_step(learn, engine, world, tell)
+        tell_once = once(tell)
+        self._run = prepare_step(learn, engine, world, tell_once)
         self._plans, self._number = Plans(method), 0
-        self._measure = Validation(supernet, held, recipe.engine, world, self._surroundings)
-        self._look = None if looked is held else Validation(supernet, looked, recipe.engine, world, self._surroundings)
+        measured = [held] if looked is held else [held, looked]
+        self._measure, *others = (
+            Validation(supernet, own, recipe.engine, world, self._surroundings, tell_once) for own in measured
+        )
+        self._look = others[0] if others else None
 
     @property
     def num_epochs(self) -> int:

@@ -1,0 +1,26 @@
+"""Wrong options of `python -m benchmarks`: said at once and with exit code 2, before anything is measured."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks import __main__ as benchmarks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--space", "nb102"], "invalid choice: 'nb102'"),
+        (["--rounds", "0"], "--rounds must be at least 1, but is 0"),
+        (["--device", "tpu"], "but got 'tpu'"),
+        (["--threads", "-1"], "threads=-1"),
+        (["--out", "nowhere/record.json"], "nowhere/record.json"),
+    ],
+)
+def test_wrong_options_are_told(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmarks, "compare", lambda *given: pytest.fail("something was measured"))
+    with pytest.raises(SystemExit) as ended:
+        benchmarks.main(["--device", "cpu", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
