@@ -251,7 +251,10 @@ def normalise(y, moments, planes):
 def gradient_sums(y, dy, partial, planes):
     settings, rows = _sizes(y)
     tiles = partial.shape[1]
-    _gradient_sums[(tiles, len(planes))](y, dy, partial, rows, tiles, len(y), planes.start, TILE=TILE, **settings)
+    warps = min(32, max(4, settings["CB"] // 16))  # wide tiles would not fit into the registers of fewer
+    _gradient_sums[(tiles, len(planes))](
+        y, dy, partial, rows, tiles, len(y), planes.start, TILE=TILE, num_warps=warps, **settings
+    )
 
 
 def normalise_gradient(partial, y, dy, moments, planes, *, by_batch):
