@@ -48,9 +48,7 @@ class Read(ItMix):
     """Runs the supernet as it is and notes the attention that one part of the tokens alone would give."""
 
     def __init__(self, method: ItNas, kind: str) -> None:
-        looking = method.looking()
-        assert isinstance(looking, ItMix)
-        super().__init__(method, looking._into)
+        super().__init__(method, method.moments.begun_anew())
         self._kind = kind
 
     def combine_together(
@@ -70,7 +68,7 @@ class Read(ItMix):
             first, rest = own["positions"][:1], own["positions"][1:]
             alike = torch.cat([first, rest.mean(0, keepdim=True).expand_as(rest)])
             (attention,) = functional_call(module, {**own, "positions": alike}, (outputs, True))
-        self._note(site, choice, attention)
+        self.rows.note(site, choice, attention)
         return output
 
 
@@ -90,7 +88,7 @@ def read(folder: Path, device: str) -> tuple[dict[str, Tensor], float]:
         rows = found.method.indicator()["cell"].cpu()
         result[kind] = rows
         if kind == "whole":
-            second = found.method._moments("cell").mean_products().diagonal().view(table.shape).cpu()
+            second = found.method.moments["cell"].mean_products().diagonal().view(table.shape).cpu()
             images = (second - rows**2).clamp(min=0).mean()
             candidates = rows.var(dim=1, unbiased=False).mean()
             between = float(images / (images + candidates))

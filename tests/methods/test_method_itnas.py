@@ -96,7 +96,7 @@ def test_edges_run_together_are_those_run_one_by_one(
         mix = method.relax()
         y = supernet(x, mix)
         assert isinstance(mix, ItMix)
-        rows = [mix.mean_rows(table.name) for table in method.layout.tables]
+        rows = [mix.rows.mean(table.name) for table in method.layout.tables]
         loss = y.square().sum() + sum(row.square().sum() for row in rows)
         assert isinstance(loss, Tensor)
         look(supernet.eval(), method, [x])
@@ -346,7 +346,7 @@ def test_looks_in_turn_attend_to_every_choice_under_its_own_path() -> None:
         for choice, (plain, _) in enumerate(method.looking_in_turn()):
             kept: list[Tensor] = []
             assert isinstance(plain, ItMix)
-            plain._note = lambda site, at, row, kept=kept: kept.append(row)  # type: ignore[method-assign, misc]
+            plain.rows.note = lambda site, at, row, kept=kept: kept.append(row)  # type: ignore[method-assign, misc]
             supernet(x, plain)
             rows[choice] = torch.stack(kept).mean((0, 1))[1:]
             assert len(kept) == 3, "all three cells, and no other choice"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
@@ -30,6 +30,32 @@ class Margin:
 
     def __str__(self) -> str:
         return f"{self.edge} {self.best} over {self.runner_up} by {self.margin:.2g} ± {self.standard_error:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What a derivation from images rests on: the margins of every table's edges, by its name.
+
+    An edge is close when its margin is below `close_below` standard errors.
+    """
+
+    images: int
+    close_below: float
+    edges: Mapping[str, Sequence[Margin]]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "images": self.images,
+            "close_below": self.close_below,
+            "close_edges": sum(m.close for own in self.edges.values() for m in own),
+            "edges": {name: [m.to_dict() for m in own] for name, own in self.edges.items()},
+        }
+
+    def __str__(self) -> str:
+        found = [(name, m) for name, own in self.edges.items() for m in own]
+        close = [f"{name} {m}" for name, m in found if m.close]
+        text = f"selection from {self.images:,} images: {len(close)} of {len(found)} edges are close"
+        return f"{text} (a lead below {self.close_below:g} standard errors)" + "".join(f"; {c}" for c in close)
 
 
 def margins(

@@ -31,6 +31,11 @@ def live_of(table: Table, picks: Iterable[Pick]) -> Live:
     )
 
 
+def live_where(mask: Tensor) -> Live:
+    """For every choice the candidates at which mask [choices, width] is true."""
+    return tuple(tuple(k for k, is_in in enumerate(row) if is_in) for row in mask.tolist())
+
+
 class Mix(ABC):
     """How the outputs of a choice's candidates become one."""
 

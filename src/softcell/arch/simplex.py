@@ -17,3 +17,8 @@ def masked_softmax(logits: Tensor, mask: Tensor, temperature: Tensor | float = 1
 def entropy(probabilities: Tensor) -> Tensor:
     """Entropy in nats per choice: [..., choices, width] to [..., choices]; 0·ln 0 counts as 0."""
     return -torch.xlogy(probabilities, probabilities).sum(dim=-1)
+
+
+def normalised(strengths: Tensor) -> Tensor:
+    """Strengths [..., choices, width], not negative, to shares of the same shape that sum to 1 per choice."""
+    return strengths / strengths.sum(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
     Eq 3-4  Z_it = softmax(q_it K^T / √d_q) V, a = [a_0, a_1, …, a_n]  -> `softcell.nn.lite_transformer`, `ItMix`
     Eq 5    supernet and Lite-Transformers from one loss, single-level   -> `softcell.search.steps.single_level`
-    §3.3    all images of the validation half pass once                  -> `ItNas.looking`, `Moments`
+    §3.3    all images of the validation half pass once                  -> `ItNas.looking`, `AttentionRows`
     Eq 6    A* = argmax(a[1:]) of the mean                               -> `ItNas.derive`
     §4.1    DARTS cells: the inputs with the strongest attention stay    -> the space's rule on a[1:]
 
@@ -14,26 +14,29 @@ NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from softcell.arch import Genotype, Layout, Live, Mix, Plan, Rule, count, derive
-from softcell.arch.margins import Margin, margins
-from softcell.arch.mix import live_of
+from softcell.arch.margins import Margin, Selection, margins
+from softcell.arch.mix import live_where
+from softcell.arch.paths import uniform_path, widened
+from softcell.arch.simplex import normalised
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 from softcell.nn.lite_ensemble import Laid, LiteEnsemble
-from softcell.nn.lite_transformer import LiteTransformer, Shape, by_position, order_of
-from softcell.nn.moments import Moments
+from softcell.nn.lite_groups import Group, Member, form_groups
+from softcell.nn.lite_rows import AttentionRows
+from softcell.nn.lite_transformer import LiteTransformer, order_of
+from softcell.nn.moments import TableMoments
+from softcell.nn.recompute import inputs_kept_alone
 from softcell.settings import not_negative
 from softcell.spaces.shapes import Shapes
 
@@ -68,21 +71,25 @@ class ItNasSettings:
 
 
 class ItMix(Mix):
-    """Combines a choice's outputs by its Lite-Transformer; `into` takes the attention of every image, by table."""
+    """Combines a choice's outputs by its Lite-Transformer; `rows` takes the attention of every image."""
 
     def __init__(
         self,
         method: ItNas,
-        into: Mapping[str, Moments] | None = None,
+        into: TableMoments | None = None,
         plan: Plan | None = None,
         place: tuple[str, int] | None = None,
     ) -> None:
-        """plan: what runs at each site; None: all. place: the one choice of a table that is looked at under a plan."""
-        self._method, self._into, self._plan, self._place = method, into, plan, place
+        """into: sums of the attention over images. plan: what runs at each site; None: all.
+
+        place: the one choice of a table that is looked at under a plan; its table's first choice counts the images.
+        """
+        self._method, self._plan = method, plan
         self._learns = torch.is_grad_enabled()  # weight steps of a bilevel search relax without gradients
         self._met: dict[tuple[int, int], Tensor] = {}
         self._laid: dict[tuple[int, torch.dtype], list[Laid]] = {}  # by ensemble
-        self.rows: dict[tuple[int, int], Callable[[], Tensor]] = {}  # laid out when they are asked for
+        counts = place is None or place[1] == method.attended(place[0])[0]
+        self.rows = AttentionRows(method.layout, method.places, method.uniform, into, place, counts=counts)
 
     def live(self, site: int) -> Live | None:
         if self._plan is not None:
@@ -97,13 +104,13 @@ class ItMix(Mix):
         return live is not None and len(live[choice]) > 1
 
     def signature(self) -> Hashable:
-        return ("it-nas", self._into is not None, self._plan)
+        return ("it-nas", self.rows.is_summed, self._plan)
 
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
         """Deviation: where outputs are of different kinds (NOS) attention alone is computed, over all of them."""
         if any(x is not None for x in outputs.values()) and not self._passes(outputs):
             (self._met[site, choice],) = self._run(site, choice, outputs, attention_alone=True)
-            self._note(site, choice, self._met[site, choice])
+            self.rows.note(site, choice, self._met[site, choice])
 
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         if all(x is None for x in outputs.values()):
@@ -118,7 +125,7 @@ class ItMix(Mix):
             ]
             return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
         output, attention = self._run(site, choice, outputs)
-        self._note(site, choice, attention)
+        self.rows.note(site, choice, attention)
         return output
 
     def combine_together(
@@ -135,7 +142,7 @@ class ItMix(Mix):
             output, attention = self._run_together(group, ensemble, maps)
             for choice, value, row in zip(group.choices, output.unbind(), attention.unbind(), strict=True):
                 found[choice] = value
-                self._note(site, choice, row, ensemble.order)
+                self.rows.note(site, choice, row, ensemble.order)
         return found
 
     def _run_together(self, group: Group, ensemble: LiteEnsemble, maps: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -168,71 +175,7 @@ class ItMix(Mix):
 
     def _economical(self, run: Callable[..., T], *given: Any) -> T:
         """run(*given); with `recompute`, candidates' maps, which others keep too, are all that stays of it."""
-        if not self._method.settings.recompute or not torch.is_grad_enabled():
-            return run(*given)
-        return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-
-    def _note(self, site: int, choice: int, attention: Tensor, order: Sequence[int] | None = None) -> None:
-        """Keeps a row [n, tokens + 1], or of tokens in an `order`; when all of a table are there, hands them on."""
-
-        def row() -> Tensor:
-            if order is None:
-                return attention
-            table = self._method.layout.table(self._method.layout.sites[site])
-            return by_position(attention, order, len(table.choices[choice].candidates))
-
-        if self._into is None:
-            if torch.is_grad_enabled():
-                self.rows[site, choice] = row
-            return
-        table = self._method.layout.sites[site]
-        if self._place is not None and self._place != (table, choice):
-            return
-        attention = attention.detach()
-        self.rows[site, choice] = row
-        places = self._method.places[table]
-        if self._place is not None:
-            self._hand_on_one(table, choice)
-        elif all(place in self.rows for place in places):
-            self._into[table].add(self.mean_rows(table).flatten(1))
-            for place in places:
-                del self.rows[place]
-
-    def _hand_on_one(self, table: str, choice: int) -> None:
-        """Of a pass in turns: the one choice that is attended to, once all sites of its table are there."""
-        assert self._into is not None
-        places = [place for place in self._method.places[table] if place[1] == choice]
-        if all(place in self.rows for place in places):
-            width = self._method.layout.table(table).width
-            first = self._method.attended(table)[0]
-            rows = self.mean_rows(table)[:, choice]
-            self._into[table].add(rows, choice * width, counts=choice == first)
-            for place in places:
-                del self.rows[place]
-
-    def mean_rows(self, table: str) -> Tensor:
-        """a[1:] [n, choices, width] of every image, the mean over the table's cells."""
-        own = self._method.layout.table(table)
-        found: dict[int, list[Tensor]] = {}
-        for (site, choice), laid_out in self.rows.items():
-            if self._method.layout.sites[site] == table:
-                row = laid_out()
-                found.setdefault(choice, []).append(F.pad(row[:, 1:], (0, own.width + 1 - row.shape[1])))
-        like = next(iter(found.values()))[0]
-        n = like.shape[0]
-        uniform = self._method.uniform(table).to(like.dtype)  # edges of zeros alone
-        return torch.stack(
-            [torch.stack(found[i]).mean(0) if i in found else uniform[i].expand(n, -1) for i in range(len(own))],
-            dim=1,
-        )
-
-
-class Group(NamedTuple):
-    """Choices of one site that leave one node: the Lite-Transformers of an ensemble's group."""
-
-    choices: tuple[int, ...]
-    ensemble: int
-    place: int
+        return inputs_kept_alone(run, *given) if self._method.settings.recompute else run(*given)
 
 
 @register_method
@@ -274,9 +217,9 @@ class ItNas(Method):
         super().__init__(layout, settings)
         self.left_out = layout.rule.never_picked if isinstance(layout.rule, Rule) else ()
         self.masks = Masks(layout, self.left_out)
-        self.live = {table.name: _live(self.masks[table.name]) for table in layout.tables}
+        self.live = {table.name: live_where(self.masks[table.name]) for table in layout.tables}
         self.transformers = nn.ModuleDict()
-        self.moments = nn.ModuleDict({t.name: Moments(t.shape[0] * t.shape[1]) for t in layout.tables})
+        self.moments = TableMoments(layout)
         self.places: dict[str, list[tuple[int, int]]] = {table.name: [] for table in layout.tables}
         self.ensembles: list[LiteEnsemble] = []
         self.groups: dict[int, list[Group]] = {}  # by site
@@ -301,26 +244,15 @@ class ItNas(Method):
                 values=not outputs.in_parts,
             )
             self.places[table.name].append((site, choice))
-        self._form_groups(shapes)
+        self.ensembles, self.groups = form_groups(self._put_together(shapes))
 
-    def _form_groups(self, shapes: Shapes) -> None:
-        """Edges that leave one node run together; all of one shape lay their weights side by side."""
-        kinds: dict[tuple[Shape, int, tuple[int, ...], int], dict[tuple[int, int], list[int]]] = {}
+    def _put_together(self, shapes: Shapes) -> Iterator[Member]:
+        """The edges whose outputs Lite-Transformers put together; others are attended to alone."""
         for site, choice in (place for places in self.places.values() for place in places):
-            table, module = self.layout.table(self.layout.sites[site]), self.transformer(site, choice)
-            outputs = shapes[site, choice]
-            seen = {k: outputs.by_candidate[k] for k in self.live[table.name][choice]}
-            maps = [shape for shape in seen.values() if shape is not None]
-            if outputs.in_parts or any(shape != module.shape for shape in maps):
-                continue  # attended to, but put together elsewhere
-            kind = (module.shape, module.tokens, tuple(order_of(seen)), len(maps))
-            kinds.setdefault(kind, {}).setdefault((site, table.choices[choice].source), []).append(choice)
-        for (_, _, order, maps_count), found in kinds.items():
-            modules: list[list[LiteTransformer]] = []
-            for (site, _), choices in found.items():
-                self.groups.setdefault(site, []).append(Group(tuple(choices), len(self.ensembles), len(modules)))
-                modules.append([self.transformer(site, choice) for choice in choices])
-            self.ensembles.append(LiteEnsemble(modules, order, maps_count))
+            table, outputs = self.layout.table(self.layout.sites[site]), shapes[site, choice]
+            if not outputs.in_parts:
+                seen = {k: outputs.by_candidate[k] for k in self.live[table.name][choice]}
+                yield Member(site, table.choices[choice].source, choice, self.transformer(site, choice), seen)
 
     def transformer(self, site: int, choice: int) -> LiteTransformer:
         found = self.transformers[f"{site}_{choice}"]
@@ -334,13 +266,13 @@ class ItNas(Method):
         return ItMix(self, plan=None if self.settings.paths == "all" else self.planned())
 
     def looking(self) -> Mix | None:
-        return ItMix(self, self._begun_anew()) if self.settings.paths == "all" else None
+        return ItMix(self, self.moments.begun_anew()) if self.settings.paths == "all" else None
 
     def looking_in_turn(self) -> Sequence[tuple[Mix, Mix]]:
         """Every choice under full attention once, at all its sites, while the others run a random path."""
         if self.settings.paths == "all":
             return ()
-        into = self._begun_anew()
+        into = self.moments.begun_anew()
         places = [(table.name, choice) for table in self.layout.tables for choice in self.attended(table.name)]
         plans = [self._path(f"{int(self.key)} look {n}", place) for n, place in enumerate(places)]
         return [
@@ -377,41 +309,29 @@ class ItNas(Method):
 
     def _path(self, seed: str, place: tuple[str, int] | None = None) -> Plan:
         """One uniform architecture; a random site's choice, or `place` at all its sites, runs all its candidates."""
-        rng, rule = random.Random(seed), self.layout.rule
-        assert isinstance(rule, Rule)
-        lives = [live_of(t, rule.sample(t, rng)) for t in self.layout.tables]
-        by_table = dict(zip((t.name for t in self.layout.tables), lives, strict=True))
-        plan = [list(by_table[name]) for name in self.layout.sites]
+        rng = random.Random(seed)
+        path = uniform_path(self.layout, rng)
         if place is not None:
             whole = [(site, place[1]) for site in self.layout.sites_of(place[0])]
         else:
             known = [at for places in self.places.values() for at in places]
             whole = [rng.choice(known)] if self.settings.paths == "single" else []
-        for site, choice in whole:
-            plan[site][choice] = self.live[self.layout.sites[site]][choice]
-        return tuple(tuple(live) for live in plan)
-
-    def _begun_anew(self) -> dict[str, Moments]:
-        found = {table.name: self._moments(table.name) for table in self.layout.tables}
-        for moments in found.values():
-            moments.reset()
-        return found
+        return widened(self.layout, path, whole, self.live)
 
     def looked(self) -> Sequence[Tensor]:
-        return [sums for name in self.moments for sums in self._moments(name).sums()]
+        return self.moments.sums()
 
     def indicator(self) -> dict[str, Tensor]:
         """a[1:] per table [choices, width] in float64, the mean over cells and images of the latest pass."""
         found = {}
         for table in self.layout.tables:
-            moments = self._moments(table.name)
-            seen = moments.mean().view(table.shape)
+            seen = self.moments[table.name].mean().view(table.shape)
             found[table.name] = torch.where(seen.any(1, keepdim=True), seen, self.uniform(table.name).double())
         return found
 
     def probabilities(self) -> dict[str, Tensor]:
         """The indicator without the IT's attention to itself: sums to 1 per choice. Uniform before the first pass."""
-        return {name: _normalised(rows).to(self._dtype()) for name, rows in self.indicator().items()}
+        return {name: normalised(rows).to(self._dtype()) for name, rows in self.indicator().items()}
 
     def derive(self) -> Genotype:
         return derive(self.layout, self.indicator(), self.rule, about={"method": self.name})  # Eq 6
@@ -421,10 +341,10 @@ class ItNas(Method):
         assert isinstance(mix, ItMix)
         found = {}
         for table in self.layout.tables:
-            if not any(table.name == self.layout.sites[site] for site, _ in mix.rows):
+            if table.name not in mix.rows.tables():
                 found[table.name] = self.uniform(table.name)
                 continue
-            found[table.name] = _normalised(mix.mean_rows(table.name).mean(0))
+            found[table.name] = normalised(mix.rows.mean(table.name).mean(0))
         return found
 
     def is_steerable(self) -> bool:
@@ -432,23 +352,13 @@ class ItNas(Method):
 
     def findings(self) -> dict[str, Any]:
         """Images looked at, and per edge the best candidate, its lead and the standard error of that."""
-        if not self._looked_at():
-            return {}
-        found = self.margins()
-        return {
-            "selection": {
-                "images": self._looked_at(),
-                "close_below": self.settings.close,
-                "close_edges": sum(m.close for own in found.values() for m in own),
-                "edges": {name: [m.to_dict() for m in own] for name, own in found.items()},
-            }
-        }
+        return {"selection": self.selection().to_dict()} if self.moments.images() else {}
 
     def remarks(self) -> Sequence[str]:
-        found = [(name, m) for name, own in self.margins().items() for m in own]
-        close = [f"{name} {m}" for name, m in found if m.close]
-        text = f"selection from {self._looked_at():,} images: {len(close)} of {len(found)} edges are close"
-        return [f"{text} (a lead below {self.settings.close:g} standard errors)" + "".join(f"; {c}" for c in close)]
+        return [str(self.selection())]
+
+    def selection(self) -> Selection:
+        return Selection(self.moments.images(), self.settings.close, self.margins())
 
     def margins(self) -> dict[str, list[Margin]]:
         """By table one per edge, from the latest pass."""
@@ -456,8 +366,8 @@ class ItNas(Method):
             table.name: margins(
                 table,
                 self.indicator()[table.name],
-                self._moments(table.name).mean_products(),
-                self._looked_at(),
+                self.moments[table.name].mean_products(),
+                self.moments.images(),
                 self.left_out,
                 self.settings.close,
             )
@@ -474,25 +384,9 @@ class ItNas(Method):
         mask = self.masks[table].to(self._dtype())
         return mask / (mask.sum(1, keepdim=True) + 1.0)
 
-    def _moments(self, table: str) -> Moments:
-        found = self.moments[table]
-        assert isinstance(found, Moments)
-        return found
-
-    def _looked_at(self) -> int:
-        return int(next(self._moments(name).count for name in self.layout.first_sites()))
-
     def _dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), torch.get_default_dtype())
 
 
-def _normalised(rows: Tensor) -> Tensor:
-    return rows / rows.sum(-1, keepdim=True)
-
-
 def _forget_key(method: ItNas, incompatible: object) -> None:
     method._known_key = None
-
-
-def _live(mask: Tensor) -> Live:
-    return tuple(tuple(k for k, is_in in enumerate(row) if is_in) for row in mask.tolist())

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from softcell.arch import Layout, Mix, Plan, Rule, WeightMix, count
-from softcell.arch.mix import Live, live_of
+from softcell.arch import Layout, Live, Mix, Plan, WeightMix, count
+from softcell.arch.paths import uniform_path
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 
@@ -100,11 +100,7 @@ class Spos(Method):
         return WeightMix(self.layout, weights, picked=picked)
 
     def _path(self, seed: str) -> Plan:
-        """One architecture, uniformly from the space; the same on every machine."""
-        rng, rule = random.Random(seed), self.layout.rule
-        assert isinstance(rule, Rule)
-        lives = {table.name: live_of(table, rule.sample(table, rng)) for table in self.layout.tables}
-        return tuple(lives[name] for name in self.layout.sites)
+        return uniform_path(self.layout, random.Random(seed))
 
     def _ones(self, live: Live, width: int) -> Tensor:
         """1 at what is live, 0 elsewhere [choices, width], made of what is on the device already."""

@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from softcell.arch import Layout
+
 
 class Moments(nn.Module):
     """Number, sum [size] and sum of products [size, size] of vectors, one per image."""
@@ -56,3 +58,28 @@ class Moments(nn.Module):
 
     def extra_repr(self) -> str:
         return f"size={self.total.shape[0]}"
+
+
+class TableMoments(nn.ModuleDict):
+    """`Moments` of every table of a layout by its name, of vectors [choices · width]."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__({table.name: Moments(table.shape[0] * table.shape[1]) for table in layout.tables})
+        self._read = tuple(layout.first_sites())  # tables that are read at all
+
+    def __getitem__(self, key: str) -> Moments:
+        found = super().__getitem__(key)
+        assert isinstance(found, Moments)
+        return found
+
+    def begun_anew(self) -> Self:
+        for name in self:
+            self[name].reset()
+        return self
+
+    def sums(self) -> list[Tensor]:
+        return [sums for name in self for sums in self[name].sums()]
+
+    def images(self) -> int:
+        """How many were added; waits for the device."""
+        return int(self[self._read[0]].count)

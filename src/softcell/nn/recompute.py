@@ -1,8 +1,10 @@
-"""Modules that keep only their inputs for the backward pass, and compute what lies between anew there."""
+"""Modules and functions that keep only their inputs for the backward pass, and compute what lies between anew there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,15 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from softcell.nn.norm import statistics_kept
+
+T = TypeVar("T")
+
+
+def inputs_kept_alone(run: Callable[..., T], *given: Any) -> T:
+    """`run(*given)`, which draws no random numbers and has no running statistics; of it only `given` is kept."""
+    if not torch.is_grad_enabled():
+        return run(*given)
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 def recomputed(module: nn.Module, *inputs: Tensor) -> Tensor:
