@@ -22,7 +22,7 @@ from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
 from softcell.kernels import cell as kernels
 from softcell.kernels import mix
-from softcell.spaces import cell, edges, fused_cell
+from softcell.spaces import block, cell, edges, fused_cell
 
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
@@ -79,7 +79,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
             for name, count in counts.items():
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(cell, "serves", lambda x: True))
-        stack.enter_context(patch.object(cell, "literal", lambda: not together))
+        for module in (cell, block):
+            stack.enter_context(patch.object(module, "literal", lambda: not together))
         stack.enter_context(patch.object(edges, "gathers", lambda x: together))
         stack.enter_context(patch.object(mix, "copies_cheaply", lambda x: together))
         yield

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from softcell.arch import Table, WeightMix
 from softcell.nn.candidates import get_candidate
 from softcell.spaces import Supernet
-from softcell.spaces.cell import MixedCell, SpecOf
+from softcell.spaces.cell import MixedCell
+from softcell.spaces.edges import SpecOf
 
 
 class PlainCell(nn.Module):

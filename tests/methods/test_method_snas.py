@@ -27,6 +27,7 @@ from softcell.nn.candidates import Spec
 from softcell.search import resolve, search
 from softcell.search.steps import bilevel, single_level
 from softcell.spaces import build_space
+from softcell.spaces.arrivals import Combiner
 from softcell.spaces.cell import MixedCell
 from softcell.testing import RaggedSpace, one_hot, tiny_space
 
@@ -290,10 +291,10 @@ def test_the_credit_of_an_edge_is_minus_its_share_of_the_loss_slope(
     """Eq 34 taken literally: -(∂L/∂x_j) · Õ_ij(x_i) with node values and edge outputs caught inside the cells."""
     one = players("nb201", method=Snas)
     caught: list[tuple[int, Tensor, Tensor]] = []
-    original = MixedCell._combine
+    original = Combiner.combine
 
-    def combine(cell: MixedCell, outputs: Any, mix: Any, site: int, factors: Any) -> Tensor | None:
-        node = original(cell, outputs, mix, site, factors)
+    def combine(combiner: Combiner, outputs: Any, mix: Any, site: int, factors: Any) -> Tensor | None:
+        node = original(combiner, outputs, mix, site, factors)
         if node is not None and torch.is_grad_enabled() and mix.weights(site).requires_grad:
             for choice in {choice for choice, _, _ in outputs}:
                 terms = [mix.weights(site)[choice, k] * x for c, k, x in outputs if c == choice and x is not None]
@@ -308,7 +309,7 @@ def test_the_credit_of_an_edge_is_minus_its_share_of_the_loss_slope(
             slopes.extend(grad(total, [node for _, node, _ in caught], retain_graph=True))
         return grad(total, wanted, **options)
 
-    monkeypatch.setattr(MixedCell, "_combine", combine)
+    monkeypatch.setattr(Combiner, "combine", combine)
     monkeypatch.setattr(torch.autograd, "grad", with_nodes)
     if regime == "single-level":
         single_level(one, *batch(0))

@@ -1,7 +1,7 @@
 """Cells and candidates written down literally: plain loops, one module per candidate and edge, nothing shared.
 
-Oracles for `softcell.nn` and `softcell.spaces.cell`; slow on purpose, and independent of the code they check. The
-candidates follow the definitions of DARTS (arXiv:1806.09055, §3.1.1) and NAS-Bench-201 (arXiv:2001.00326, §2.1).
+Oracles for `softcell.nn` and the cells of `softcell.spaces`; slow on purpose, and independent of the code they check.
+The candidates follow the definitions of DARTS (arXiv:1806.09055, §3.1.1) and NAS-Bench-201 (arXiv:2001.00326, §2.1).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from softcell.kernels.mix import small_weighted_sum
 from softcell.methods import METHODS, fitted
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.settings import build
-from softcell.spaces import build_space, cell, edges
+from softcell.spaces import block, build_space, edges
 from softcell.spaces.fused import modules_only
 
 SIZE = {"cells": 3, "channels": 4, "nodes": 2}
@@ -52,7 +52,7 @@ def summed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
         found.append(len(inputs))
         return small_weighted_sum(inputs, weights)
 
-    monkeypatch.setattr(cell, "small_weighted_sum", run)
+    monkeypatch.setattr(block, "small_weighted_sum", run)
     monkeypatch.setattr(mix, "copies_cheaply", lambda x: request.param == "GPU's sums")
     return found
 

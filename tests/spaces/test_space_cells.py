@@ -19,9 +19,11 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
 from softcell.spaces import build_space
-from softcell.spaces.cell import Edges, MixedCell, PickedCell
+from softcell.spaces.cell import MixedCell
 from softcell.spaces.darts import CANDIDATES as DARTS_OPS
+from softcell.spaces.edges import Edges
 from softcell.spaces.nb201 import CANDIDATES as NB201_OPS
+from softcell.spaces.picked_cell import PickedCell
 
 CHANNELS = 4
 

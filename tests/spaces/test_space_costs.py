@@ -201,7 +201,7 @@ def weights(supernet: Supernet) -> WeightMix:
 def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, noisy: Supernet) -> None:
     """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), one uniform number per image and choice."""
     from softcell.nn.drop import DropPath
-    from softcell.spaces.cell import MixedCell
+    from softcell.spaces.arrivals import Combiner
 
     noisy.use_drop_path(0.4)
     noisy.drop_path.set_fraction(0.5)
@@ -211,7 +211,7 @@ def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, n
     after = torch.get_rng_state()
 
     def literal(
-        cell: MixedCell, outputs: list[tuple[int, int, Tensor | None]], mix: WeightMix, site: int, drawn: Tensor
+        combiner: Combiner, outputs: list[tuple[int, int, Tensor | None]], mix: WeightMix, site: int, drawn: Tensor
     ) -> Tensor:
         total: Tensor | float = 0.0
         for choice in sorted({choice for choice, _, _ in outputs}):
@@ -223,7 +223,7 @@ def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, n
         assert isinstance(total, Tensor)
         return total
 
-    monkeypatch.setattr(MixedCell, "_combine", literal)
+    monkeypatch.setattr(Combiner, "combine", literal)
     monkeypatch.setattr(DropPath, "factors", lambda self, x, paths: torch.rand(len(x), paths))
     torch.manual_seed(7)
     torch.testing.assert_close(found, noisy(x, mix), rtol=1e-6, atol=1e-6)  # 0.2 is kept in float32

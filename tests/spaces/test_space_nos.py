@@ -20,10 +20,11 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.drop import DropPath
 from softcell.spaces import build_space
-from softcell.spaces.cell import MixedCell, PickedCell
+from softcell.spaces.cell import MixedCell
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.darts import DartsSpace
 from softcell.spaces.nos import ATTENTIONS, DYNAMICS, FEATURES, NosSpace
+from softcell.spaces.picked_cell import PickedCell
 
 SMALL = NosSpace(cells=3, channels=4, nodes=2)
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix
 from softcell.nn.drop import DropPath
-from softcell.spaces.cell import MixedCell, PickedCell
+from softcell.spaces.cell import MixedCell
+from softcell.spaces.picked_cell import PickedCell
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an input image."""

@@ -17,18 +17,21 @@ so that a single attention gives x + x ⊙ A and a single feature operation give
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from softcell.arch import Live, Mix, Table, WeightMix
+from softcell.kernels.mix import small_weighted_sum
+from softcell.nn.calibrate import Calibration, calibrated
 from softcell.nn.candidates import get_candidate
-from softcell.spaces.fused import remembered
+from softcell.spaces.arrivals import Arrived, Combiner, Output, total
+from softcell.spaces.fused import literal, remembered
 
-Output = tuple[int, int, Tensor | None]
-"""Choice, candidate and what its module gave; None for zeros."""
+Chosen = Mapping[tuple[int, ...], Tensor]
+"""Weights that have been read, by their positions in the flattened matrix of a mix."""
 
 
 def calibrates(table: Table) -> bool:
@@ -37,10 +40,17 @@ def calibrates(table: Table) -> bool:
 
 
 class Block:
-    """Which candidates of a table calibrate, and which nodes keep what features leave over of their source."""
+    """The values of the nodes of a cell that calibrates.
 
-    def __init__(self, table: Table, residual: Collection[int]) -> None:
-        self._table = table
+    It knows which candidates of a table calibrate, and which nodes keep what features leave over of their source
+    (`residual`). calibrations: by name one module of each calibrating candidate. combiner: sums outputs by a mix.
+    """
+
+    def __init__(
+        self, table: Table, residual: Collection[int], calibrations: Mapping[str, Calibration], combiner: Combiner
+    ) -> None:
+        self._table, self._combiner = table, combiner
+        self._calibrations = dict(calibrations)
         self._ops = {
             (i, k): op
             for i, choice in enumerate(table.choices)
@@ -54,7 +64,53 @@ class Block:
         self._arrivals: dict[Live | None, list[tuple[int, ...]] | None] = {}
         self._columns: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
 
-    def sorted(self, outputs: Sequence[Output]) -> tuple[list[Output], dict[str, list[Output]]]:
+    def value(
+        self,
+        node: int,
+        arrived: Arrived,
+        x: Tensor | None,
+        chosen: Chosen,
+        mix: Mix,
+        site: int,
+        factors: Tensor | None,
+    ) -> Tensor | None:
+        """The value [n, c, h, w] of a node at which calibrating candidates may arrive (Eq 2-5); None: nothing does.
+
+        x: the source of a residual node, None at others. factors [choices, n]: drop-path's.
+        """
+        outputs = arrived.outputs
+        if not isinstance(mix, WeightMix):
+            for choice in sorted({choice for choice, _, _ in outputs}):
+                mix.meet(site, choice, {k: one for c, k, one in outputs if c == choice})
+        features, calibrations = self.by_kind(outputs)
+        if x is not None:
+            base = arrived.plus(self._combiner.sum(features, mix, site))
+            rest = self.rest(node, arrived.summed | {k for _, k, _ in features}, x, mix, site) * x
+            base = rest if base is None else base + rest
+        else:
+            base = arrived.plus(self._combiner.combine(features, mix, site, factors))
+        if base is None:
+            return None
+        made = [
+            (self._calibrations[op], one)
+            for op, own in calibrations.items()
+            if (one := self._sum_calibrations(own, chosen, mix, site, factors)) is not None
+        ]
+        if literal():
+            return total([base, *(module.applied(base, one) for module, one in made)])
+        return calibrated(base, made)
+
+    def _sum_calibrations(
+        self, outputs: list[Output], chosen: Chosen, mix: Mix, site: int, factors: Tensor | None
+    ) -> Tensor | None:
+        """What all modules of one candidate send to a node, by the weights read already where they are among them."""
+        present = [x for _, _, x in outputs if x is not None]
+        weights = chosen.get(tuple(choice * self._table.width + k for choice, k, _ in outputs))
+        if weights is None or len(present) < len(outputs):
+            return self._combiner.combine(outputs, mix, site, factors)
+        return small_weighted_sum(present, weights)
+
+    def by_kind(self, outputs: Sequence[Output]) -> tuple[list[Output], dict[str, list[Output]]]:
         """Features, and calibrating outputs by their candidate's name."""
         features: list[Output] = []
         calibrations: dict[str, list[Output]] = {}
@@ -81,6 +137,14 @@ class Block:
             combined = mix.combine(site, choice, dict.fromkeys(features, one))
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)
+
+    def read_weights(self, mix: Mix, site: int, factors: Tensor | None) -> Chosen:
+        """The weights of all calibrations at once, where plain weights are all they are combined by."""
+        if not isinstance(mix, WeightMix) or mix.is_picked(site):
+            return {}
+        if factors is not None or literal() or torch.compiler.is_compiling():
+            return {}
+        return self.weights_of_calibrations(mix.weights(site).flatten(), mix.live(site))
 
     def weights_of_calibrations(self, weights: Tensor, live: Live | None) -> dict[tuple[int, ...], Tensor]:
         """What calibrations of one candidate that arrive at one node weigh, by their positions in `weights`.

@@ -17,7 +17,10 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
 from softcell.nn.recompute import recomputed
-from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
+from softcell.spaces.arrivals import Output, zeros
+from softcell.spaces.cell import MixedCell
+from softcell.spaces.edges import SpecOf
+from softcell.spaces.picked_cell import PickedCell
 
 
 def keeps_shape(spec: Spec) -> bool:
@@ -42,16 +45,15 @@ class MixedChain(MixedCell):
         values = list(states)
         for layer, choice in enumerate(self.table.choices):
             x, spec = values[-1], self.spec_of(layer)
-            outputs: list[tuple[int, int, Tensor | None]] = []
+            outputs: list[Output] = []
             again = mix.recomputes(site, layer)
             for k in range(len(choice.candidates)) if live is None else live[layer]:
                 module = self.edges.module(self._starts[layer] + k)
                 run = module if module is None or not again else partial(recomputed, module)
                 outputs.append((layer, k, None if run is None else run(x)))
-            value = self._sum(outputs, mix, site)
+            value = self._combiner.sum(outputs, mix, site)
             if value is None:
-                n, _, height, width = x.shape
-                value = x.new_zeros(n, spec.channels, -(-height // spec.stride), -(-width // spec.stride))
+                value = zeros(x, spec)
             if factors is not None and keeps_shape(spec):
                 value = x + (value - x) * factors[layer].to(x.dtype).view(-1, 1, 1, 1)
             values.append(value)

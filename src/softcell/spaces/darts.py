@@ -22,7 +22,9 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
-from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
+from softcell.spaces.cell import MixedCell
+from softcell.spaces.edges import SpecOf
+from softcell.spaces.picked_cell import PickedCell
 from softcell.spaces.registry import register_space
 
 CANDIDATES = (

@@ -33,8 +33,10 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
-from softcell.spaces.cell import MixedCell, PickedCell, SpecOf
+from softcell.spaces.cell import MixedCell
+from softcell.spaces.edges import SpecOf
 from softcell.spaces.oneshot1_count import counts, raw_count
+from softcell.spaces.picked_cell import PickedCell
 from softcell.spaces.registry import register_space
 
 OPERATIONS = ("conv_1x1", "conv_3x3", "max_pool_3x3")

@@ -1,0 +1,97 @@
+"""What arrives at a node of a cell, and how it becomes the node's value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from softcell.arch import Mix, Table, WeightMix
+from softcell.kernels.mix import weighted_sum
+from softcell.kernels.norm import scaled
+from softcell.nn.candidates import Spec
+from softcell.spaces.bottleneck import Bottleneck
+
+Output = tuple[int, int, Tensor | None]
+"""Choice, candidate and what its module gave; None for zeros."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What has reached a node of a mixed cell."""
+
+    outputs: list[Output] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)  # of features, weighted (and dropped) already
+    summed: set[int] = field(default_factory=set)  # their candidates
+
+    def plus(self, value: Tensor | None) -> Tensor | None:
+        """The sums and `value`, the sum of the other features."""
+        terms = self.sums if value is None else [*self.sums, value]
+        return total(terms) if terms else None
+
+
+class Combiner:
+    """Combines outputs of a table's candidates, each [n, c, h, w], by a mix; None where there are zeros alone."""
+
+    def __init__(self, table: Table) -> None:
+        self._width = table.width
+        self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+    def combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
+        """The sum of all outputs; with drop-path (factors [choices, n]), choice by choice."""
+        if factors is None:
+            return self.sum(outputs, mix, site)
+        value: Tensor | None = None
+        for choice in sorted({choice for choice, _, _ in outputs}):
+            own = self.sum([output for output in outputs if output[0] == choice], mix, site)
+            if own is not None:
+                kept = scaled(own, factors, choice)
+                value = kept if value is None else value + kept
+        return value
+
+    def sum(self, outputs: list[Output], mix: Mix, site: int) -> Tensor | None:
+        """The sum of all outputs, none dropped; plain weights take one pass over all of them."""
+        if isinstance(mix, WeightMix):
+            present = [(choice, candidate, x) for choice, candidate, x in outputs if x is not None]
+            if not present:
+                return None
+            if mix.is_picked(site):
+                return total([x for _, _, x in present])
+            weights = mix.weights(site).flatten()
+            index = self._index(weights.device, tuple(choice * self._width + k for choice, k, _ in present))
+            return weighted_sum([x for _, _, x in present], weights.index_select(0, index))
+        value: Tensor | None = None
+        for choice in sorted({choice for choice, _, _ in outputs}):
+            own = mix.combine(site, choice, {k: x for c, k, x in outputs if c == choice})
+            if own is not None:
+                value = own if value is None else value + own
+        return value
+
+    def _index(self, device: torch.device, positions: tuple[int, ...]) -> Tensor:
+        """Positions as a tensor on the device; kept, since copying them each step would stall a GPU."""
+        key = (device, positions)
+        if key not in self._index_cache:
+            self._index_cache[key] = torch.tensor(positions, device=device)
+        return self._index_cache[key]
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """Σ terms, all of one shape."""
+    value = terms[0]
+    for term in terms[1:]:
+        value = value + term
+    return value
+
+
+def node_value(node: int, arrived: Tensor | None, like: Tensor, spec: Spec, bottleneck: Bottleneck | None) -> Tensor:
+    """The value of a node from the sum of what arrives at it, None if nothing does; like: an input of the cell."""
+    value = zeros(like, spec) if arrived is None else arrived
+    return value if bottleneck is None else bottleneck.arrive(node, value)
+
+
+def zeros(like: Tensor, spec: Spec) -> Tensor:
+    """The value of a node that nothing reaches, at the resolution that candidates of `spec` make of `like`."""
+    n, _, height, width = like.shape
+    return like.new_zeros(n, spec.channels, -(-height // spec.stride), -(-width // spec.stride))
