@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,12 @@ Output = tuple[int, int, Tensor | None]
 """Choice, candidate and what its module gave; None for zeros."""
 
 
-@dataclass(slots=True)
-class Arrived:
-    """What has reached a node of a mixed cell."""
+class Arrived(NamedTuple):
+    """What has reached a node of a mixed cell; a tuple, in which the compiler sees that there are tensors."""
 
-    outputs: list[Output] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)  # of features, weighted (and dropped) already
-    summed: set[int] = field(default_factory=set)  # their candidates
+    outputs: list[Output]
+    sums: list[Tensor]  # of features, weighted (and dropped) already
+    summed: set[int]  # their candidates
 
     def plus(self, value: Tensor | None) -> Tensor | None:
         """The sums and `value`, the sum of the other features."""

@@ -110,7 +110,7 @@ class MixedCell(nn.Module):
             if fused is not None:
                 return fused(states, mix.weights(site).flatten(), factors)  # type: ignore[attr-defined]
         values = list(states)
-        arrived: dict[int, Arrived] = {target: Arrived() for target in self.table.targets}
+        arrived: dict[int, Arrived] = {target: Arrived([], [], set()) for target in self.table.targets}
         runners: dict[int, Runner] = {}
         chosen = {} if self._block is None else self._block.read_weights(mix, site, factors)
         for node in range(max(self.table.targets) + 1):
@@ -155,7 +155,7 @@ class MixedCell(nn.Module):
         _, *sums = departure.cell([run.value()], mix.weights(site).flatten(), factors)
         for (target, candidates), value in zip(departure.candidates.items(), sums, strict=True):
             arrived[target].sums.append(value)
-            arrived[target].summed |= candidates
+            arrived[target].summed.update(candidates)
         return True
 
     def _depart_apart(self, node: int, run: Runner, mix: Mix, site: int) -> dict[int, Tensor]:
@@ -209,7 +209,7 @@ class MixedCell(nn.Module):
         combined = {} if self._block is not None or literal() else mix.combine_together(site, outputs)
         for choice, own in outputs.items():
             if choice not in combined:
-                arrived[targets[choice]].outputs += [(choice, k, x) for k, x in own.items()]
+                arrived[targets[choice]].outputs.extend((choice, k, x) for k, x in own.items())
             elif (value := combined[choice]) is not None:
                 arrived[targets[choice]].sums.append(scaled(value, factors, choice))
 
