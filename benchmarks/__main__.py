@@ -20,11 +20,10 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import gpu
+from benchmarks.options import machine
 from benchmarks.steps import PAPER, SMALL, compare
-from softcell.engine.device import resolve_device, set_threads
 from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect
-from softcell.errors import UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -39,14 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     options = parser.parse_args(arguments)
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, but is {options.rounds}")
-    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
-        parser.error(f"--out must be a file in a folder that is there, but got {options.out}")
-    try:
-        device, threads = resolve_device(options.device), set_threads(options.threads)
-    except UserError as error:
-        parser.error(str(error))
+    device, threads = machine(parser, options)
     console = Console()
     if device.type == "cuda":
         found = gpu.run(options.rounds, options.space or [case.space for case in PAPER], console.print)

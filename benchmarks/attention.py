@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.options import machine
 from softcell.engine.capture import TRIED, WARMUP, CapturedStep
-from softcell.engine.device import resolve_device, set_threads
 from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect, now
 from softcell.engine.timing import Stopwatch
@@ -212,9 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.width % options.heads:
         parser.error(f"--heads must divide --width, but got {options.heads} heads for {options.width} channels")
-    device = resolve_device(options.device)
-    if device.type == "cpu":
-        set_threads(1)
+    device, _ = machine(parser, options, threads=1)
     shape = f"[{options.batch}, {options.width}, side, side]"
     table = Table(title=f"one layer, {shape}, {options.heads} heads, {options.precision}, {device}")
     for column in ("side", "extent", *options.forms):

@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from studies.runs import write_record
 
-from benchmarks.options import step_options
+from benchmarks.options import machine, step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, players
-from softcell.engine.device import resolve_device, set_threads
 
 LIMIT = 0.05
 """What is aimed at, as a share of a step without credits."""
@@ -78,7 +77,7 @@ def main() -> None:
     parser = step_options("python -m benchmarks.credit", __doc__, rounds=40, threads=1)
     parser.add_argument("--space", action="append", help="one space instead of all; may be repeated")
     options = parser.parse_args()
-    device, threads = resolve_device(options.device), set_threads(options.threads)
+    device, threads = machine(parser, options)
     rows: list[dict[str, Any]] = []
     table = Table(title=f"one search step of SNAS, {device.type}, {threads} threads, {options.precision}")
     for column in ("", "ms without credits", "ms with", "share", "aimed at"):

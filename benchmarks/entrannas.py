@@ -20,9 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.options import step_options
+from benchmarks.options import machine, step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
-from softcell.engine.device import resolve_device, set_threads
 from softcell.engine.provenance import collect
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,7 +96,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
     parser.add_argument("--modules", action="store_true", help="on a GPU: without fused cells")
     options = parser.parse_args()
-    device, threads = resolve_device(options.device), set_threads(options.threads)
+    device, threads = machine(parser, options)
     console, base = Console(), (PAPER if options.paper else SMALL)[0]
     with console.status("steps") as status:
         if device.type == "cuda":

@@ -22,9 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from studies.runs import write_record
 
-from benchmarks.options import step_options
+from benchmarks.options import machine, step_options
 from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megabytes, players
-from softcell.engine.device import resolve_device, set_threads
 
 LIMITS = {"itnas": 1.06, "itnas, single paths": 1.2}
 """What is aimed at, as a share of the memory of the first variant."""
@@ -134,7 +133,7 @@ def main() -> None:
         "--compile", action="store_true", help="on a GPU: compiled transformers too, which takes minutes"
     )
     options = parser.parse_args()
-    device, threads = resolve_device(options.device), set_threads(options.threads)
+    device, threads = machine(parser, options, least_rounds=0)
     console = Console()
     known = [*PAPER, CHAIN[1]] if options.paper else [*SMALL, CHAIN[0]]
     base = next(case for case in known if case.space == options.space)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
+from softcell.engine.device import resolve_device, set_threads
+from softcell.errors import UserError
+
 
 def step_options(
     prog: str, doc: str | None, *, rounds: int, threads: int = 0, rounds_help: str = "timed steps of each"
@@ -18,3 +23,20 @@ def step_options(
     parser.add_argument("--precision", default="float32", help="on a GPU: float32 or bfloat16")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     return parser
+
+
+def machine(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, *, threads: int | None = None, least_rounds: int = 1
+) -> tuple[torch.device, int]:
+    """The device and the number of CPU threads, which are set; wrong options are told before anything is measured.
+
+    threads: for benchmarks without such an option.
+    """
+    if options.rounds < least_rounds:
+        parser.error(f"--rounds must be at least {least_rounds}, but is {options.rounds}")
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        parser.error(f"--out must be a file in a folder that is there, but got {options.out}")
+    try:
+        return resolve_device(options.device), set_threads(options.threads if threads is None else threads)
+    except UserError as error:
+        parser.error(str(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 from benchmarks import __main__ as benchmarks
 
@@ -24,3 +26,14 @@ def test_wrong_options_are_told(
         benchmarks.main(["--device", "cpu", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas"])
+def test_so_are_those_of_every_benchmark(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark", "--device", "tpu"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert ended.value.code == 2
+    assert "but got 'tpu'" in capsys.readouterr().err
