@@ -1,6 +1,5 @@
 """EnTranNAS on a CUDA device: plans that do not stall a step, recordings by plan, and the same search again."""
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 
 from search_toys import remains, same, settings, state_of
+from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
 
-from softcell.data import load, split
 from softcell.engine.capture import CapturedStep
-from softcell.engine.session import open_session
 from softcell.search import resolve, search
 
 pytestmark = [
@@ -35,24 +33,14 @@ def test_a_recorded_step_never_waits_for_the_device(method: str, fused: bool) ->
     """The architecture hardly moves, so that its plan is recorded; then nothing may ask the device for a value."""
     recipe = resolve(given(method, engine="graph", fused=fused, architecture={"lr": 1e-9}))
     told: list[Any] = []
-    with open_session(device=DEVICE, seed=0, precision="float32", deterministic=False, threads=0) as opened:
-        dataset = load(recipe.data)
-        parts = split(dataset.train, recipe.split, recipe.seed)
-        task = sys.modules["softcell.search.search"]._task(recipe, dataset, parts, opened, told.append)
+    with session() as opened:
+        task = search_task(recipe, opened, told)
         task.begin_epoch(0)
-        ready = list(itertools.islice(task.batches(0, 0), 10))
-        for one in ready[:7]:
-            task.step(one)
+        first, *ready = warmed(task, epoch=0, more=4)
+        task.step(first)
         assert isinstance(task._run, CapturedStep)
         assert len(task._run._graphs) == 1
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for one in ready[7:]:
-                task.step(one)  # waits for an event of the step before, never for the device as a whole
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert task.failed() is None
+        go_on_without_waiting(task, ready)  # waits for an event of the step before, never for the device as a whole
     assert told == []
 
 

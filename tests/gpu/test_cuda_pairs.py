@@ -15,6 +15,7 @@ from test_gpu_steps import search_task, session, step_without_waiting
 
 from softcell.engine.capture import CapturedStep
 from softcell.methods import METHODS
+from softcell.search import resolve
 from softcell.spaces import SPACES
 from softcell.testing import tiny_space
 
@@ -49,7 +50,7 @@ def test_a_step_of_every_pair_is_recorded_and_never_waits(method: str, space: st
     given["architecture"] = {"lr": 1e-6}  # a derivation that rests, for methods that record one step per derivation
     told: list[Any] = []
     with session() as opened:
-        task = search_task(given, opened, told)
+        task = search_task(resolve(given), opened, told)
         step_without_waiting(task)
         reasons = [str(event) for event in told if "record" in str(event)]
         if draws_paths(method, own):

@@ -25,7 +25,7 @@ from softcell.engine.checkpoint import load_latest
 from softcell.engine.session import Session, open_session
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
-from softcell.search import resolve, search
+from softcell.search import SearchRecipe, resolve, search
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.spaces import build_space
@@ -89,13 +89,12 @@ def test_the_alarm_goes_off() -> None:
 
 
 @contextmanager
-def session() -> Iterator[Session]:
-    with open_session(device=DEVICE, seed=0, precision="float32", deterministic=False, threads=0) as opened:
+def session(precision: str = "float32") -> Iterator[Session]:
+    with open_session(device=DEVICE, seed=0, precision=precision, deterministic=False, threads=0) as opened:
         yield opened
 
 
-def search_task(given: dict[str, Any], opened: Session, tell: list[Any]) -> Any:
-    recipe = resolve(given)
+def search_task(recipe: SearchRecipe, opened: Session, tell: list[Any]) -> Any:
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
     make = sys.modules["softcell.search.search"]._task
@@ -114,16 +113,25 @@ def train_task(given: dict[str, Any], opened: Session, tell: list[Any]) -> Train
     return TrainTask(recipe, network.to(opened.device), opened.world, train=batches, held=None, tell=tell.append)
 
 
-def step_without_waiting(task: Any) -> None:
-    task.begin_epoch(1)
-    ready = list(itertools.islice(task.batches(1, 0), WARM + 2))
-    assert len(ready) == WARM + 2
+def warmed(task: Any, epoch: int = 1, more: int = 2) -> list[Any]:
+    """Makes the first steps of an epoch that has begun, which may wait; gives `more` batches for those that may not."""
+    ready = list(itertools.islice(task.batches(epoch, 0), WARM + more))
+    assert len(ready) == WARM + more
     for one in ready[:WARM]:
         task.step(one)
+    return ready[WARM:]
+
+
+def go_on_without_waiting(task: Any, ready: list[Any]) -> None:
     with no_waiting():
-        for one in ready[WARM:]:
+        for one in ready:
             task.step(one)
     assert task.failed() is None
+
+
+def step_without_waiting(task: Any) -> None:
+    task.begin_epoch(1)
+    go_on_without_waiting(task, warmed(task))
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
@@ -134,7 +142,7 @@ def test_a_search_step_never_waits_for_the_device(regime: str, space: str, engin
     given = settings(space, "digits", device=DEVICE, engine=engine, unrolled={"exact": exact}, threads=0)
     told: list[Any] = []
     with session() as opened:
-        task = search_task({**given, "regime": regime.removesuffix("-exact")}, opened, told)
+        task = search_task(resolve({**given, "regime": regime.removesuffix("-exact")}), opened, told)
         step_without_waiting(task)
     assert told == [], "a step that cannot be recorded says so"
 
