@@ -91,6 +91,18 @@ def test_after_a_failed_recording_steps_draw_what_eager_ones_would() -> None:
     assert len(told) == 1 and "cannot be recorded" in told[0]
 
 
+def test_recordings_that_make_room_for_others_can_be_made_again() -> None:
+    total, told = torch.zeros(3, device=CUDA), []
+
+    def step(x: torch.Tensor) -> None:
+        total.add_(x)
+
+    recorded = CapturedStep(step, told.append, warmup=0, kept=1)
+    for number in range(12):
+        recorded(torch.full((3,), float(number), device=CUDA), key=number // 4 % 2)
+    assert total.tolist() == [66.0] * 3 and told == []
+
+
 def test_the_generator_of_the_device_is_restored() -> None:
     state = rng_state(CUDA)
     first = torch.rand(5, device=CUDA)

@@ -123,6 +123,25 @@ def test_weight_steps_of_a_bilevel_search_leave_lite_transformers_alone(monkeypa
     assert all(g is None for g in gradients[len(list(supernet.parameters())) :])
 
 
+def test_a_kept_mix_takes_new_lite_transformers_where_a_recording_reads_the_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    supernet, method = make()
+    monkeypatch.setattr(LiteEnsemble, "serves", lambda ensemble, maps: True)
+    with torch.no_grad():
+        kept = method.relax()
+        supernet(images(2), kept)
+        assert isinstance(kept, ItMix) and kept._laid
+        memory = [x for groups in kept._laid.values() for laid in groups for x in laid]
+        places, before = [x.data_ptr() for x in memory], [x.clone() for x in memory]
+        for parameter in method.parameters():
+            parameter += 0.1
+        kept.take(method.relax())
+        laid_anew = [x for groups in kept._laid.values() for laid in groups for x in laid]
+    assert [x.data_ptr() for x in laid_anew] == places
+    assert all(not torch.equal(a, b) for a, b in zip(laid_anew, before, strict=True) if a.numel())
+
+
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("tokens", ["pooled", "flat"])
 def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens: str) -> None:

@@ -93,17 +93,21 @@ class CapturedStep:
 
     def _forget(self) -> None:
         """After a failure random numbers come from another state than recordings draw from: they are made anew."""
-        torch.cuda.synchronize()  # they may still be running
-        for graph in self._graphs.values():
-            graph.reset()
-        self._graphs.clear()
+        self._drop(len(self._graphs))
         self._known_failures = CapturedStep.failures
 
-    def _record(self, key: Hashable, *inputs: Tensor) -> None:
-        while len(self._graphs) >= self._kept:
+    def _drop(self, count: int) -> None:
+        """Lets the recordings go that were used longest ago."""
+        if count:
+            torch.cuda.synchronize()  # they may still be running
+        for _ in range(count):
             _, oldest = self._graphs.popitem(last=False)
-            torch.cuda.synchronize()  # it may still be running
             oldest.reset()
+        if not self._graphs:
+            self._pool = None  # torch takes no pool again that nothing uses any more
+
+    def _record(self, key: Hashable, *inputs: Tensor) -> None:
+        self._drop(max(0, len(self._graphs) - self._kept + 1))
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]

@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,14 @@ class ItMix(Mix):
 
     def signature(self) -> Hashable:
         return ("it-nas", self.rows.is_summed, self._plan)
+
+    @torch.no_grad()
+    def take(self, other: Self) -> None:
+        """What was laid of the Lite-Transformers' weights is laid anew, in the memory that a recording reads."""
+        for (number, dtype), own in self._laid.items():
+            for old, new in zip(own, self._method.ensembles[number].lay(dtype), strict=True):
+                for kept, now in zip(old, new, strict=True):
+                    kept.copy_(now)
 
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
         """Deviation: where outputs are of different kinds (NOS) attention alone is computed, over all of them."""

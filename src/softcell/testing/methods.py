@@ -148,6 +148,27 @@ def relax_works_without_gradients(kind: type[Method], space: Space) -> None:
     require_close(without, _outcome(method, supernet), f"{kind.name}: no_grad must not change the mix")
 
 
+def kept_mix_takes_what_was_learnt(kind: type[Method], space: Space) -> None:
+    """A mix that a recording goes on reading gives what a new one gives, once it has taken its numbers."""
+    method, supernet = build_method(kind, space), build_supernet(space)
+    x, generator = images(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        kept = method.relax().copy()
+        supernet(x, kept)
+        for parameter in method.parameters():
+            parameter += 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        torch.manual_seed(0)
+        new = method.relax()
+        if kept.signature() is None or kept.signature() != new.signature():
+            return
+        kept.take(new)
+        torch.manual_seed(0)  # candidates may draw too
+        old = supernet(x, kept)
+        torch.manual_seed(0)
+        require_close(old, supernet(x, new), f"{kind.name}: a mix must take all numbers of another")
+
+
 def planted_architecture_is_derived(kind: type[Method], space: Space) -> None:
     """Where logits of one architecture tower over all others, its picks are derived.
 
@@ -237,6 +258,7 @@ METHOD_CHECKS: tuple[MethodCheck, ...] = (
     same_seed_gives_the_same_mix,
     epochs_run_from_start_to_end,
     relax_works_without_gradients,
+    kept_mix_takes_what_was_learnt,
     planted_architecture_is_derived,
     precision_is_that_of_the_method,
     relax_never_waits_for_the_host,
