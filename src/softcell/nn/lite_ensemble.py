@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from softcell.nn.lite_transformer import LiteTransformer, summaries, summary, taken
 from softcell.nn.stack import LARGEST
 
-
 PARTS = 64
 """Of the rows that the gradient of a small weight is summed over: each part is a product of its own."""
 

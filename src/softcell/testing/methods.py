@@ -157,7 +157,7 @@ def kept_mix_takes_what_was_learnt(kind: type[Method], space: Space) -> None:
         kept = method.relax().copy()
         supernet(x, kept)
         for parameter in method.parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.01)
         torch.manual_seed(0)
         new = method.relax()
         if kept.signature() is None or kept.signature() != new.signature():
