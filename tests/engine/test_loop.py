@@ -196,18 +196,51 @@ def test_a_signal_together_with_a_failure_saves_no_bad_state(tmp_path: Path) -> 
     assert checkpoint.load_latest(tmp_path) is None
 
 
-def test_checkpoints_come_every_so_many_epochs_and_files_with_them(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_checkpoints_come_every_so_many_epochs_and_files_with_every_one(tmp_path: Path) -> None:
+    seen, saved = [], []
 
     def look(event: Event) -> None:
         if isinstance(event, EpochEnded):
-            file = tmp_path / "metrics.jsonl"
-            seen.append(len(file.read_text().splitlines()) if file.exists() else 0)
+            seen.append(len((tmp_path / "metrics.jsonl").read_text().splitlines()))
+            found = checkpoint.load_latest(tmp_path)
+            saved.append(0 if found is None else found.state["epoch"])
 
     loop.run(Toy(num_epochs=5), tmp_path, ALONE, resume=False, on_event=look, save_every_epochs=2)
-    assert seen == [0, 2, 2, 4, 5]
+    assert seen == [1, 2, 3, 4, 5]
+    assert saved == [0, 2, 2, 4, 5]
     with pytest.raises(UserError, match="save_every_epochs=0"):
         loop.run(Toy(), tmp_path, ALONE, resume=True, save_every_epochs=0)
+
+
+def test_slow_saving_is_done_as_often_as_it_may_take_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[tuple[int, int]] = []
+    save, killed = checkpoint.save, tmp_path / "killed"
+    for folder in (tmp_path / "whole", tmp_path / "cut", killed):
+        folder.mkdir()
+
+    def noted(folder: Path, state: dict[str, Any]) -> None:
+        saved.append((state["epoch"], state["step"]))
+        save(folder, state)
+
+    monkeypatch.setattr(checkpoint, "save", noted)
+    whole = loop.run(Toy(num_epochs=5), tmp_path / "whole", ALONE, resume=False)
+    assert saved == [(k, 0) for k in (1, 2, 3, 4, 5)], "quickly saved: after every epoch"
+    monkeypatch.setattr(loop, "SAVED_IN", 0.0)
+    monkeypatch.setattr(loop, "SAVING", 1e-9)
+    saved.clear()
+    struck = Toy(num_epochs=5, before_step=strike_at(3, 1))
+    assert loop.run(struck, tmp_path / "cut", ALONE, resume=False).status == "interrupted"
+    (first, *_), second = saved, saved[-1]
+    assert first == (1, 0) and second[0] == 3 and second[1] > 0 and len(saved) == 2, (
+        "a signal is always followed by one"
+    )
+    rows = (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 3
+    # Killed within epoch 4 instead: files are ahead of the checkpoint, and say what it says when the run goes on.
+    (killed / checkpoint.CURRENT).write_bytes((tmp_path / "cut" / checkpoint.PREVIOUS).read_bytes())
+    (killed / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    outcome = loop.run(Toy(num_epochs=5), killed, ALONE, resume=True)
+    assert untimed(outcome.metrics) == untimed(whole.metrics)
 
 
 def test_a_metric_that_is_not_finite_is_null_and_noted(tmp_path: Path) -> None:

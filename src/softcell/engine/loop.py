@@ -29,6 +29,11 @@ _LOOK_EVERY = 50
 # Ranks talk about stopping this often on CUDA: soon enough for the 30 s that torchrun grants after a signal.
 _AGREE_EVERY = 10
 
+SAVING = 0.05
+"""The share of a run's time that checkpoints at the ends of epochs may take."""
+SAVED_IN = 0.5
+"""Seconds within which a state is saved that is saved after every epoch, however short that is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -68,7 +73,8 @@ def run(
         world: from `distributed.start`.
         resume: go on from the folder's checkpoint. Without it the folder must hold none.
         on_event: called on rank 0 for each event.
-        save_every_epochs: epochs between checkpoints; the last epoch is always saved.
+        save_every_epochs: epochs between checkpoints, more where saving takes long (`SAVING`); the last epoch is always
+            saved.
     """
     return drain(running(task, folder, world, resume=resume, on_event=on_event, save_every_epochs=save_every_epochs))
 
@@ -98,6 +104,7 @@ class _Loop:
         self.at = _Progress()
         self.pace = Pace()
         self.interrupt = Interrupt()
+        self.saved_at = self.saving_took = 0.0
         self.restored: dict[str, Any] | None = None
         self.counts: list[int] = []
 
@@ -166,9 +173,11 @@ class _Loop:
         ended = at.epoch
         at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
         last = at.epoch >= task.num_epochs or at.stopped is not None
-        number = agree([self.interrupt.signal], self.world)[0]
-        if last or number or at.epoch % self.save_every == 0:
+        number, due = agree([self.interrupt.signal, int(self._may_save())], self.world)
+        if last or number or (due and at.epoch % self.save_every == 0):
             self._save()
+        else:
+            on_main(lambda: at.history.write(self.folder), self.world)
         self.pace.ended_epoch()
         self._emit(EpochEnded(ended, at.history.rows()[-1]))
         return 0 if last else number
@@ -189,7 +198,22 @@ class _Loop:
             raise DivergedError(self.at.epoch, found, self.folder)
         return number
 
+    def _may_save(self) -> bool:
+        """Whether a checkpoint at the end of this epoch keeps within the share of the time that saving may take.
+
+        Large states of short epochs would have a GPU wait for the disk. A signal is always followed by a checkpoint:
+        only a run that is killed goes back further than to its latest epoch.
+        """
+        cost = self.saving_took
+        return cost < SAVED_IN or time.perf_counter() - self.saved_at >= cost / SAVING
+
     def _save(self) -> None:
+        began = time.perf_counter()
+        self._save_now()
+        self.saved_at = time.perf_counter()
+        self.saving_took = self.saved_at - began
+
+    def _save_now(self) -> None:
         at, world = self.at, self.world
         rng = rng_state(world.device)
         if not same_everywhere([value for value in rng.values() if value is not None], world):
