@@ -228,8 +228,8 @@ def test_deterministic_runs_repeat_bit_by_bit_also_when_interrupted(name: str, t
 def test_a_resumed_optimiser_keeps_its_rate_on_the_device() -> None:
     """A rate on the host would be frozen into the recording of a resumed run."""
     with session() as opened:
-        given = settings("nb201", "digits", device=DEVICE)
-        task, other = (search_task(given, opened, []) for _ in range(2))
+        recipe = resolve(settings("nb201", "digits", device=DEVICE))
+        task, other = (search_task(recipe, opened, []) for _ in range(2))
         task.begin_epoch(0)
         task.step(next(iter(task.batches(0, 0))))
         state = task.state_dict()
