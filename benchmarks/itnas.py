@@ -101,7 +101,11 @@ def on_gpu(
                 "engine": "compile" if name.endswith("compiled") else "graph",
                 "precision": precision,
                 "fused": "fused" in name,
+                "split": {"weights": 0.5, "validation": 0.5},
             }
+            if name in SINGLE:
+                # Paths hardly come twice: trying algorithms for every new convolution would be most of the work.
+                torch.backends.cudnn.benchmark = False
             task = made_search(path, case, session, **settings)
             row = measure(task, rounds)
             if name in SINGLE:  # paths differ in size: the mean over the same ones for all methods
