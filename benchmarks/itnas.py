@@ -28,6 +28,8 @@ from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megaby
 LIMITS = {"itnas": 1.06, "itnas, single paths": 1.2}
 """What is aimed at, as a share of the memory of the first variant."""
 BASE = "darts"
+Row = tuple[str, dict[str, Any]]
+"""A variant's name and what was measured of it."""
 CHAIN = [
     Case("proxyless", {"width": 0.5, "head": 256}, (3, 32, 32), 64),
     Case("proxyless", {}, (3, 224, 224), 64),
@@ -54,9 +56,9 @@ def cases_of(base: Case, size: int) -> dict[str, Case]:
     return {name: Case(base.space, base.settings, base.shape, size, **more) for name, more in variants.items()}
 
 
-def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None]) -> Iterator[Row]:
     """Medians of steps after one warm-up; memory from a process of its own per variant."""
-    device, found = torch.device("cpu"), {}
+    device = torch.device("cpu")
     for name, case in cases.items():
         progress(name)
         timings = []
@@ -65,15 +67,15 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
             once(actors, data, device, case.regime)
             timings = [once(actors, data, device, case.regime) for _ in range(rounds)]
             del actors
-        found[name] = {"peak_mb": peak_megabytes(case, device, plain=False)}
+        row = {"peak_mb": peak_megabytes(case, device, plain=False)}
         if timings:
-            found[name]["ms"] = 1e3 * statistics.median(t.cpu_seconds for t in timings)
-    return found
+            row["ms"] = 1e3 * statistics.median(t.cpu_seconds for t in timings)
+        yield name, row
 
 
 def on_gpu(
     cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str, *, compiles: bool
-) -> dict[str, dict[str, Any]]:
+) -> Iterator[Row]:
     """Recorded steps of real search tasks, one after the other; paths that are drawn anew each step run eagerly.
 
     compiles: with compiled transformers too.
@@ -81,7 +83,6 @@ def on_gpu(
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
 
-    found = {}
     more = {}
     if BASE in cases:
         alone = cases["itnas without recomputing"]
@@ -111,9 +112,9 @@ def on_gpu(
             if name in SINGLE:  # paths differ in size: the mean over the same ones for all methods
                 row["peak_gb"] = statistics.fmean(_peaks(task)) / 1e9
         kept = {key: row[key] for key in ("ms", "busy_ms", "kernels", "longest")}
-        found[name] = {**kept, "peak_mb": 1e3 * row["peak_gb"]}
+        yield name, {**kept, "peak_mb": 1e3 * row["peak_gb"]}
+        del task
         torch.cuda.empty_cache()
-    return found
 
 
 def _peaks(task: Any) -> Iterator[int]:
@@ -142,30 +143,30 @@ def main() -> None:
     known = [*PAPER, CHAIN[1]] if options.paper else [*SMALL, CHAIN[0]]
     base = next(case for case in known if case.space == options.space)
     cases = cases_of(base, options.batch_size)
+    case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
+    about = {"case": case, "rounds": options.rounds, "device": device.type, "threads": threads}
+    first, rows = next(iter(cases)), []
     with console.status("steps") as status:
         if device.type == "cuda":
             found = on_gpu(cases, options.rounds, status.update, options.precision, compiles=options.compile)
         else:
             found = on_cpu(cases, options.rounds, status.update)
-    first = next(iter(cases))
-    own = found[first]["peak_mb"]
+        for name, row in found:
+            share = row["peak_mb"] / (rows[0] if rows else row)["peak_mb"]
+            limit = LIMITS.get(name)
+            met = None if limit is None else share <= limit
+            rows.append({"name": name, **row, "memory_share": share, "aimed_at": limit, "met": met})
+            if options.out is not None:  # row by row: what is measured stays, whatever comes
+                write_record(options.out, "benchmarks.itnas", **about, precision=options.precision, rows=rows)
     table = Table(title=f"one search step, {cases[first]}, {device.type}, {threads} threads")
     for column in ("", "ms", "peak MB", f"of {first}", "aimed at"):
         table.add_column(column, justify="left" if not column else "right")
-    rows = []
-    for name, row in found.items():
-        share = row["peak_mb"] / own
-        limit = LIMITS.get(name)
-        met = None if limit is None else share <= limit
-        rows.append({"name": name, **row, "memory_share": share, "aimed_at": limit, "met": met})
-        aim = "" if limit is None else f"≤ {limit:.2f}" + (" ✓" if met else " missed")
+    for row in rows:
+        aim = "" if row["aimed_at"] is None else f"≤ {row['aimed_at']:.2f}" + (" ✓" if row["met"] else " missed")
         time = f"{row['ms']:.0f}" if "ms" in row else "not measured"
-        table.add_row(name, time, f"{row['peak_mb']:.0f}", f"{share:.3f}", aim)
+        table.add_row(row["name"], time, f"{row['peak_mb']:.0f}", f"{row['memory_share']:.3f}", aim)
     console.print(table)
     if options.out is not None:
-        content = {"device": device.type, "threads": threads, "precision": options.precision, "rows": rows}
-        case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
-        write_record(options.out, "benchmarks.itnas", case=case, rounds=options.rounds, **content)
         console.print(f"written: {options.out}")
 
 
