@@ -1,4 +1,4 @@
-"""How many operations a search step of NOS and of IT-NAS dispatches along the GPU's path, counted without a GPU.
+"""How many operations a search step dispatches along the GPU's path, counted without a GPU.
 
     python -m benchmarks.launches
 
@@ -16,18 +16,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
 from softcell.kernels import cell as kernels
-from softcell.kernels import mix
-from softcell.spaces import block, cell, edges, fused_cell
+from softcell.kernels import local, mix
+from softcell.nn import attention_local
+from softcell.spaces import block, cell, chain, edges, fused_cell
 
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
     Case("nb201", {}, (3, 32, 32), 2, "itnas", {"recompute": False}, "single-level"),
     Case("nb201", {}, (3, 32, 32), 2),
+    Case("fullattention", {}, (3, 32, 32), 2, "fullattention"),
 ]
 KERNELS: list[tuple[Any, dict[str, int]]] = [
     (
@@ -71,14 +74,36 @@ class _Counter(TorchDispatchMode):
         return run
 
 
+class _Local:
+    """Stands for the kernels of local attention: counts what they launch; what they compute is all zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self._counter = counter
+        self.forward = counter.as_kernel("local", 1, self._forward)
+
+    def _forward(self, packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        return packed.new_zeros(*packed.shape[:3], packed.shape[3] // 3), packed.new_zeros(1)
+
+    def backward(self, packed: Tensor, rows: Tensor, columns: Tensor, *rest: Tensor, positions: bool) -> Any:
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            return torch.zeros_like(packed), torch.zeros_like(rows), torch.zeros_like(columns)
+
+        # Queries, keys and values in two kernels; positions in one, and three sums.
+        return self._counter.as_kernel("local_gradient", 6 if positions else 2, run)()
+
+
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
-    """Cells on the CPU take the GPU's path; together: calibrations too, which otherwise run module by module."""
+    """Cells on the CPU take the GPU's path; together: calibrations and blocks of attention too, else one by one."""
     with ExitStack() as stack:
         for module, counts in KERNELS:
             for name, count in counts.items():
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(cell, "serves", lambda x: True))
+        stack.enter_context(patch.object(chain, "assembles", lambda x: together))
+        for module in (attention_local, local):
+            stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
+        stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         for module in (cell, block):
             stack.enter_context(patch.object(module, "literal", lambda: not together))
         stack.enter_context(patch.object(edges, "gathers", lambda x: together))
@@ -101,8 +126,8 @@ def launches(case: Case, *, together: bool) -> Counter[str]:
 
 if __name__ == "__main__":
     for case in CASES:
-        for together in (False, True) if case.space == "nos" else (True,):
+        for together in (False, True) if case.space in ("nos", "fullattention") else (True,):
             found = launches(case, together=together)
-            how = {True: "", False: ", calibrations module by module"}[together]
+            how = {True: "", False: ", calibrations or blocks one by one"}[together]
             print(f"{case.method} in {case}{how}: {found.total():,} operations")
             print("\n".join(f"{count:8,}  {name}" for name, count in found.most_common(16)))

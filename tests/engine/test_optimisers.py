@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.engine.optim import _owned, fill_momenta, load_optimiser, sgd
+from softcell.engine.optim import _laid_out_like, _owned, fill_momenta, load_optimiser, sgd
 
 CPU = torch.device("cpu")
 
@@ -64,5 +64,14 @@ def test_gradients_are_copied_only_where_they_share_memory() -> None:
         assert first is meeting[0]
         assert second is not None and second.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
         torch.testing.assert_close(second, meeting[1])
+    weight = torch.zeros(2, 3, 1, 1).to(memory_format=torch.channels_last)
+    gradient = buffer[:6].view(2, 3, 1, 1)  # laid out alike, though steps of single places differ
+    assert gradient.stride() != weight.stride()
+    seen = _laid_out_like(weight, gradient)
+    assert seen is not None and seen.data_ptr() == buffer.data_ptr() and seen.stride() == weight.stride()
+    torch.testing.assert_close(seen, gradient)
+    wide = torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    copied = _laid_out_like(wide, torch.arange(24.0).view(2, 3, 2, 2))
+    assert copied is not None and copied.stride() == wide.stride() and copied.flatten().tolist() == list(range(24))
     (spread,) = _owned([buffer[:1].expand(5)])
     assert spread is not None and spread.stride() == (1,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
 
+from softcell.arch import WeightMix
 from softcell.engine.checkpoint import load_latest
 from softcell.search import resolve, search
 from softcell.search.phases import FIRST
 from softcell.search.several import search_seeds
+from softcell.spaces import build_space
+from softcell.spaces.fused import modules_only
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SMALL = {"layers": 1, "candidates": ["local_sa_k3_h4", "local_sa_k7_h8", "non_local_sa"]}
@@ -33,6 +37,26 @@ def test_a_step_of_either_phase_never_waits_and_can_be_recorded(objective: str, 
         after = [*task.method.parameters(), *task.objective.parameters()]
         assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a recorded step learns"
     assert told == []
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-3)])
+def test_blocks_of_a_layer_together_are_the_blocks(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    space = build_space("fullattention", {"layers": 2})
+    supernet = space.supernet((3, 16, 16), 4).to("cuda", dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    layout = space.layout()
+    alpha = {table.name: torch.rand(table.shape, dtype=dtype, device="cuda") for table in layout.tables}
+    x = torch.randn(4, 3, 16, 16, dtype=dtype, device="cuda").to(memory_format=torch.channels_last)
+    state = {name: buffer.clone() for name, buffer in supernet.state_dict().items()}
+    found = []
+    for around in (modules_only, nullcontext):
+        supernet.load_state_dict(state)
+        with around():
+            y = supernet(x, WeightMix(layout, alpha))
+        found.append([y, *torch.autograd.grad(y.sin().sum(), list(supernet.parameters())), *supernet.buffers()])
+        found[-1] = [part.detach().double() for part in found[-1]]
+    for plain, together in zip(*found, strict=True):
+        assert float((together - plain).norm()) <= tolerance * (float(plain.norm()) + 1)  # some are 0 but for rounding
 
 
 def test_two_phases_side_by_side_equal_those_alone(tmp_path: Path) -> None:

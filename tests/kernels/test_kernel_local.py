@@ -78,6 +78,24 @@ def test_second_derivatives_are_those_of_the_twin() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_gradients_of_positions_are_made_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bool] = []
+    backward = triton_kernels("local").backward
+
+    def noted(*given: Tensor, positions: bool) -> tuple[Tensor, ...]:
+        made.append(positions)
+        return tuple(backward(*given, positions=positions))
+
+    monkeypatch.setattr(triton_kernels("local"), "backward", noted)
+    packed = torch.randn(1, 12, 3, 4, device=DEVICE, requires_grad=True)
+    both = torch.randn(2, 2, 2, 3, device=DEVICE, requires_grad=True)
+    y = local.attend_packed(packed, *(2 * both).unbind())
+    (alone,) = torch.autograd.grad(y.sum(), packed, retain_graph=True)
+    together, positions = torch.autograd.grad(y.sum(), (packed, both))
+    assert made == [False, True]
+    assert torch.equal(alone, together) and bool(positions.any())
+
+
 def test_a_layer_runs_them_and_keeps_no_neighbourhood() -> None:
     """What is kept does not grow with the extent: queries, keys, values, the result and one number per head."""
     kept = []

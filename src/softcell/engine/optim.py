@@ -39,6 +39,9 @@ def _laid_out_like(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
     """The gradient with the strides of its parameter, which fused optimisers insist on."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
+    sides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
+    if all(own == given for n, own, given in sides if n > 1):  # the same memory: a step of a single place means nothing
+        return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
     return torch.empty_like(parameter).copy_(gradient)
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,17 @@ def runs_triton(x: Tensor) -> bool:
     """Whether operations on `x` go to Triton. Its interpreter (`TRITON_INTERPRET=1`) also takes CPU tensors."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (x.device.type == "cuda" or interpreted) and x.dtype in (torch.float32, torch.bfloat16) and has_triton()
+
+
+def is_wanted(ctx: Any, number: int) -> bool:
+    """In a backward pass: whether it asks for the gradient of this tensor, by its number among those of the forward.
+
+    `needs_input_grad` says that it could be asked for. Of leaves torch cannot tell; they count as wanted.
+    """
+    node = ctx.next_functions[number][0]
+    if node is None:
+        return False
+    return node.name().endswith("AccumulateGrad") or bool(torch._C._will_engine_execute_node(node))
 
 
 @functools.cache

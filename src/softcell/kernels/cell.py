@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softcell.kernels.backend import is_wanted
 from softcell.kernels.norm import (
     Term,
     combine,
@@ -254,7 +255,7 @@ class _MixedCell(torch.autograd.Function):
                     buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=ctx.by_batch
                 )
         weight_grad: Tensor | None = None
-        if _wants_weights(ctx):
+        if is_wanted(ctx, 1):  # tensors are mix, weights, states; when α learns weights want none
             weight_grad = flat = torch.zeros_like(given_weights)
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
             others = [wave for wave in program.waves if wave not in outer]
@@ -303,15 +304,6 @@ def _room_for_sums(buffer: Tensor, moments: Tensor) -> Tensor:
     """[2, tiles, planes, c]: two sums of every tile of rows."""
     planes, n, height, width, c = buffer.shape
     return moments.new_empty(2, tiles(n * height * width), planes, c)
-
-
-def _wants_weights(ctx: Any) -> bool:
-    """Whether this backward pass asks for the weights' gradient; when α learns it does not."""
-    node = ctx.next_functions[1][0]  # edges are those of tensors: mix, weights, states
-    if node is None:
-        return False
-    is_leaf = node.name().endswith("AccumulateGrad")  # torch cannot tell for leaves
-    return is_leaf or bool(torch._C._will_engine_execute_node(node))
 
 
 def _differentiable_backward(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.backend import is_wanted, runs_triton, triton_kernels
 
 Window = tuple[Any, ...]
 """An index into the last two axes of a map."""
@@ -127,7 +127,7 @@ class _Fused(torch.autograd.Function):
         return y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         packed, rows, columns, y, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
             given = (packed, rows, columns)
@@ -136,5 +136,8 @@ class _Fused(torch.autograd.Function):
         inner = packed.permute(0, 2, 3, 1).contiguous()
         exact = [t.float().contiguous() for t in (rows, columns)]
         dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()
-        out, drows, dcolumns = triton_kernels("local").backward(inner, *exact, y, lse, dy)
+        positions = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # when α learns they want none
+        out, drows, dcolumns = triton_kernels("local").backward(inner, *exact, y, lse, dy, positions=positions)
+        if not positions:
+            return out.permute(0, 3, 1, 2), None, None
         return out.permute(0, 3, 1, 2), drows.to(rows.dtype), dcolumns.to(columns.dtype)

@@ -217,18 +217,21 @@ def forward(packed, rows, columns):
     return y, lse
 
 
-def backward(packed, rows, columns, y, lse, dy):
-    """Gradients of packed, rows and columns, for that of y [n, h, w, c]."""
+def backward(packed, rows, columns, y, lse, dy, *, positions=True):
+    """Gradients of packed, rows and columns, for that of y [n, h, w, c]; without `positions` of packed alone."""
     pixels, height, width, programs, settings = _sizes(packed, rows)
     out, delta = torch.empty_like(packed), torch.empty_like(lse)
     heads, d, extent = rows.shape
+    about = (pixels, height, width)
+    if pixels:
+        _backward_queries[(programs,)](packed, rows, columns, y, lse, dy, delta, out, *about, **settings)
+        _backward_keys[(programs,)](packed, rows, columns, lse, dy, delta, out, *about, **settings)
+    if not positions:
+        return out, None, None
     tiles = max(1, programs * extent * extent // PROGRAMS)
     chunks = triton.cdiv(programs, tiles)
     partial = torch.empty(chunks, extent, extent, heads, d, dtype=torch.float32, device=packed.device)
     if pixels:
-        about = (pixels, height, width)
-        _backward_queries[(programs,)](packed, rows, columns, y, lse, dy, delta, out, *about, **settings)
-        _backward_keys[(programs,)](packed, rows, columns, lse, dy, delta, out, *about, **settings)
         _backward_positions[(chunks, extent * extent)](
             packed, rows, columns, lse, dy, delta, partial, *about, tiles, **settings
         )

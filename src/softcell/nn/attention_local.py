@@ -130,6 +130,18 @@ class Attention(nn.Module):
         """Queries, keys and values of [n, width, h, w] behind each other, [n, 3·width, h, w]."""
         return F.conv2d(x, torch.cat([part.weight for part in (self.queries, self.keys, self.values)]))
 
+    def embeddings(self) -> tuple[Tensor, ...]:
+        """What `attend` is given beside queries, keys and values."""
+        return ()
+
+    def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
+        """[n, 3·width, h, w] to [n, width, h, w]"""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, width, h, w] to the same."""
+        return self.project(self.attend(self.packed(x), *self.embeddings()))  # type: ignore[no-any-return]
+
     def uncounted(self, height: int, width: int) -> int:
         """Multiply-adds for one image that are no convolution and no product of matrices."""
         return 0
@@ -159,15 +171,17 @@ class LocalAttention(Attention):
         size = (heads, width // heads, extent)
         self.rows, self.columns = (nn.Parameter(torch.randn(size) * 0.02) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        packed = self.packed(x)
+    def embeddings(self) -> tuple[Tensor, ...]:
+        return self.rows, self.columns
+
+    def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
         for fused in _FUSED:
-            y = fused(packed, self.rows, self.columns)
+            y = fused(packed, *embeddings)
             if y is not None:
-                return self.project(y)  # type: ignore[no-any-return]
+                return y
         # Plane by plane: a shifted view then is rows of neighbours in memory, not single numbers.
-        y = attend_local(*unpacked(packed.contiguous(), self.heads), self.rows, self.columns)
-        return self.project(y.reshape(x.shape))  # type: ignore[no-any-return]
+        y = attend_local(*unpacked(packed.contiguous(), self.heads), *embeddings)
+        return y.flatten(1, 2)
 
     def uncounted(self, height: int, width: int) -> int:
         """Logits and weighted values of all neighbours; those of positions are products of matrices."""
@@ -184,8 +198,8 @@ def _reached(extent: int, side: int) -> Iterator[int]:
 class NonLocalAttention(Attention):
     """[n, width, h, w] to the same: every position attends to all, by torch's own fused attention."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        n, c, height, width = x.shape
-        q, k, v = (part.flatten(2).transpose(1, 2)[:, None] for part in self.packed(x).chunk(3, 1))
+    def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
+        n, _, height, width = packed.shape
+        q, k, v = (part.flatten(2).transpose(1, 2)[:, None] for part in packed.chunk(3, 1))
         y = F.scaled_dot_product_attention(q, k, v, scale=1.0)  # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
-        return self.project(y[:, 0].transpose(1, 2).reshape(n, c, height, width))  # type: ignore[no-any-return]
+        return y[:, 0].transpose(1, 2).reshape(n, -1, height, width)

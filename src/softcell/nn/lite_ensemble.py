@@ -8,7 +8,6 @@ Each group of edges then takes its share. The equations are `LiteTransformer`'s,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.product import product
 from softcell.nn.lite_transformer import LiteTransformer, summaries, summary, taken
 from softcell.nn.stack import LARGEST
-
-PARTS = 64
-"""Of the rows that the gradient of a small weight is summed over: each part is a product of its own."""
 
 
 class Laid(NamedTuple):
@@ -128,10 +125,10 @@ class LiteEnsemble(nn.Module):
             total = (x.view(g, m, n, h * w, c) * to_maps[..., None, None]).sum(1)
             # The IT's own share of Z and the residual are W_v X_0 and X_0, which no image changes.
             base = torch.baddbmm(laid.own, to_itself.transpose(1, 2), laid.own_value)  # [g, n, h·w·c]
-            total = product(base.view(g, -1, c), total.view(g, -1, c), laid.value).view(g, n, h * w, c)
+            total = product(total.view(g, -1, c), laid.value, base.view(g, -1, c)).view(g, n, h * w, c)
             total = self._normalised(total, laid.attention_scale, laid.attention_shift)
-            inner = product(laid.narrow_bias, total.view(g, -1, c), laid.narrow)
-            more = product(laid.widen_bias, torch.relu(inner), laid.widen)
+            inner = product(total.view(g, -1, c), laid.narrow, laid.narrow_bias)
+            more = product(torch.relu(inner), laid.widen, laid.widen_bias)
             total = self._normalised(total + more.view_as(total), laid.ffn_scale, laid.ffn_shift)
         return total.view(g, n, h, w, c).permute(0, 1, 4, 2, 3), attention.transpose(1, 2)
 
@@ -171,33 +168,6 @@ def scaled_and_shifted(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     torch's own gradient of `addcmul` first multiplies either factor by a constant, which is 1: one more pass over x.
     """
     return _ScaledAndShifted.apply(x, scale, shift)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.one_row = added.shape[1] == 1
-        return torch.baddbmm(added, x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        (g, rows, c), d = x.shape, weight.shape[2]
-        parts = math.gcd(rows, PARTS)
-        products = torch.bmm(x.view(g * parts, -1, c).transpose(1, 2), gradient.reshape(g * parts, -1, d))
-        found = products.view(g, parts, c, d).sum(1)  # as exact inside as all sums are
-        added = gradient.sum(1, keepdim=True) if ctx.one_row else gradient
-        return added, torch.bmm(gradient, weight.transpose(1, 2)), found
-
-
-def product(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """added [g, rows or 1, d] + x [g, rows, c] · weight [g, c, d].
-
-    The weights' gradient is a small matrix out of tens of thousands of rows: libraries give it to one block of threads
-    for each of g, which took a third of an IT-NAS step on an H200. Here it is made in `PARTS`, and they are summed.
-    """
-    return _Product.apply(added, x, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _side_by_side(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -17,9 +17,11 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
 from softcell.nn.recompute import recomputed
+from softcell.nn.stack_attention import assembles, run_blocks
 from softcell.spaces.arrivals import Output, zeros
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.edges import SpecOf
+from softcell.spaces.fused import is_distributed, literal
 from softcell.spaces.picked_cell import PickedCell
 
 
@@ -47,10 +49,13 @@ class MixedChain(MixedCell):
             x, spec = values[-1], self.spec_of(layer)
             outputs: list[Output] = []
             again = mix.recomputes(site, layer)
-            for k in range(len(choice.candidates)) if live is None else live[layer]:
-                module = self.edges.module(self._starts[layer] + k)
+            running = range(len(choice.candidates)) if live is None else live[layer]
+            modules = [self.edges.module(self._starts[layer] + k) for k in running]
+            apart = again or is_distributed() or literal() or not assembles(x)
+            done = {} if apart else run_blocks(modules, x)
+            for k, module in zip(running, modules, strict=True):
                 run = module if module is None or not again else partial(recomputed, module)
-                outputs.append((layer, k, None if run is None else run(x)))
+                outputs.append((layer, k, None if run is None else done[id(module)] if id(module) in done else run(x)))
             value = self._combiner.sum(outputs, mix, site)
             if value is None:
                 value = zeros(x, spec)

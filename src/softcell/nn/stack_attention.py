@@ -1,0 +1,116 @@
+"""Blocks of attention that read the same map, run together: weights stacked, one pass for each of their layers.
+
+On a GPU each of the seven blocks of a layer starts some dozen small things forward and twice as many backward, of which
+only the attention itself is its own. Here all that comes before it and behind it is done for all blocks at once:
+
+    reduce                             one convolution, one norm
+    queries, keys, values              one batched product of rows [n·h·w, inner]
+    attention                          one after the other
+    projection, expand                 two batched products, one norm
+    shortcut                           once; where the width changes one convolution, one norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.kernels.product import product
+from softcell.nn.attention_blocks import AttentionBlock
+from softcell.nn.attention_local import Attention
+from softcell.nn.norm import BatchNorm2d
+from softcell.nn.stack import listened, norm_key, normalise
+
+
+def assembles(x: Tensor) -> bool:
+    """Whether blocks of `x` should run together; a compiler puts modules together in its own way."""
+    return x.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+def block_key(module: nn.Module | None) -> Hashable | None:
+    """What blocks have in common that can run together; None for a module that runs alone."""
+    if type(module) is not AttentionBlock or listened(module):
+        return None
+    parts = [module.reduce, module.expand]
+    if not isinstance(module.widen, nn.Identity):
+        parts.append(module.widen)
+    kinds = tuple(_linear_key(part) for part in parts)
+    return None if None in kinds else (kinds, type(module.pool), getattr(module.pool, "stride", None))
+
+
+def _linear_key(part: nn.Module) -> Hashable | None:
+    """Of a convolution and its norm."""
+    if not isinstance(part, nn.Sequential):
+        return None  # without norms there is a bias
+    conv, norm = _parts(part)
+    kind = norm_key(norm) if type(norm) is BatchNorm2d else None
+    return None if kind is None else (conv.in_channels, conv.out_channels, kind)
+
+
+def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
+    """What each block makes of x [n, c, h, w], by its id; modules that must run alone are left out."""
+    kinds: dict[Hashable, dict[int, AttentionBlock]] = {}
+    for module in modules:
+        if isinstance(module, AttentionBlock) and (kind := block_key(module)) is not None:
+            kinds.setdefault(kind, {})[id(module)] = module
+    found: dict[int, Tensor] = {}
+    for alike in kinds.values():
+        if len(alike) > 1:
+            found.update(zip(alike, _run(list(alike.values()), x), strict=True))
+    return found
+
+
+def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> tuple[Tensor, ...]:
+    first, count, attentions = blocks[0], len(blocks), [block.attention for block in blocks]
+    n, _, h, w = x.shape
+    y = torch.relu(_linears([block.reduce for block in blocks], x))
+    rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
+    packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
+    maps = (own.view(n, h, w, -1).permute(0, 3, 1, 2) for own in packed.unbind())
+    rows = torch.stack(
+        [
+            attention.attend(own, *given).permute(0, 2, 3, 1).reshape(n * h * w, -1)
+            for attention, own, given in zip(attentions, maps, _embeddings(attentions), strict=True)
+        ]
+    )
+    rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
+    last, norms = zip(*(_parts(block.expand) for block in blocks), strict=True)
+    rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
+    y = normalise(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
+    small, y = first.pool(x), first.pool(y)
+    if isinstance(first.widen, nn.Identity):
+        outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
+    else:
+        outputs = (y + _linears([block.widen for block in blocks], small)).unflatten(1, (count, -1))
+    return outputs.unbind(1)
+
+
+def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
+    """Those of each, as parts of one copy: of what is no leaf a backward pass can tell that it is not asked for."""
+    own = [attention.embeddings() for attention in attentions]
+    every = [part for parts in own for part in parts]
+    if not every:
+        return [[] for _ in attentions]
+    pieces = iter(torch.split(torch.cat([part.reshape(-1) for part in every]), [part.numel() for part in every]))
+    return [[next(pieces).view(part.shape) for part in parts] for parts in own]
+
+
+def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Convolutions of x [n, c, h, w] with their norms, side by side: [n, parts · c', h, w]"""
+    convs, norms = zip(*(_parts(part) for part in parts), strict=True)
+    return normalise(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms)
+
+
+def _stacked(convs: Sequence[tuple[nn.Conv2d, ...]]) -> Tensor:
+    """Weights of 1×1 convolutions, those of one block behind each other, [blocks, c_in, Σ c_out], by one copy."""
+    flat = torch.cat([conv.weight for own in convs for conv in own])
+    return flat.view(len(convs), -1, flat.shape[1]).transpose(1, 2)
+
+
+def _parts(part: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    conv, norm = part.children()
+    assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
+    return conv, norm

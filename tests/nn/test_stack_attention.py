@@ -1,0 +1,114 @@
+"""Blocks of attention run together are the blocks they stand for: values, gradients, running statistics."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import WeightMix
+from softcell.nn.attention_blocks import AttentionBlock
+from softcell.nn.candidates import Spec, get_candidate
+from softcell.nn.stack_attention import assembles, block_key, run_blocks
+from softcell.spaces import build_space, chain
+from softcell.spaces.fullattention import CANDIDATES
+from softcell.spaces.fused import modules_only
+
+
+def made(spec: Spec, names: tuple[str, ...] = CANDIDATES) -> list[nn.Module]:
+    """In float64, every number random: fresh norms hide a forgotten scale, shift or running value."""
+    torch.manual_seed(0)
+    modules = [get_candidate(name).build(spec).double() for name in names]
+    for module in modules:
+        for norm in (part for part in module.modules() if isinstance(part, nn.BatchNorm2d)):
+            given: Any = norm
+            given.running_mean.normal_()
+            given.running_var.uniform_(0.5, 2)
+            if norm.affine:
+                nn.init.normal_(norm.weight)
+                nn.init.normal_(norm.bias)
+    return modules
+
+
+def outcome(modules: list[nn.Module], x: Tensor, *, together: bool) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    found = run_blocks(modules, x) if together else {id(module): module(x) for module in modules}
+    assert set(found) == {id(module) for module in modules}
+    outputs = [found[id(module)] for module in modules]
+    loss = sum(((i + 1) * y.sin()).sum() for i, y in enumerate(outputs))
+    assert isinstance(loss, Tensor)
+    parameters = [p for module in modules for p in module.parameters()]
+    twice = len(modules) < len(CANDIDATES)  # torch's fused attention has no second derivatives
+    first = torch.autograd.grad(loss, [x, *parameters], create_graph=twice)
+    second: tuple[Tensor, ...] = ()
+    if twice:
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters, materialize_grads=True)
+    buffers = [b.clone() for module in modules for b in module.buffers()]
+    return [*outputs, *first, *second, *buffers]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(16, 1, affine=True, channels_in=16),
+        Spec(32, 2, affine=False, channels_in=16),
+        Spec(16, 2, affine=False, channels_in=16),
+    ],
+    ids=["same", "widens", "shrinks"],
+)
+@pytest.mark.parametrize("names", [CANDIDATES, ("local_sa_k3_h8", "local_sa_k5_h4")], ids=["all", "two"])
+def test_values_gradients_and_statistics_are_those_of_the_blocks(
+    names: tuple[str, ...], spec: Spec, training: bool
+) -> None:
+    x = torch.randn(2, 16, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = x.to(memory_format=torch.channels_last)
+    expected, found = (
+        outcome([m.train(training) for m in made(spec, names)], x, together=together) for together in (False, True)
+    )
+    assert len(expected) == len(found)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+
+
+def test_what_differs_or_is_listened_to_runs_alone() -> None:
+    spec = Spec(16, 1, affine=False, channels_in=16)
+    one, other = made(spec)[:2]
+    assert block_key(None) is None and block_key(nn.Identity()) is None
+    assert block_key(one) == block_key(other) is not None
+    assert block_key(one) != block_key(made(Spec(32, 2, affine=False, channels_in=16))[0])
+    (bare,) = made(Spec(16, 1, affine=False, channels_in=16, norm=False), CANDIDATES[:1])
+    assert block_key(bare) is None
+    assert isinstance(other, AttentionBlock)
+    other.attention.register_forward_hook(lambda *given: None)
+    assert block_key(other) is None
+    x = torch.randn(1, 16, 3, 3, dtype=torch.float64)
+    assert run_blocks([one, other, None], x) == {}
+    assert not assembles(x), "on a CPU launches cost nothing"
+
+
+@pytest.mark.parametrize("live", [None, ((0, 2, 6), (1,))])
+def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    space = build_space("fullattention", {"channels": 16, "layers": 2})
+    supernet = space.supernet((3, 8, 8), 4).double()
+    layout = space.layout()
+    weights = {table.name: torch.rand(table.shape, dtype=torch.float64) for table in layout.tables}
+    lives = {} if live is None else dict.fromkeys(range(len(layout.sites)), live)
+    mix, x = WeightMix(layout, weights, lives), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    plain = supernet.eval()(x, mix)
+    ran: list[int] = []
+
+    def run(modules: Any, given: Tensor) -> dict[int, Tensor]:
+        found = run_blocks(modules, given)
+        ran.append(len(found))
+        return found
+
+    monkeypatch.setattr(chain, "assembles", lambda x: True)
+    monkeypatch.setattr(chain, "run_blocks", run)
+    torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
+    assert ran == [len(CANDIDATES)] * 10 if live is None else ran == [3, 0] * 5
+    ran.clear()
+    with modules_only():
+        supernet(x, mix)
+    assert ran == []
