@@ -239,8 +239,42 @@ def test_slow_saving_is_done_as_often_as_it_may_take_time(tmp_path: Path, monkey
     # Killed within epoch 4 instead: files are ahead of the checkpoint, and say what it says when the run goes on.
     (killed / checkpoint.CURRENT).write_bytes((tmp_path / "cut" / checkpoint.PREVIOUS).read_bytes())
     (killed / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    outcome = loop.run(Toy(num_epochs=5), killed, ALONE, resume=True)
-    assert untimed(outcome.metrics) == untimed(whole.metrics)
+    at_start: list[int] = []
+
+    def look(event: Event) -> None:
+        if isinstance(event, Started):
+            at_start.append(len((killed / "metrics.jsonl").read_text().splitlines()))
+
+    outcome = loop.run(Toy(num_epochs=5), killed, ALONE, resume=True, on_event=look)
+    assert at_start == [1] and untimed(outcome.metrics) == untimed(whole.metrics)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_who_ends_a_run_after_an_epoch_goes_on_from_there(
+    slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if slow:
+        monkeypatch.setattr(loop, "SAVED_IN", 0.0)
+        monkeypatch.setattr(loop, "SAVING", 1e-9)
+
+    def end(event: Event) -> None:
+        if isinstance(event, EpochEnded) and event.epoch == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        loop.run(Toy(num_epochs=6), tmp_path, ALONE, resume=False, on_event=end)
+    found = checkpoint.load_latest(tmp_path)
+    assert found is not None and (found.state["epoch"], found.state["step"]) == (4, 0)
+
+
+def test_no_run_is_unsaved_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda folder, state: (saved.append(state["epoch"]), save(folder, state)))
+    for name, value in (("SAVED_IN", 0.0), ("SAVING", 1e-9), ("LONGEST", 0.0)):
+        monkeypatch.setattr(loop, name, value)
+    loop.run(Toy(num_epochs=3), tmp_path, ALONE, resume=False)
+    assert saved == [1, 2, 3]
 
 
 def test_a_metric_that_is_not_finite_is_null_and_noted(tmp_path: Path) -> None:

@@ -152,3 +152,8 @@ def test_a_block_that_keeps_its_width_adds_its_input_itself() -> None:
             p.zero_()
     x = torch.randn(2, 16, 4, 4)
     torch.testing.assert_close(block.eval()(x), x)
+
+
+@pytest.mark.parametrize("layer", [LocalAttention(8, 3, 4), NonLocalAttention(8)])
+def test_a_batch_without_images_passes(layer: nn.Module) -> None:
+    assert layer(torch.zeros(0, 8, 5, 6)).shape == (0, 8, 5, 6)

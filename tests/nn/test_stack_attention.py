@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from softcell.arch import WeightMix
 from softcell.nn.attention_blocks import AttentionBlock
+from softcell.nn.attention_local import LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.stack_attention import assembles, block_key, run_blocks
 from softcell.spaces import build_space, chain
@@ -82,6 +83,19 @@ def test_what_differs_or_is_listened_to_runs_alone() -> None:
     assert isinstance(other, AttentionBlock)
     other.attention.register_forward_hook(lambda *given: None)
     assert block_key(other) is None
+    (biased,) = made(spec, CANDIDATES[:1])
+    assert isinstance(biased, AttentionBlock) and isinstance(biased.reduce, nn.Sequential)
+    biased.reduce[1] = nn.GroupNorm(1, 8)
+    assert block_key(biased) is None
+
+    class Louder(LocalAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    (own,) = made(spec, CANDIDATES[:1])
+    assert isinstance(own, AttentionBlock)
+    own.attention = Louder(8, 3, 4)
+    assert block_key(own) is None, "it would not be heard"
     x = torch.randn(1, 16, 3, 3, dtype=torch.float64)
     assert run_blocks([one, other, None], x) == {}
     assert not assembles(x), "on a CPU launches cost nothing"

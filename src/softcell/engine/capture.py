@@ -111,7 +111,7 @@ class CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]
-            torch.cuda.empty_cache()  # once: what eager steps had is free for the recordings
+            torch.cuda.empty_cache()  # what eager steps had is free for the recordings
         generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         graph, reason = torch.cuda.CUDAGraph(), None

@@ -1,8 +1,8 @@
 """Drives a `Task` through its epochs: restore, step, watch, save, stop.
 
 Order at the end of an epoch: the line goes into the history, the history into the checkpoint, and only then
-are the `.jsonl` files written from it. A run killed in between finds its files behind the checkpoint and
-rewrites them when it is resumed; they are never ahead of it.
+are the `.jsonl` files written from it. Where no checkpoint is due the files are written alone. A run that is
+killed may find its files behind its checkpoint or ahead of it, and rewrites them when it is resumed.
 """
 
 import os
@@ -30,9 +30,11 @@ _LOOK_EVERY = 50
 _AGREE_EVERY = 10
 
 SAVING = 0.05
-"""The share of a run's time that checkpoints at the ends of epochs may take."""
+"""The share of a run's time that checkpoints at the ends of epochs may take, where one takes longer than this:"""
 SAVED_IN = 0.5
-"""Seconds within which a state is saved that is saved after every epoch, however short that is."""
+"""Seconds. A state that is saved faster is saved after every epoch, however short that is."""
+LONGEST = 300.0
+"""Seconds after which an epoch that ends is saved in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +176,19 @@ class _Loop:
         at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
         last = at.epoch >= task.num_epochs or at.stopped is not None
         number, due = agree([self.interrupt.signal, int(self._may_save())], self.world)
-        if last or number or (due and at.epoch % self.save_every == 0):
+        saves = bool(last or number or (due and at.epoch % self.save_every == 0))
+        if saves:
             self._save()
         else:
             on_main(lambda: at.history.write(self.folder), self.world)
         self.pace.ended_epoch()
-        self._emit(EpochEnded(ended, at.history.rows()[-1]))
+        try:
+            self._emit(EpochEnded(ended, at.history.rows()[-1]))
+        except BaseException:
+            # Whoever ends a run between two epochs goes on from there. Ranks that were not told cannot take part.
+            if not saves and self.world.size == 1:
+                self._save()
+            raise
         return 0 if last else number
 
     def _check(self, steps: int) -> int:
@@ -202,10 +211,10 @@ class _Loop:
         """Whether a checkpoint at the end of this epoch keeps within the share of the time that saving may take.
 
         Large states of short epochs would have a GPU wait for the disk. A signal is always followed by a checkpoint:
-        only a run that is killed goes back further than to its latest epoch.
+        only a run that is killed or fails may go back further than to its latest epoch.
         """
         cost = self.saving_took
-        return cost < SAVED_IN or time.perf_counter() - self.saved_at >= cost / SAVING
+        return cost < SAVED_IN or time.perf_counter() - self.saved_at >= min(cost / SAVING, LONGEST)
 
     def _save(self) -> None:
         began = time.perf_counter()

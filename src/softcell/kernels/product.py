@@ -47,5 +47,9 @@ def _of_rows(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
-    """x [g, rows, c] · weight [g, c, d] + added [g, rows or 1, d]"""
+    """x [g, rows, c] · weight [g, c, d] + added [g, rows or 1, d], all of one type.
+
+    The weight's gradient is summed in float32 at least, of parts that are rounded to that type.
+    """
+    assert x.dtype == weight.dtype, f"rows and weights must be of one type, but are {x.dtype} and {weight.dtype}"
     return _Product.apply(x, weight, added)  # type: ignore[no-any-return, no-untyped-call]

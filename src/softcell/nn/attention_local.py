@@ -202,4 +202,4 @@ class NonLocalAttention(Attention):
         n, _, height, width = packed.shape
         q, k, v = (part.flatten(2).transpose(1, 2)[:, None] for part in packed.chunk(3, 1))
         y = F.scaled_dot_product_attention(q, k, v, scale=1.0)  # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
-        return y[:, 0].transpose(1, 2).reshape(n, -1, height, width)
+        return y[:, 0].transpose(1, 2).reshape(n, self.width, height, width)

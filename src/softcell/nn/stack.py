@@ -45,7 +45,10 @@ def norm_key(norm: nn.BatchNorm2d) -> Hashable | None:
 
 def listened(module: nn.Module) -> bool:
     """Whether somebody listens to a module or a part of it, and must hear it."""
-    return any(part._forward_hooks for part in module.modules())
+    return any(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        for part in module.modules()
+    )
 
 
 def run_stacked(modules: Sequence[nn.Module], activated: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from softcell.kernels.product import product
 from softcell.nn.attention_blocks import AttentionBlock
-from softcell.nn.attention_local import Attention
+from softcell.nn.attention_local import Attention, LocalAttention, NonLocalAttention
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.stack import listened, norm_key, normalise
 
@@ -34,6 +34,8 @@ def block_key(module: nn.Module | None) -> Hashable | None:
     """What blocks have in common that can run together; None for a module that runs alone."""
     if type(module) is not AttentionBlock or listened(module):
         return None
+    if type(module.attention) not in (LocalAttention, NonLocalAttention):
+        return None  # another one may do more than `attend`
     parts = [module.reduce, module.expand]
     if not isinstance(module.widen, nn.Identity):
         parts.append(module.widen)
@@ -43,10 +45,10 @@ def block_key(module: nn.Module | None) -> Hashable | None:
 
 def _linear_key(part: nn.Module) -> Hashable | None:
     """Of a convolution and its norm."""
-    if not isinstance(part, nn.Sequential):
+    if [type(child) for child in part.children()] != [nn.Conv2d, BatchNorm2d]:
         return None  # without norms there is a bias
     conv, norm = _parts(part)
-    kind = norm_key(norm) if type(norm) is BatchNorm2d else None
+    kind = norm_key(norm) if conv.bias is None else None
     return None if kind is None else (conv.in_channels, conv.out_channels, kind)
 
 

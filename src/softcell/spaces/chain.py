@@ -8,7 +8,6 @@ drops what they add to it; a layer that changes them is never dropped, being the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -54,8 +53,10 @@ class MixedChain(MixedCell):
             apart = again or is_distributed() or literal() or not assembles(x)
             done = {} if apart else run_blocks(modules, x)
             for k, module in zip(running, modules, strict=True):
-                run = module if module is None or not again else partial(recomputed, module)
-                outputs.append((layer, k, None if run is None else done[id(module)] if id(module) in done else run(x)))
+                output = done.get(id(module))
+                if output is None and module is not None:
+                    output = recomputed(module, x) if again else module(x)
+                outputs.append((layer, k, output))
             value = self._combiner.sum(outputs, mix, site)
             if value is None:
                 value = zeros(x, spec)

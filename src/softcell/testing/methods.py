@@ -151,13 +151,13 @@ def relax_works_without_gradients(kind: type[Method], space: Space) -> None:
 def kept_mix_takes_what_was_learnt(kind: type[Method], space: Space) -> None:
     """A mix that a recording goes on reading gives what a new one gives, once it has taken its numbers."""
     method, supernet = build_method(kind, space), build_supernet(space)
-    x, generator = images(), torch.Generator().manual_seed(1)
+    x = images()
     with torch.no_grad():
         torch.manual_seed(0)
         kept = method.relax().copy()
         supernet(x, kept)
         for parameter in method.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.01)
+            parameter.mul_(1.25)  # changes all weights and no order, so that the same candidates run
         torch.manual_seed(0)
         new = method.relax()
         if kept.signature() is None or kept.signature() != new.signature():
