@@ -8,22 +8,18 @@ python -m benchmarks --out benchmarks/records/NAME.json
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from studies.runs import write_record
 
 from benchmarks import gpu
 from benchmarks.options import machine
 from benchmarks.steps import PAPER, SMALL, compare
-from softcell.engine.files import atomic_write_text
-from softcell.engine.provenance import collect
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,10 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def write(out: Path | None, threads: int, found: dict[str, Any], console: Console) -> None:
     """The record, with what it was measured on."""
     if out is not None:
-        command = ["python", "-m", "benchmarks", *sys.argv[1:]]
-        when = datetime.now(UTC).isoformat(timespec="seconds")
-        record = {"date": when, "threads": threads, **collect(), "command": command, **found}
-        atomic_write_text(out, json.dumps(record, indent=2) + "\n")
+        write_record(out, "benchmarks", threads=threads, **found)
         console.print(f"written: {out}")
 
 

@@ -14,7 +14,6 @@ python -m benchmarks.attention --batch 64 --width 8 --sides 8 16 32 56 --precisi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,12 +24,11 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
+from studies.runs import write_record
 from torch import Tensor
 
 from benchmarks.options import machine
 from softcell.engine.capture import TRIED, WARMUP, CapturedStep
-from softcell.engine.files import atomic_write_text
-from softcell.engine.provenance import collect, now
 from softcell.engine.timing import Stopwatch
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.local import attend_packed, unpacked
@@ -223,20 +221,13 @@ def main(arguments: list[str] | None = None) -> None:
             found: dict[str, Any] = {name: tried(name, options, side, extent, device) for name in options.forms}
             rows.append({"side": side, "extent": extent, **found})
             if options.out is not None:
-                write(options, rows)
+                settings = {k: v for k, v in vars(options).items() if k != "out"}
+                write_record(options.out, "benchmarks.attention", settings=settings, rows=rows)
             shown = [v if isinstance(v, str) else f"{v['ms']:.2f} ms, {v['megabytes']:.1f} MB" for v in found.values()]
             table.add_row(str(side), str(extent), *shown)
             told = ", ".join(f"{name} {text}" for name, text in zip(found, shown, strict=True))
             print(f"{side}x{side}, extent {extent}: {told}", file=sys.stderr, flush=True)
     Console().print(table)
-
-
-def write(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """The record of what was measured so far."""
-    settings = {k: v for k, v in vars(options).items() if k != "out"}
-    command = ["python", "-m", "benchmarks.attention", *sys.argv[1:]]
-    record = {"date": now(), **collect(), "command": command, "settings": settings, "rows": rows}
-    atomic_write_text(options.out, json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

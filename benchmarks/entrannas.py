@@ -9,20 +9,17 @@ python -m benchmarks.entrannas --paper    # 8 cells, 16 channels, 32×32 (on a C
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from studies.runs import write_record
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
-from softcell.engine.provenance import collect
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "darts": ("darts", {}),
@@ -125,18 +122,9 @@ def main() -> None:
     console.print(table)
     if options.out is not None:
         case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
-        record = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            **collect(),
-            "threads": threads,
-            "command": ["python", "-m", "benchmarks.entrannas", *sys.argv[1:]],
-            "device": device.type,
-            "engine": {"precision": options.precision, "fused": not options.modules} if device.type == "cuda" else None,
-            "case": case,
-            "rounds": options.rounds,
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        engine = {"precision": options.precision, "fused": not options.modules} if device.type == "cuda" else None
+        about = {"threads": threads, "device": device.type, "engine": engine, "case": case, "rounds": options.rounds}
+        write_record(options.out, "benchmarks.entrannas", **about, rows=rows)
         console.print(f"written: {options.out}")
 
 

@@ -24,6 +24,7 @@ from studies.runs import write_record
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megabytes, players
+from softcell.methods.itnas import HALVES
 
 LIMITS = {"itnas": 1.06, "itnas, single paths": 1.2}
 """What is aimed at, as a share of the memory of the first variant."""
@@ -102,7 +103,7 @@ def on_gpu(
                 "engine": "compile" if name.endswith("compiled") else "graph",
                 "precision": precision,
                 "fused": "fused" in name,
-                "split": {"weights": 0.5, "validation": 0.5},
+                "split": HALVES,
             }
             if name in SINGLE:
                 # Paths hardly come twice: trying algorithms for every new convolution would be most of the work.

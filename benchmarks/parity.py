@@ -16,12 +16,11 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from softcell.engine.provenance import collect
+from studies.runs import write_record
 
 WAYS = {
     "eager": ("--engine", "eager", "--precision", "float32", "--set", "fused=false"),
@@ -100,18 +99,16 @@ def main() -> None:
             run = future.result()
             results[space][way].append({"seed": seed, **run})
             print(f"{space} {way} seed {seed}: " + ", ".join(f"{k} {run[k]:.4f}" for k in METRICS), flush=True)
-    record: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **collect()}
-    record |= {"command": ["python", "-m", "benchmarks.parity", *sys.argv[1:]], "epochs": options.epochs}
-    record["beside"] = None if options.beside is None else options.beside.name
-    record["spaces"] = {
+    compared: dict[str, Any] = {
         s: {"images_per_half": int(spaces[s]), "runs": r, "rows": compare(r)} for s, r in results.items()
     }
-    for space, found in record["spaces"].items():
+    for space, found in compared.items():
         for row in found["rows"]:
             gap = "" if row["gap_in_spreads"] is None else f"  {row['gap_in_spreads']:+.2f} spreads from eager"
             print(f"{space:6} {row['metric']:15} {row['way']:13} {row['mean']:.4f} ± {row['std']:.4f}{gap}")
     if options.out is not None:
-        options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        beside = None if options.beside is None else options.beside.name
+        write_record(options.out, "benchmarks.parity", epochs=options.epochs, beside=beside, spaces=compared)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ in cells that no kernel of ours fuses, a launch costs more than any of these con
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from softcell.nn.conv import ReLUConvBN
 
+K = TypeVar("K", bound=Hashable)
 LARGEST = 2**17
 """Elements of an input up to which stacking pays on a CPU."""
 
@@ -28,7 +30,7 @@ def stack_key(module: nn.Module | None) -> Hashable | None:
     """What modules have in common that can be stacked; None for a module that runs alone."""
     if type(module) is not ReLUConvBN:
         return None
-    conv, norm = _parts(module)
+    conv, norm = conv_and_norm(module)
     kind = norm_key(norm)
     if kind is None or listened(module):
         return None
@@ -51,9 +53,20 @@ def listened(module: nn.Module) -> bool:
     )
 
 
+def grouped(
+    modules: Iterable[nn.Module | None], key: Callable[[nn.Module | None], K | None]
+) -> dict[K, dict[int, Any]]:
+    """Modules by what they have in common and by id; those whose key is None are left out."""
+    found: dict[K, dict[int, Any]] = {}
+    for module in modules:
+        if module is not None and (kind := key(module)) is not None:
+            found.setdefault(kind, {})[id(module)] = module
+    return found
+
+
 def run_stacked(modules: Sequence[nn.Module], activated: Tensor) -> tuple[Tensor, ...]:
     """Modules of one key on max(x, 0) [n, c, h, w]: their outputs, each [n, c_out, h', w'], as views of one tensor."""
-    convs, norms = zip(*(_parts(module) for module in modules), strict=True)
+    convs, norms = zip(*(conv_and_norm(module) for module in modules), strict=True)
     first = convs[0]
     weight = torch.cat([conv.weight for conv in convs])
     y = F.conv2d(activated, weight, None, first.stride, first.padding, first.dilation)
@@ -80,7 +93,8 @@ def _buffers(norms: Sequence[nn.BatchNorm2d], name: str) -> list[Tensor]:
     return [norm.get_buffer(name) for norm in norms]
 
 
-def _parts(module: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
-    _, conv, norm = module.children()
+def conv_and_norm(module: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    """The last two parts of a module."""
+    *_, conv, norm = module.children()
     assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
     return conv, norm

@@ -22,7 +22,7 @@ from softcell.kernels.product import product
 from softcell.nn.attention_blocks import AttentionBlock
 from softcell.nn.attention_local import Attention, LocalAttention, NonLocalAttention
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import listened, norm_key, normalise
+from softcell.nn.stack import conv_and_norm, grouped, listened, norm_key, normalise
 
 
 def assembles(x: Tensor) -> bool:
@@ -47,21 +47,17 @@ def _linear_key(part: nn.Module) -> Hashable | None:
     """Of a convolution and its norm."""
     if [type(child) for child in part.children()] != [nn.Conv2d, BatchNorm2d]:
         return None  # without norms there is a bias
-    conv, norm = _parts(part)
+    conv, norm = conv_and_norm(part)
     kind = norm_key(norm) if conv.bias is None else None
     return None if kind is None else (conv.in_channels, conv.out_channels, kind)
 
 
 def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
     """What each block makes of x [n, c, h, w], by its id; modules that must run alone are left out."""
-    kinds: dict[Hashable, dict[int, AttentionBlock]] = {}
-    for module in modules:
-        if isinstance(module, AttentionBlock) and (kind := block_key(module)) is not None:
-            kinds.setdefault(kind, {})[id(module)] = module
     found: dict[int, Tensor] = {}
-    for alike in kinds.values():
-        if len(alike) > 1:
-            found.update(zip(alike, _run(list(alike.values()), x), strict=True))
+    for own in grouped(modules, block_key).values():
+        if len(own) > 1:
+            found.update(zip(own, _run(list(own.values()), x), strict=True))
     return found
 
 
@@ -79,7 +75,7 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> tuple[Tensor, ...]:
         ]
     )
     rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
-    last, norms = zip(*(_parts(block.expand) for block in blocks), strict=True)
+    last, norms = zip(*(conv_and_norm(block.expand) for block in blocks), strict=True)
     rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
     y = normalise(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
     small, y = first.pool(x), first.pool(y)
@@ -102,7 +98,7 @@ def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
 
 def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Convolutions of x [n, c, h, w] with their norms, side by side: [n, parts · c', h, w]"""
-    convs, norms = zip(*(_parts(part) for part in parts), strict=True)
+    convs, norms = zip(*(conv_and_norm(part) for part in parts), strict=True)
     return normalise(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms)
 
 
@@ -110,9 +106,3 @@ def _stacked(convs: Sequence[tuple[nn.Conv2d, ...]]) -> Tensor:
     """Weights of 1×1 convolutions, those of one block behind each other, [blocks, c_in, Σ c_out], by one copy."""
     flat = torch.cat([conv.weight for own in convs for conv in own])
     return flat.view(len(convs), -1, flat.shape[1]).transpose(1, 2)
-
-
-def _parts(part: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
-    conv, norm = part.children()
-    assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
-    return conv, norm

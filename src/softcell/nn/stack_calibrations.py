@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttention
 from softcell.nn.flat import flat
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import listened, norm_key, normalise
+from softcell.nn.stack import grouped, listened, norm_key, normalise
 
 LARGEST = 2**20
 """Elements of an input up to which running them together was seen to pay on a CPU."""
@@ -58,10 +58,7 @@ def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
 
 def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
     """What each module makes of x [n, c, h, w], by its id; those that must run alone are left out."""
-    families: dict[tuple[Hashable, ...], dict[int, Any]] = {}
-    for module in modules:
-        if (key := family(module)) is not None:
-            families.setdefault(key, {})[id(module)] = module
+    families = grouped(modules, family)
     if sum(map(len, families.values())) < 2:
         return {}
     groups: dict[Hashable, list[list[Any]]] = {}

@@ -20,7 +20,7 @@ from softcell.nn.stack_attention import assembles, run_blocks
 from softcell.spaces.arrivals import Output, zeros
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.edges import SpecOf
-from softcell.spaces.fused import is_distributed, literal
+from softcell.spaces.fused import apart
 from softcell.spaces.picked_cell import PickedCell
 
 
@@ -50,8 +50,7 @@ class MixedChain(MixedCell):
             again = mix.recomputes(site, layer)
             running = range(len(choice.candidates)) if live is None else live[layer]
             modules = [self.edges.module(self._starts[layer] + k) for k in running]
-            apart = again or is_distributed() or literal() or not assembles(x)
-            done = {} if apart else run_blocks(modules, x)
+            done = {} if again or apart() or not assembles(x) else run_blocks(modules, x)
             for k, module in zip(running, modules, strict=True):
                 output = done.get(id(module))
                 if output is None and module is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.recompute import recomputed
-from softcell.nn.stack import run_stacked, stack_key, stacks
+from softcell.nn.stack import grouped, run_stacked, stack_key, stacks
 from softcell.nn.stack_calibrations import gathers, run_calibrations
 from softcell.spaces.bottleneck import Bottleneck
-from softcell.spaces.fused import is_distributed, literal
+from softcell.spaces.fused import apart
 
 SpecOf = Callable[[int], Spec]
 """What the candidates that leave a node are built for."""
@@ -90,7 +90,7 @@ class Runner:
 
     def together(self, modules: Iterable[nn.Module | None]) -> None:
         """Runs those that can be stacked ahead of the others, where that pays."""
-        if is_distributed() or literal():
+        if apart():
             return
         own = list(modules)
         if stacks(self._x):
@@ -99,15 +99,11 @@ class Runner:
             self._done |= run_calibrations(own, self.value())
 
     def _stack(self, modules: Iterable[nn.Module | None]) -> None:
-        kinds: dict[Hashable, dict[int, nn.Module]] = {}
-        for module in modules:
-            if module is not None and (kind := stack_key(module)) is not None:
-                kinds.setdefault(kind, {})[id(module)] = module
-        for alike in kinds.values():
-            if len(alike) > 1:
+        for own in grouped(modules, stack_key).values():
+            if len(own) > 1:
                 self._narrow()
-                outputs = run_stacked(list(alike.values()), self._activate())
-                self._done.update(zip(alike, outputs, strict=True))
+                outputs = run_stacked(list(own.values()), self._activate())
+                self._done.update(zip(own, outputs, strict=True))
 
     def value(self) -> Tensor:
         """What the modules run on: the node's value, behind a bottleneck a narrower one."""

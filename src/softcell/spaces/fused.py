@@ -35,9 +35,14 @@ def literal() -> bool:
     return _MODULES_ONLY.get()
 
 
+def apart() -> bool:
+    """Whether modules must run one by one: where that is asked for, or several processes share a batch."""
+    return literal() or is_distributed()
+
+
 def serves(x: Tensor) -> bool:
     """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, in one process."""
-    if x.device.type != "cuda" or literal() or is_distributed():
+    if x.device.type != "cuda" or apart():
         return False
     return can_fuse() and compute_type(x) in (torch.float32, torch.bfloat16)
 
