@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
 from softcell.kernels import cell as kernels
-from softcell.kernels import local, mix
+from softcell.kernels import indicator, local, mix
 from softcell.nn import attention_local
 from softcell.spaces import block, cell, chain, edges, fused_cell
 
@@ -92,6 +92,35 @@ class _Local:
         return self._counter.as_kernel("local_gradient", 6 if positions else 2, run)()
 
 
+class _Indicator:
+    """Stands for the kernels of the indicator token: counts what they launch, and computes by the twin."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("indicate", 1, self._forward)
+        self.backward = counter.as_kernel("indicate_gradient", 5, self._backward)  # three kernels, a sum, a conversion
+
+    def _forward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, keeps: bool) -> tuple[Tensor, ...]:
+        out, attention = indicator.indicate_reference(x, laid, form)
+        return (
+            out,
+            attention,
+            torch.empty_like(out),
+            torch.empty_like(out),
+            attention.new_empty(2, *attention.shape[:2]),
+        )
+
+    def _backward(
+        self, x: Tensor, laid: indicator.Laid, form: indicator.Form, attention: Tensor, *kept: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        *_, gradient, towards = kept
+        given = [one.detach().requires_grad_() for one in (x, *laid)]
+        with torch.enable_grad():
+            outputs = indicator.indicate_reference(given[0], indicator.Laid(*given[1:]), form)
+        pulls = (gradient, torch.zeros_like(attention) if towards is None else towards)
+        dx, *rest = torch.autograd.grad(outputs, given, pulls, materialize_grads=True)
+        return dx, rest
+
+
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
     """Cells on the CPU take the GPU's path; together: calibrations and blocks of attention too, else one by one."""
@@ -104,6 +133,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         for module in (attention_local, local):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
+        stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
+        stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
         for module in (cell, block):
             stack.enter_context(patch.object(module, "literal", lambda: not together))
         stack.enter_context(patch.object(edges, "gathers", lambda x: together))

@@ -29,9 +29,10 @@ from softcell.arch.mix import live_where
 from softcell.arch.paths import uniform_path, widened
 from softcell.arch.simplex import normalised
 from softcell.errors import UserError
+from softcell.kernels.indicator import Laid
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
-from softcell.nn.lite_ensemble import Laid, LiteEnsemble
+from softcell.nn.lite_ensemble import LiteEnsemble
 from softcell.nn.lite_groups import Group, Member, form_groups
 from softcell.nn.lite_rows import AttentionRows
 from softcell.nn.lite_transformer import LiteTransformer, order_of

@@ -3,47 +3,21 @@
 Alone, each costs a GPU some thirty launches forward and sixty backward, however small its maps are. Here the weights of
 all Lite-Transformers of one shape are laid side by side once per step, and whatever no image changes is computed from
 them for all at once: the query, what the keys make of it, the logits of the indicator token and of tokens of zeros.
-Each group of edges then takes its share. The equations are `LiteTransformer`'s, which is the oracle in the tests.
+Each group of edges then takes its share (`softcell.kernels.indicator`). The equations are `LiteTransformer`'s, which is
+the oracle in the tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.product import product
+from softcell.kernels.indicator import Form, Laid, indicate, indicate_by
 from softcell.nn.lite_transformer import LiteTransformer, summaries, summary, taken
 from softcell.nn.stack import LARGEST
-
-
-class Laid(NamedTuple):
-    """What g Lite-Transformers bring to a step, side by side; m maps of d pooled values are attended to.
-
-    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values lie channels last here, as they come
-    out of the maps. itself, zeros: the logits of the IT and of tokens of zeros. From `own` on in the precision of the
-    maps.
-    """
-
-    positions: Tensor  # [g, m, d]
-    asked: Tensor  # [g, d, 1]
-    shift: Tensor  # [g, 1, 1]
-    itself: Tensor  # [g, 1]
-    zeros: Tensor  # [g, tokens of zeros]
-    own: Tensor  # [g, 1, h·w·c], the IT's map
-    own_value: Tensor  # [g, 1, h·w·c], its value
-    value: Tensor  # [g, c, c], from left to right
-    attention_scale: Tensor  # [g, 1, 1, c], of the norm after it
-    attention_shift: Tensor
-    narrow: Tensor  # [g, c, inner]
-    narrow_bias: Tensor  # [g, 1, inner]
-    widen: Tensor  # [g, inner, c]
-    widen_bias: Tensor  # [g, 1, c]
-    ffn_scale: Tensor  # [g, 1, 1, c]
-    ffn_shift: Tensor
 
 
 class LiteEnsemble(nn.Module):
@@ -58,8 +32,8 @@ class LiteEnsemble(nn.Module):
         self._groups = [list(group) for group in groups]  # lists: the method owns them
         self.order, self.maps = tuple(order), maps
         first = self._groups[0][0]
-        self.shape, self.sides, self._token_eps = first.shape, first.sides, first.norm.eps
-        self._map_eps = first.after_attention.eps
+        self.shape, self.sides = first.shape, first.sides
+        self._form = Form(first.sides, first.norm.eps, first.after_attention.eps)
 
     def serves(self, maps: Sequence[Tensor]) -> bool:
         """Whether running these maps together pays: on a GPU, and on a CPU where calls cost as much as arithmetic."""
@@ -74,7 +48,7 @@ class LiteEnsemble(nn.Module):
             p = _side_by_side(modules)
             scale, shift = p["norm.weight"], p["norm.bias"]
             own = summary(p["indicator"], c, self.sides, scale.dtype)
-            first_token = F.layer_norm(own + p["positions"][:, 0], own.shape[1:], eps=self._token_eps)
+            first_token = F.layer_norm(own + p["positions"][:, 0], own.shape[1:], eps=self._form.token_eps)
             token = torch.addcmul(shift, first_token, scale)
             query = torch.bmm(p["query.weight"], token[:, :, None])
             met = torch.bmm(p["key.weight"].transpose(1, 2), query)[:, :, 0] * width**-0.5
@@ -82,7 +56,7 @@ class LiteEnsemble(nn.Module):
             known = first_token[:, None]
             if len(self.order) > self.maps + 1:
                 zeros = F.layer_norm(
-                    taken(p["positions"], self.order[self.maps + 1 :], 1), own.shape[1:], eps=self._token_eps
+                    taken(p["positions"], self.order[self.maps + 1 :], 1), own.shape[1:], eps=self._form.token_eps
                 )
                 known = torch.cat([known, zeros], dim=1)
             itself, zeros = torch.split((known * asked[:, None]).sum(2) + moved, [1, known.shape[1] - 1], dim=1)
@@ -94,11 +68,11 @@ class LiteEnsemble(nn.Module):
                 *(itself, zeros),
                 indicator.flatten(1)[:, None].to(dtype),
                 torch.bmm(indicator, value).flatten(1)[:, None].to(dtype),
-                value.to(dtype),
+                value.to(dtype).contiguous(),
                 *_norm(p, "after_attention", dtype),
-                _turned(p["ffn.0.weight"]).to(dtype),
+                _turned(p["ffn.0.weight"]).to(dtype).contiguous(),
                 p["ffn.0.bias"][:, None].to(dtype),
-                _turned(p["ffn.2.weight"]).to(dtype),
+                _turned(p["ffn.2.weight"]).to(dtype).contiguous(),
                 p["ffn.2.bias"][:, None].to(dtype),
                 *_norm(p, "after_ffn", dtype),
             ]
@@ -111,63 +85,18 @@ class LiteEnsemble(nn.Module):
 
         maps: those of the first Lite-Transformer of the group, then those of the next, each [n, c, h, w].
         """
-        c, h, w = self.shape
-        g, m = len(laid.asked), self.maps
         with torch.autocast(maps[0].device.type, enabled=False):
             x = torch.stack([one.permute(0, 2, 3, 1) for one in maps])  # [g·m, n, h, w, c]
-            n = x.shape[1]
-            small = self._pooled(x, laid.positions.dtype).view(g, m, n, -1)
-            tokens = F.layer_norm(small + laid.positions[:, :, None], small.shape[3:], eps=self._token_eps)
-            logits = torch.baddbmm(laid.shift, tokens.view(g, m * n, -1), laid.asked).view(g, m, n)
-            before, after = (part[:, :, None].expand(-1, -1, n) for part in (laid.itself, laid.zeros))
-            attention = torch.softmax(torch.cat([before, logits, after], dim=1), dim=1)  # Eq 4, [g, tokens, n]
-            to_itself, to_maps, _ = torch.split(attention.to(x.dtype), [1, m, laid.zeros.shape[1]], dim=1)
-            total = (x.view(g, m, n, h * w, c) * to_maps[..., None, None]).sum(1)
-            # The IT's own share of Z and the residual are W_v X_0 and X_0, which no image changes.
-            base = torch.baddbmm(laid.own, to_itself.transpose(1, 2), laid.own_value)  # [g, n, h·w·c]
-            total = product(total.view(g, -1, c), laid.value, base.view(g, -1, c)).view(g, n, h * w, c)
-            total = self._normalised(total, laid.attention_scale, laid.attention_shift)
-            inner = product(total.view(g, -1, c), laid.narrow, laid.narrow_bias)
-            more = product(torch.relu(inner), laid.widen, laid.widen_bias)
-            total = self._normalised(total + more.view_as(total), laid.ffn_scale, laid.ffn_shift)
-        return total.view(g, n, h, w, c).permute(0, 1, 4, 2, 3), attention.transpose(1, 2)
-
-    def _normalised(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """[g, n, h·w, c], every image by itself."""
-        return scaled_and_shifted(F.layer_norm(x, x.shape[2:], eps=self._map_eps), scale, shift)
-
-    def _pooled(self, x: Tensor, exact: torch.dtype) -> Tensor:
-        """Maps [m, n, h, w, c] pooled to [m, n, d] in `exact`, channels last, as they come: nothing is moved."""
-        (count, n, h, w, c), (rows, columns) = x.shape, self.sides
-        if h % rows or w % columns:
-            return self._channels_last(summaries(x, self.sides, exact))
-        parts = x.view(count, n, rows, h // rows, columns, w // columns, c)
-        return parts.mean(dim=(3, 5), dtype=exact).flatten(2)
+            if self.shape[1] % self.sides[0] or self.shape[2] % self.sides[1]:  # windows that overlap
+                small = self._channels_last(summaries(x, self.sides, laid.positions.dtype))
+                total, attention = indicate_by(small, x, laid, self._form)
+            else:
+                total, attention = indicate(x, laid, self._form)
+        return total.permute(0, 1, 4, 2, 3), attention
 
     def _channels_last(self, x: Tensor) -> Tensor:
         """[…, d] with pooled values channel by channel, as `LiteTransformer` has them, to place by place."""
         return x.reshape(*x.shape[:-1], self.shape[0], -1).transpose(-1, -2).flatten(-2)
-
-
-class _ScaledAndShifted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        ctx.save_for_backward(x, scale)
-        return torch.addcmul(shift, x, scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, scale = ctx.saved_tensors
-        both = (gradient * x).sum_to_size(scale.shape), gradient.sum_to_size(scale.shape)
-        return gradient * scale, *both
-
-
-def scaled_and_shifted(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """x · scale + shift, scale and shift of one shape: in one operation, and in four backward.
-
-    torch's own gradient of `addcmul` first multiplies either factor by a constant, which is 1: one more pass over x.
-    """
-    return _ScaledAndShifted.apply(x, scale, shift)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _side_by_side(modules: Sequence[nn.Module]) -> dict[str, Tensor]:

@@ -1,0 +1,168 @@
+"""An indicator token attends to maps and puts them together (IT-NAS, Eq 3-4), for several edges g at once.
+
+    t_k = LN(pool(X_k) + p_k),  l_k = asked·t̂_k + shift,  a = softmax([l_0, l_1 … l_m, l of zeros])
+    T   = X_0 + (a_0 X_0 + Σ_k a_k X_k) W_v,  Y = LN(T),  output = LN(Y + FFN(Y))
+
+Plainly that is some twenty operations forward and fifty backward, most of them over whole maps. Triton's kernels have
+an image of an edge in registers: one launch forward and three backward. What is kept for the backward pass are the
+maps, the attention, and Y and the output before scale and shift. `indicate_reference` is the twin of `indicate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.product import product
+
+LARGEST = 2**14
+"""Elements of a map, rounded up to powers of two, that the registers of one program hold."""
+
+
+class Laid(NamedTuple):
+    """What g Lite-Transformers bring to a step, side by side; m maps of d pooled values are attended to.
+
+    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values lie channels last here, as they come
+    out of the maps. itself, zeros: the logits of the IT and of tokens of zeros. From `own` on in the precision of the
+    maps.
+    """
+
+    positions: Tensor  # [g, m, d]
+    asked: Tensor  # [g, d, 1]
+    shift: Tensor  # [g, 1, 1]
+    itself: Tensor  # [g, 1]
+    zeros: Tensor  # [g, tokens of zeros]
+    own: Tensor  # [g, 1, h·w·c], the IT's map
+    own_value: Tensor  # [g, 1, h·w·c], its value
+    value: Tensor  # [g, c, c], from left to right
+    attention_scale: Tensor  # [g, 1, 1, c], of the norm after it
+    attention_shift: Tensor
+    narrow: Tensor  # [g, c, inner]
+    narrow_bias: Tensor  # [g, 1, inner]
+    widen: Tensor  # [g, inner, c]
+    widen_bias: Tensor  # [g, 1, c]
+    ffn_scale: Tensor  # [g, 1, 1, c]
+    ffn_shift: Tensor
+
+
+class Form(NamedTuple):
+    """What is not in the numbers: sides of the summaries, and what the norms of tokens and of maps add to variances."""
+
+    sides: tuple[int, int]
+    token_eps: float
+    map_eps: float
+
+
+def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
+    """Maps [g·m, n, h, w, c] to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]; edge by edge m maps."""
+    if fits(x, form):
+        return _Indicate.apply(form, x, *laid)  # type: ignore[no-any-return, no-untyped-call]
+    return indicate_reference(x, laid, form)
+
+
+def fits(x: Tensor, form: Form) -> bool:
+    """Whether Triton's kernels take these maps: summaries are of whole windows, and a map fits into registers."""
+    (_, _, h, w, c), (rows, columns) = x.shape, form.sides
+    if not runs_triton(x) or h % rows or w % columns:
+        return False
+    places, channels = padded(h * w), padded(c)
+    return places * channels <= LARGEST and padded(rows * columns) * channels <= LARGEST // 4
+
+
+def padded(count: int, least: int = 16) -> int:
+    """The next power of two; at least `least`: 16 is the smallest side of a product."""
+    return max(least, 1 << max(count - 1, 0).bit_length())
+
+
+def indicate_reference(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
+    """The twin of `indicate`."""
+    return indicate_by(pooled(x, form.sides, laid.positions.dtype), x, laid, form)
+
+
+def pooled(x: Tensor, sides: tuple[int, int], exact: torch.dtype) -> Tensor:
+    """Means [g·m, n, d] in `exact` over the windows of maps [g·m, n, h, w, c], channels last: nothing is moved."""
+    (count, n, h, w, c), (rows, columns) = x.shape, sides
+    parts = x.view(count, n, rows, h // rows, columns, w // columns, c)
+    return parts.mean(dim=(3, 5), dtype=exact).flatten(2)
+
+
+def indicate_by(small: Tensor, x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
+    """The same, given the summaries [g·m, n, d] of the maps."""
+    g, m = laid.positions.shape[:2]
+    _, n, h, w, c = x.shape
+    small = small.view(g, m, n, -1)
+    tokens = F.layer_norm(small + laid.positions[:, :, None], small.shape[3:], eps=form.token_eps)
+    logits = torch.baddbmm(laid.shift, tokens.view(g, m * n, -1), laid.asked).view(g, m, n)
+    before, after = (part[:, :, None].expand(-1, -1, n) for part in (laid.itself, laid.zeros))
+    attention = torch.softmax(torch.cat([before, logits, after], dim=1), dim=1)  # Eq 4, [g, tokens, n]
+    to_itself, to_maps, _ = torch.split(attention.to(x.dtype), [1, m, laid.zeros.shape[1]], dim=1)
+    total = (x.view(g, m, n, h * w, c) * to_maps[..., None, None]).sum(1)
+    # The IT's own share of Z and the residual are W_v X_0 and X_0, which no image changes.
+    base = torch.baddbmm(laid.own, to_itself.transpose(1, 2), laid.own_value)  # [g, n, h·w·c]
+    total = product(total.view(g, -1, c), laid.value, base.view(g, -1, c)).view(g, n, h * w, c)
+    total = _normalised(total, laid.attention_scale, laid.attention_shift, form.map_eps)
+    inner = product(total.view(g, -1, c), laid.narrow, laid.narrow_bias)
+    more = product(torch.relu(inner), laid.widen, laid.widen_bias)
+    total = _normalised(total + more.view_as(total), laid.ffn_scale, laid.ffn_shift, form.map_eps)
+    return total.view(g, n, h, w, c), attention.transpose(1, 2)
+
+
+def _normalised(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """[g, n, h·w, c], every image by itself."""
+    return scaled_and_shifted(F.layer_norm(x, x.shape[2:], eps=eps), scale, shift)
+
+
+class _Indicate(torch.autograd.Function):
+    """Triton's kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, x: Tensor, *laid: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        given = Laid(*(part.contiguous() for part in laid))
+        out, attention, *kept = triton_kernels("indicator").forward(x, given, form, any(ctx.needs_input_grad))
+        ctx.form = form
+        ctx.set_materialize_grads(False)  # most often nobody asks for the attention's
+        ctx.save_for_backward(x, attention, *kept, *given)
+        return out, attention
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, attention, inside, normed, scales, *laid = ctx.saved_tensors
+        given = Laid(*laid)
+        gradient = torch.zeros_like(inside) if gradient is None else gradient
+        if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
+            outputs = indicate_reference(x, given, ctx.form)
+            asked = (gradient, torch.zeros_like(attention) if towards is None else towards)
+            wanted = [one for one in (x, *given) if one.requires_grad]
+            found = iter(torch.autograd.grad(outputs, wanted, asked, create_graph=True, materialize_grads=True))
+            return None, *(next(found) if one.requires_grad else None for one in (x, *given))
+        kernels, towards = triton_kernels("indicator"), None if towards is None else towards.contiguous()
+        dx, dlaid = kernels.backward(
+            x, given, ctx.form, attention, inside, normed, scales, gradient.contiguous(), towards
+        )
+        return None, dx, *dlaid
+
+
+class _ScaledAndShifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return torch.addcmul(shift, x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        both = (gradient * x).sum_to_size(scale.shape), gradient.sum_to_size(scale.shape)
+        return gradient * scale, *both
+
+
+def scaled_and_shifted(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """x · scale + shift, scale and shift of one shape: in one operation, and in four backward.
+
+    torch's own gradient of `addcmul` first multiplies either factor by a constant, which is 1: one more pass over x.
+    """
+    return _ScaledAndShifted.apply(x, scale, shift)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,358 @@
+# mypy: ignore-errors
+"""Triton kernels of `indicator`: a program has one image of one edge, [PB places, CB channels], in registers.
+
+Sums are in float32. What edges share (weights, positions) gets a row of gradients per image, which are added up outside
+in a fixed order, so that results repeat bit for bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from softcell.kernels.indicator import padded
+
+BLOCK = 256
+"""Places × channels of the IT's own map that a program sums over images."""
+SAMPLES = 16
+"""Images that it adds at a time."""
+SMALL = ["shift_ptr", "itself_ptr", "zeros_ptr", "narrow_bias_ptr"]
+"""What may begin anywhere, being a group's share of something small: not worth a compilation for every case."""
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")  # of float32: as exact, in fewer instructions
+
+
+@triton.jit
+def _total(x):
+    return tl.sum(tl.sum(x, 1), 0)
+
+
+@triton.jit
+def _windows(PB: tl.constexpr, TB: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr):
+    """[TB, PB]: whether a place lies in a window of the summary."""
+    p = tl.arange(0, PB)
+    own = (p // W // (H // R)) * Q + (p % W) // (W // Q)
+    return tl.arange(0, TB)[:, None] == own[None, :]
+
+
+@triton.jit
+def _token(x, windows, position, here, eps, SHARE: tl.constexpr, D: tl.constexpr):
+    """t̂ [TB, CB] of a map [PB, CB], and 1 / its deviation."""
+    small = _dot(windows.to(tl.float32).to(x.dtype), x) * SHARE + position
+    centred = tl.where(here, small - _total(small) / D, 0.0)
+    rstd = 1.0 / tl.sqrt(_total(centred * centred) / D + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit
+def _one_of(values, k, KB: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, KB) == k, values, 0.0), 0)
+
+
+@triton.jit
+def _normalise(x, ok, eps, N: tl.constexpr):
+    centred = tl.where(ok, x - _total(tl.where(ok, x, 0.0)) / N, 0.0)
+    rstd = 1.0 / tl.sqrt(_total(centred * centred) / N + eps)
+    return centred * rstd, rstd
+
+
+@triton.jit(do_not_specialize=["samples"], do_not_specialize_on_alignment=SMALL)
+def _forward(
+    x_ptr, positions_ptr, asked_ptr, shift_ptr, itself_ptr, zeros_ptr, own_ptr, own_value_ptr, value_ptr, scale1_ptr,
+    shift1_ptr, narrow_ptr, narrow_bias_ptr, widen_ptr, widen_bias_ptr, scale2_ptr, shift2_ptr,
+    out_ptr, attention_ptr, inside_ptr, normed_ptr, scales_ptr, samples, token_eps, map_eps,
+    M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
+    C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr, IB: tl.constexpr,
+    MB: tl.constexpr, ZB: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    P: tl.constexpr = H * W
+    T: tl.constexpr = R * Q
+    number = tl.program_id(0)
+    g = number // samples
+    p, c, i, t = tl.arange(0, PB), tl.arange(0, CB), tl.arange(0, IB), tl.arange(0, TB)
+    ok = (p < P)[:, None] & (c < C)[None, :]
+    at = p[:, None] * C + c[None, :]
+    here = (t < T)[:, None] & (c < C)[None, :]
+    spot = t[:, None] * C + c[None, :]
+    kind = x_ptr.dtype.element_ty
+    maps = x_ptr + ((g * M * samples + number % samples).to(tl.int64) * (P * C))
+    step = samples.to(tl.int64) * (P * C)
+
+    windows = _windows(PB, TB, H, W, R, Q)
+    asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
+    shift = tl.load(shift_ptr + g)
+    k_map, k_zero = tl.arange(0, MB), tl.arange(0, ZB)
+    logits = tl.full((MB,), float("-inf"), dtype=tl.float32)
+    for k in range(M):
+        x = tl.load(maps + k * step + at, mask=ok, other=0.0)
+        position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
+        token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C)
+        logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
+    itself = tl.load(itself_ptr + g)
+    zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
+    largest = tl.maximum(tl.maximum(itself, tl.max(logits, 0)), tl.max(zeros, 0))
+    to_itself, to_maps, to_zeros = tl.exp(itself - largest), tl.exp(logits - largest), tl.exp(zeros - largest)
+    total = to_itself + tl.sum(to_maps, 0) + tl.sum(to_zeros, 0)
+    to_itself, to_maps, to_zeros = to_itself / total, to_maps / total, to_zeros / total
+    row = attention_ptr + number * (1 + M + Z)
+    tl.store(row, to_itself)
+    tl.store(row + 1 + k_map, to_maps, mask=k_map < M)
+    tl.store(row + 1 + M + k_zero, to_zeros, mask=k_zero < Z)
+
+    mixed = tl.zeros((PB, CB), dtype=tl.float32)
+    for k in range(M):
+        x = tl.load(maps + k * step + at, mask=ok, other=0.0)
+        mixed += _one_of(to_maps, k, MB) * x.to(tl.float32)
+    square = (c < C)[:, None] & (c < C)[None, :]
+    value = tl.load(value_ptr + g * (C * C) + c[:, None] * C + c[None, :], mask=square, other=0.0)
+    y = _dot(mixed.to(kind), value)
+    y += tl.load(own_ptr + g * (P * C) + at, mask=ok, other=0.0).to(tl.float32)
+    y += to_itself * tl.load(own_value_ptr + g * (P * C) + at, mask=ok, other=0.0).to(tl.float32)
+
+    # Rounded as they are kept, so that the backward pass has the very numbers of this one.
+    to = number.to(tl.int64) * (P * C) + at
+    y, rstd1 = _normalise(y, ok, map_eps, P * C)
+    y = y.to(kind)
+    if KEEPS:
+        tl.store(inside_ptr + to, y, mask=ok)
+    scale = tl.load(scale1_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+    add = tl.load(shift1_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+    y = y.to(tl.float32) * scale[None, :] + add[None, :]
+    slim = (c < C)[:, None] & (i < INNER)[None, :]
+    narrow = tl.load(narrow_ptr + g * (C * INNER) + c[:, None] * INNER + i[None, :], mask=slim, other=0.0)
+    bias = tl.load(narrow_bias_ptr + g * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
+    inner = tl.maximum(_dot(y.to(kind), narrow) + bias[None, :], 0.0)
+    slim = (i < INNER)[:, None] & (c < C)[None, :]
+    widen = tl.load(widen_ptr + g * (C * INNER) + i[:, None] * C + c[None, :], mask=slim, other=0.0)
+    bias = tl.load(widen_bias_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+    y += _dot(inner.to(kind), widen) + bias[None, :]
+    y, rstd2 = _normalise(y, ok, map_eps, P * C)
+    y = y.to(kind)
+    if KEEPS:
+        tl.store(normed_ptr + to, y, mask=ok)
+        tl.store(scales_ptr + number, rstd1)
+        tl.store(scales_ptr + tl.num_programs(0) + number, rstd2)
+    scale = tl.load(scale2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+    add = tl.load(shift2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(out_ptr + to, (y.to(tl.float32) * scale[None, :] + add[None, :]).to(kind), mask=ok)
+
+
+@triton.jit(do_not_specialize=["samples", "width"], do_not_specialize_on_alignment=SMALL)
+def _backward_map(
+    dy_ptr, inside_ptr, normed_ptr, scales_ptr, scale1_ptr, shift1_ptr, narrow_ptr, narrow_bias_ptr, widen_ptr,
+    scale2_ptr, rows_ptr, dt_ptr, samples, width,
+    P: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, IB: tl.constexpr,
+):  # fmt: skip
+    """From the output's gradient back to that of T: both norms and the feed-forward network."""
+    number = tl.program_id(0)
+    g = number // samples
+    p, c, i = tl.arange(0, PB), tl.arange(0, CB), tl.arange(0, IB)
+    c_ok, i_ok = c < C, i < INNER
+    ok = (p < P)[:, None] & c_ok[None, :]
+    at = number.to(tl.int64) * (P * C) + p[:, None] * C + c[None, :]
+    kind = dy_ptr.dtype.element_ty
+    row = rows_ptr + number.to(tl.int64) * width
+    rstd1, rstd2 = tl.load(scales_ptr + number), tl.load(scales_ptr + tl.num_programs(0) + number)
+
+    dy = tl.load(dy_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    normed = tl.load(normed_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(row + 2 * C + c, tl.sum(dy * normed, 0), mask=c_ok)
+    tl.store(row + 3 * C + c, tl.sum(dy, 0), mask=c_ok)
+    dy *= tl.load(scale2_ptr + g * C + c, mask=c_ok, other=0.0).to(tl.float32)[None, :]
+    dy = rstd2 * (dy - _total(dy) / (P * C) - normed * (_total(dy * normed) / (P * C)))
+    dy = tl.where(ok, dy, 0.0)
+    tl.store(row + 4 * C + c, tl.sum(dy, 0), mask=c_ok)
+
+    inside = tl.load(inside_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    scale = tl.load(scale1_ptr + g * C + c, mask=c_ok, other=0.0).to(tl.float32)
+    add = tl.load(shift1_ptr + g * C + c, mask=c_ok, other=0.0).to(tl.float32)
+    y = tl.where(ok, inside * scale[None, :] + add[None, :], 0.0).to(kind)
+    slim = c_ok[:, None] & i_ok[None, :]
+    narrow = tl.load(narrow_ptr + g * (C * INNER) + c[:, None] * INNER + i[None, :], mask=slim, other=0.0)
+    bias = tl.load(narrow_bias_ptr + g * INNER + i, mask=i_ok, other=0.0).to(tl.float32)
+    inner = tl.maximum(_dot(y, narrow) + bias[None, :], 0.0)
+    low = dy.to(kind)
+    found = _dot(tl.trans(inner.to(kind)), low)
+    to = row + 5 * C + INNER + C * INNER + i[:, None] * C + c[None, :]
+    tl.store(to, found, mask=i_ok[:, None] & c_ok[None, :])
+    turned = tl.load(widen_ptr + g * (C * INNER) + i[None, :] * C + c[:, None], mask=slim, other=0.0)
+    dinner = tl.where(inner > 0.0, _dot(low, turned), 0.0)
+    tl.store(row + 5 * C + i, tl.sum(dinner, 0), mask=i_ok)
+    found = _dot(tl.trans(y), dinner.to(kind))
+    tl.store(row + 5 * C + INNER + c[:, None] * INNER + i[None, :], found, mask=slim)
+    turned = tl.load(
+        narrow_ptr + g * (C * INNER) + c[None, :] * INNER + i[:, None], mask=i_ok[:, None] & c_ok[None, :], other=0.0
+    )
+    dy += _dot(dinner.to(kind), turned)
+
+    tl.store(row + c, tl.sum(dy * inside, 0), mask=c_ok)
+    tl.store(row + C + c, tl.sum(dy, 0), mask=c_ok)
+    dy *= scale[None, :]
+    dy = rstd1 * (dy - _total(dy) / (P * C) - inside * (_total(dy * inside) / (P * C)))
+    tl.store(dt_ptr + at, dy.to(kind), mask=ok)
+
+
+@triton.jit(do_not_specialize=["samples", "width"])
+def _backward_tokens(
+    x_ptr, dx_ptr, dt_ptr, attention_ptr, towards_ptr, positions_ptr, asked_ptr, own_value_ptr, value_ptr, rows_ptr,
+    samples, width, token_eps,
+    M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
+    C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr,
+    MB: tl.constexpr, ZB: tl.constexpr, HAS_TOWARDS: tl.constexpr,
+):  # fmt: skip
+    """From the gradient of T back to the maps: through their sum, the attention and the summaries."""
+    P: tl.constexpr = H * W
+    T: tl.constexpr = R * Q
+    number = tl.program_id(0)
+    g = number // samples
+    p, c, t = tl.arange(0, PB), tl.arange(0, CB), tl.arange(0, TB)
+    ok = (p < P)[:, None] & (c < C)[None, :]
+    at = p[:, None] * C + c[None, :]
+    here = (t < T)[:, None] & (c < C)[None, :]
+    spot = t[:, None] * C + c[None, :]
+    kind = x_ptr.dtype.element_ty
+    first = (g * M * samples + number % samples).to(tl.int64) * (P * C)
+    step = samples.to(tl.int64) * (P * C)
+    row = rows_ptr + number.to(tl.int64) * width + (5 * C + INNER + 2 * C * INNER)
+
+    k_map, k_zero = tl.arange(0, MB), tl.arange(0, ZB)
+    own = attention_ptr + number * (1 + M + Z)
+    to_itself = tl.load(own)
+    to_maps = tl.load(own + 1 + k_map, mask=k_map < M, other=0.0)
+    to_zeros = tl.load(own + 1 + M + k_zero, mask=k_zero < Z, other=0.0)
+    dt = tl.load(dt_ptr + number.to(tl.int64) * (P * C) + at, mask=ok, other=0.0)
+    square = (c < C)[:, None] & (c < C)[None, :]
+    turned = tl.load(value_ptr + g * (C * C) + c[None, :] * C + c[:, None], mask=square, other=0.0)
+    pull = _dot(dt, turned)  # of what the maps sum up to
+    own_value = tl.load(own_value_ptr + g * (P * C) + at, mask=ok, other=0.0).to(tl.float32)
+    on_itself = _total(dt.to(tl.float32) * own_value)
+    on_maps = tl.zeros((MB,), dtype=tl.float32)
+    on_zeros = tl.zeros((ZB,), dtype=tl.float32)
+    mixed = tl.zeros((PB, CB), dtype=tl.float32)
+    for k in range(M):
+        x = tl.load(x_ptr + first + k * step + at, mask=ok, other=0.0).to(tl.float32)
+        on_maps = tl.where(k_map == k, _total(pull * x), on_maps)
+        mixed += _one_of(to_maps, k, MB) * x
+    tl.store(row + c[:, None] * C + c[None, :], _dot(tl.trans(mixed.to(kind)), dt), mask=square)
+    row += C * C
+    if HAS_TOWARDS:
+        own = towards_ptr + number * (1 + M + Z)
+        on_itself += tl.load(own)
+        on_maps += tl.load(own + 1 + k_map, mask=k_map < M, other=0.0)
+        on_zeros += tl.load(own + 1 + M + k_zero, mask=k_zero < Z, other=0.0)
+    mean = to_itself * on_itself + tl.sum(to_maps * on_maps, 0) + tl.sum(to_zeros * on_zeros, 0)
+    slopes = to_maps * (on_maps - mean)  # of the logits
+    tl.store(row + T * C, to_itself * (on_itself - mean))
+    tl.store(row + T * C + 1 + k_map, slopes, mask=k_map < M)
+    tl.store(row + T * C + 1 + M + k_zero, to_zeros * (on_zeros - mean), mask=k_zero < Z)
+
+    windows = _windows(PB, TB, H, W, R, Q)
+    asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
+    dasked = tl.zeros((TB, CB), dtype=tl.float32)
+    positions = row + T * C + 1 + M + Z
+    for k in range(M):
+        x = tl.load(x_ptr + first + k * step + at, mask=ok, other=0.0)
+        position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
+        token, rstd = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C)
+        slope = _one_of(slopes, k, MB)
+        dasked += slope * token
+        dtoken = slope * asked
+        dtoken = rstd * (dtoken - _total(dtoken) / (T * C) - token * (_total(dtoken * token) / (T * C)))
+        dtoken = tl.where(here, dtoken, 0.0)
+        tl.store(positions + k * (T * C) + spot, dtoken, mask=here)
+        spread = (dtoken * (R * Q / (H * W))).to(kind)
+        dx = _dot(tl.trans(windows.to(tl.float32).to(kind)), spread)
+        dx += _one_of(to_maps, k, MB) * pull
+        tl.store(dx_ptr + first + k * step + at, dx.to(kind), mask=ok)
+    tl.store(row + spot, dasked, mask=here)
+
+
+@triton.jit(do_not_specialize=["samples", "size", "tokens"])
+def _backward_own(
+    dt_ptr, attention_ptr, own_ptr, own_value_ptr, samples, size, tokens, BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the IT's map and of its value: sums over images, plainly and by its attention to itself."""
+    g = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    plain = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
+    weighed = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
+    for start in range(0, samples, SAMPLES):
+        n = g * samples + start + tl.arange(0, SAMPLES)
+        n_ok = start + tl.arange(0, SAMPLES) < samples
+        weight = tl.load(attention_ptr + n * tokens, mask=n_ok, other=0.0)
+        ok = n_ok[:, None] & (at < size)[None, :]
+        dt = tl.load(dt_ptr + n.to(tl.int64)[:, None] * size + at[None, :], mask=ok, other=0.0).to(tl.float32)
+        plain += dt
+        weighed += weight[:, None] * dt
+    kind = dt_ptr.dtype.element_ty
+    tl.store(own_ptr + g * size + at, tl.sum(plain, 0).to(kind), mask=at < size)
+    tl.store(own_value_ptr + g * size + at, tl.sum(weighed, 0).to(kind), mask=at < size)
+
+
+def _sizes(x, laid, form):
+    """What all kernels are compiled for: how much there is of everything."""
+    _, _, h, w, c = x.shape
+    (rows, columns), inner = form.sides, laid.narrow.shape[2]
+    m, z = laid.positions.shape[1], laid.zeros.shape[1]
+    blocks = {"PB": padded(h * w), "CB": padded(c)}
+    tokens = {
+        **{"M": m, "Z": z, "H": h, "W": w, "R": rows, "Q": columns, "TB": padded(rows * columns)},
+        **{"MB": padded(m, 1), "ZB": padded(z, 1)},
+    }
+    warps = max(4, min(16, blocks["PB"] * blocks["CB"] // 1024))
+    return {"C": c, "INNER": inner, **blocks}, tokens, {"IB": padded(inner)}, warps
+
+
+def forward(x, laid, form, keeps):
+    """Outputs [g, n, h, w, c], attention [g, n, tokens], and what the backward pass needs: three empty tensors if none.
+
+    Those are Y and the output before scale and shift, [g, n, h, w, c], and what they were multiplied by, [2, g, n].
+    """
+    (_, n, h, w, c), g = x.shape, len(laid.positions)
+    common, tokens, inner, warps = _sizes(x, laid, form)
+    out = x.new_empty(g, n, h, w, c)
+    attention = laid.positions.new_empty(g, n, 1 + tokens["M"] + tokens["Z"])
+    kept = [x.new_empty(out.shape if keeps else 0) for _ in range(2)]
+    scales = attention.new_empty((2, g, n) if keeps else 0)
+    _forward[(g * n,)](
+        x, *laid, out, attention, *kept, scales, n, form.token_eps, form.map_eps,
+        **common, **tokens, **inner, KEEPS=keeps, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    return out, attention, *kept, scales
+
+
+def backward(x, laid, form, attention, inside, normed, scales, dy, towards):
+    """The gradients of the maps and of all that is laid out; `towards` [g, n, tokens]: the attention's, or None."""
+    (_, n, h, w, c), (g, m, d) = x.shape, laid.positions.shape
+    common, tokens, more, warps = _sizes(x, laid, form)
+    inner, count = common["INNER"], attention.shape[2]
+    widths = [c, c, c, c, c, inner, c * inner, inner * c, c * c, d, count, m * d]
+    rows = attention.new_empty(g, n, sum(widths))
+    dt, dx = torch.empty_like(inside), torch.empty_like(x)
+    _backward_map[(g * n,)](
+        dy, inside, normed, scales, laid.attention_scale, laid.attention_shift, laid.narrow, laid.narrow_bias,
+        laid.widen, laid.ffn_scale, rows, dt, n, sum(widths), P=h * w, **common, **more, num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    _backward_tokens[(g * n,)](
+        x, dx, dt, attention, attention if towards is None else towards, laid.positions, laid.asked, laid.own_value,
+        laid.value, rows, n, sum(widths), form.token_eps, **common, **tokens, HAS_TOWARDS=towards is not None,
+        num_warps=warps, num_stages=1,
+    )  # fmt: skip
+    own, own_value = torch.empty_like(laid.own), torch.empty_like(laid.own_value)
+    _backward_own[(triton.cdiv(h * w * c, BLOCK), g)](
+        dt, attention, own, own_value, n, h * w * c, count, BLOCK=BLOCK, SAMPLES=SAMPLES
+    )
+    exact = rows.sum(1)
+    asked, logits, positions = torch.split(exact, widths, 1)[-3:]
+    scale1, shift1, scale2, shift2, widen_bias, narrow_bias, narrow, widen, value, *_ = torch.split(
+        exact.to(x.dtype), widths, 1
+    )
+    by_name = {
+        "positions": positions, "asked": asked, "shift": logits[:, 1 : 1 + m].sum(1), "itself": logits[:, :1],
+        "zeros": logits[:, 1 + m :], "own": own, "own_value": own_value, "value": value,
+        "attention_scale": scale1, "attention_shift": shift1, "narrow": narrow, "narrow_bias": narrow_bias,
+        "widen": widen, "widen_bias": widen_bias, "ffn_scale": scale2, "ffn_shift": shift2,
+    }  # fmt: skip
+    return dx, [by_name[name].reshape(like.shape) for name, like in zip(laid._fields, laid, strict=True)]

@@ -1,0 +1,137 @@
+"""The indicator token's kernels against their twin in float64: on a GPU, or on a CPU by Triton's interpreter.
+
+TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_indicator.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.kernels.backend import has_triton
+from softcell.kernels.indicator import Form, Laid, fits, indicate, indicate_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not has_triton(), reason="needs Triton"),
+]
+# edges, maps, tokens of zeros, images, (h, w), channels, inside, sides
+CASES = [
+    (3, 4, 1, 3, (8, 8), 16, 4, (4, 4)),
+    (1, 7, 0, 2, (6, 10), 5, 1, (2, 5)),
+    (2, 1, 2, 17, (4, 4), 64, 16, (4, 4)),
+    (2, 3, 0, 2, (16, 16), 32, 8, (4, 4)),
+]
+LARGE = (2, 4, 1, 4, (32, 32), 16, 4, (4, 4))
+
+
+def made(case: tuple[int, int, int, int, tuple[int, int], int, int, tuple[int, int]]) -> tuple[Tensor, Laid, Form]:
+    g, m, z, n, (h, w), c, inner, sides = case
+    torch.manual_seed(0)
+    d, size = sides[0] * sides[1] * c, h * w * c
+    shapes = {
+        **{"positions": (g, m, d), "asked": (g, d, 1), "shift": (g, 1, 1), "itself": (g, 1), "zeros": (g, z)},
+        **{"own": (g, 1, size), "own_value": (g, 1, size), "value": (g, c, c), "attention_scale": (g, 1, 1, c)},
+        **{"attention_shift": (g, 1, 1, c), "narrow": (g, c, inner), "narrow_bias": (g, 1, inner)},
+        **{"widen": (g, inner, c), "widen_bias": (g, 1, c), "ffn_scale": (g, 1, 1, c), "ffn_shift": (g, 1, 1, c)},
+    }
+    drawn = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    drawn["asked"] *= 2 / d**0.5
+    drawn["value"] *= c**-0.5
+    return torch.randn(g * m, n, h, w, c, dtype=torch.float64), Laid(**drawn), Form(sides, 1e-5, 1e-5)
+
+
+def of_type(x: Tensor, laid: Laid, dtype: torch.dtype, device: str) -> tuple[Tensor, Laid]:
+    """As a step has them: maps and what meets them in `dtype`, what makes the logits in float32 or wider."""
+    exact = torch.promote_types(dtype, torch.float32)
+    low = [part.to(device, exact if i < 5 else dtype).requires_grad_() for i, part in enumerate(laid)]
+    return x.to(device, dtype).requires_grad_(), Laid(*low)
+
+
+def outcome(
+    x: Tensor, laid: Laid, form: Form, pulls: tuple[Tensor, Tensor], *, plain: bool, row: bool = True
+) -> list[Tensor]:
+    output, attention = (indicate_reference if plain else indicate)(x, laid, form)
+    wanted = [x, *(part for part in laid if part.numel())]
+    outputs, given = ([output, attention], list(pulls)) if row else ([output], [pulls[0]])
+    gradients = torch.autograd.grad(
+        outputs, wanted, [pull.to(y.device, y.dtype) for pull, y in zip(given, outputs, strict=True)]
+    )
+    return [output, attention, *gradients]
+
+
+def relative_error(found: Tensor, true: Tensor) -> float:
+    return float((found.detach().double().cpu() - true.detach()).norm() / true.detach().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16])  # it has no bf16
+@pytest.mark.parametrize("case", CASES if INTERPRETED else [*CASES, LARGE], ids=str)
+@pytest.mark.parametrize("row", [True, False])
+def test_outputs_and_gradients_are_those_of_the_twin(
+    case: tuple[int, int, int, int, tuple[int, int], int, int, tuple[int, int]],
+    dtype: torch.dtype,
+    row: bool,
+) -> None:
+    x, laid, form = made(case)
+    x, laid = (
+        x.to(dtype).double(),
+        Laid(*(p.float().double() if i < 5 else p.to(dtype).double() for i, p in enumerate(laid))),
+    )
+    y, a = indicate_reference(x, laid, form)
+    pulls = (torch.randn_like(y), torch.randn_like(a))
+    exact_x, exact = of_type(x, laid, torch.float64, "cpu")
+    theirs = outcome(exact_x, exact, form, pulls, plain=True, row=row)
+    low_x, low = of_type(x, laid, dtype, DEVICE)
+    assert fits(low_x, form)
+    mine = outcome(low_x, low, form, pulls, plain=False, row=row)
+    names = [
+        "output",
+        "attention",
+        "maps",
+        *(name for name, part in zip(Laid._fields, laid, strict=True) if part.numel()),
+    ]
+    # In bfloat16 signs of values near the kink of a ReLU are a matter of rounding, for the twin as well.
+    rounded = outcome(low_x, low, form, pulls, plain=True, row=row)
+    for name, found, plain, true in zip(names, mine, rounded, theirs, strict=True):
+        error, usual = (relative_error(one, true) for one in (found, plain))
+        assert error <= (1e-4 if dtype == torch.float32 else 2 * usual + 0.02), f"{name}: {error:.2e}, twin {usual:.2e}"
+    again = outcome(low_x, low, form, pulls, plain=False, row=row)
+    assert all(torch.equal(first, second) for first, second in zip(mine, again, strict=True))
+
+
+def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
+    x, laid, form = made(CASES[0])
+    x, laid = of_type(x, laid, torch.float32, DEVICE)
+    with_gradients = indicate(x, laid, form)
+    with torch.no_grad():
+        without = indicate(x, laid, form)
+    assert all(torch.equal(a, b) for a, b in zip(with_gradients, without, strict=True))
+    assert not without[0].requires_grad
+
+
+def test_second_derivatives_are_those_of_the_twin() -> None:
+    x, laid, form = made((2, 2, 1, 2, (4, 4), 3, 2, (2, 2)))
+    x, laid = of_type(x, laid, torch.float32, DEVICE)
+    found = []
+    for function in (indicate, indicate_reference):
+        output, attention = function(x, laid, form)
+        loss = output.square().sum() + attention.square().sum()
+        first = torch.autograd.grad(loss, (x, *laid), create_graph=True)
+        found.append(torch.autograd.grad(sum(part.square().sum() for part in first), (x, *laid)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max() if theirs.numel() else 0)
+        )
+
+
+def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
+    form = Form((4, 4), 1e-5, 1e-5)
+    assert not fits(torch.zeros(1, 1, 64, 64, 16, device=DEVICE), form)
+    assert not fits(torch.zeros(1, 1, 9, 8, 16, device=DEVICE), form)
+    assert not fits(torch.zeros(1, 1, 8, 8, 16, device=DEVICE, dtype=torch.float64), form)
