@@ -19,8 +19,8 @@ from torch import Tensor
 from softcell.kernels.backend import runs_triton, triton_kernels
 from softcell.kernels.product import product
 
-LARGEST = 2**14
-"""Elements of a map, rounded up to powers of two, that the registers of one program hold."""
+LARGEST = 2**15
+"""Bytes of a map, its sides rounded up to powers of two, that registers and shared memory of one program hold."""
 
 
 class Laid(NamedTuple):
@@ -69,8 +69,8 @@ def fits(x: Tensor, form: Form) -> bool:
     (_, _, h, w, c), (rows, columns) = x.shape, form.sides
     if not runs_triton(x) or h % rows or w % columns:
         return False
-    places, channels = padded(h * w), padded(c)
-    return places * channels <= LARGEST and padded(rows * columns) * channels <= LARGEST // 4
+    places, channels, size = padded(h * w), padded(c), x.element_size()
+    return places * channels * size <= LARGEST and padded(rows * columns) * channels * size <= LARGEST // 4
 
 
 def padded(count: int, least: int = 16) -> int:
