@@ -142,3 +142,6 @@ def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
     assert not fits(torch.zeros(1, 1, 64, 64, 16, device=DEVICE), form)
     assert not fits(torch.zeros(1, 1, 9, 8, 16, device=DEVICE), form)
     assert not fits(torch.zeros(1, 1, 8, 8, 16, device=DEVICE, dtype=torch.float64), form)
+    wide = torch.zeros(1, 1, 16, 8, 64, device=DEVICE, dtype=torch.bfloat16)  # two warps would not hold it
+    assert not fits(wide, form)
+    assert fits(wide[:, :, :8].contiguous(), form)

@@ -70,7 +70,13 @@ def fits(x: Tensor, form: Form) -> bool:
     if not runs_triton(x) or h % rows or w % columns:
         return False
     places, channels, size = padded(h * w), padded(c), x.element_size()
-    return places * channels * size <= LARGEST and padded(rows * columns) * channels * size <= LARGEST // 4
+    largest = LARGEST // 4 if wide(c, size) else LARGEST
+    return places * channels * size <= largest and padded(rows * columns) * channels * size <= LARGEST // 4
+
+
+def wide(channels: int, size: int) -> bool:
+    """Whether a map of 16-bit numbers has rows of 128 bytes: two warps take it, a quarter as large at most."""
+    return size == 2 and padded(channels) * size >= 128
 
 
 def padded(count: int, least: int = 16) -> int:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from softcell.kernels.indicator import padded
+from softcell.kernels.indicator import padded, wide
 
 BLOCK = 256
 """Places × channels of the IT's own map that a program sums over images."""
@@ -301,7 +301,9 @@ def _sizes(x, laid, form):
         **{"M": m, "Z": z, "H": h, "W": w, "R": rows, "Q": columns, "TB": padded(rows * columns)},
         **{"MB": padded(m, 1), "ZB": padded(z, 1)},
     }
-    warps = max(4, min(16, blocks["PB"] * blocks["CB"] // 1024))
+    # Two warps keep Triton from Hopper's `wgmma`, which for rows of 128 bytes (64 channels in bfloat16) ended in wrong
+    # numbers or an illegal address (Triton 3.6, one H200). Narrower rows and float32 are right with it, and faster.
+    warps = 2 if wide(c, x.element_size()) else max(4, min(8, blocks["PB"] * blocks["CB"] // 1024))
     return {"C": c, "INNER": inner, **blocks}, tokens, {"IB": padded(inner)}, warps
 
 
