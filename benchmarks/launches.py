@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
+from softcell.kernels import calibrate, indicator, local, mix
 from softcell.kernels import cell as kernels
-from softcell.kernels import indicator, local, mix
 from softcell.nn import attention_local
 from softcell.spaces import block, cell, chain, edges, fused_cell
 
@@ -121,6 +121,26 @@ class _Indicator:
         return dx, rest
 
 
+class _Calibrate:
+    """Stands for the kernels that apply calibrations: counts what they launch, and computes by the twin."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("calibrate", 1, self._forward)
+        self.backward = counter.as_kernel("calibrate_gradient", 2, self._backward)
+
+    def _forward(self, rows: Tensor, *more: Any) -> Tensor:
+        return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
+
+    def _backward(
+        self, rows: Tensor, channel: Tensor, spatial: Tensor, kernels: Tensor, dilation: int, gradient: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = [one.detach().requires_grad_() for one in (rows, spatial, kernels)]
+        with torch.enable_grad():
+            y = calibrate.calibrate_reference(given[0].permute(0, 3, 1, 2), channel, given[1], given[2], dilation)
+        dx, ds, dk = torch.autograd.grad(y, given, gradient.permute(0, 3, 1, 2))
+        return dx.contiguous(), ds.flatten(1), dk.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
+
+
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
     """Cells on the CPU take the GPU's path; together: calibrations and blocks of attention too, else one by one."""
@@ -135,6 +155,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
+        stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
+        stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (cell, block):
             stack.enter_context(patch.object(module, "literal", lambda: not together))
         stack.enter_context(patch.object(edges, "gathers", lambda x: together))

@@ -144,10 +144,10 @@ class _Normed:
     def _make_kernels(self, x: Tensor, compressed: Tensor, weights: _Weights) -> dict[int, Tensor]:
         """x [n, c, h, w] and relu(norm(W1 x)) of all modules [n, h·w, Σ c/8]"""
         n, c, *_ = x.shape
-        scores = _pointwise(x, weights.of(self._kernels[0][0].score)).flatten(2)  # [n, Σ k², h·w]
+        scores = _scored(x.permute(0, 2, 3, 1).flatten(1, 2), weights.of(self._kernels[0][0].score))
         with torch.autocast(x.device.type, enabled=False):  # to float32 and back: the sums are float32 in any case
-            attention = torch.softmax(scores.transpose(1, 2), dim=1)
-        latent = torch.bmm(compressed.transpose(1, 2), attention)  # [n, Σ c/8, Σ k²]
+            attention = torch.softmax(scores, dim=2)
+        latent = torch.bmm(compressed.transpose(1, 2), attention.transpose(1, 2))  # [n, Σ c/8, Σ k²]
         sizes = tuple((len(own), own[0].norm.num_features, own[0].size ** 2) for own in self._kernels)
         made: dict[int, Tensor] = {}
         for own, block in zip(self._kernels, _blocks(latent, sizes), strict=True):
@@ -174,6 +174,26 @@ def _pointwise(x: Tensor, weight: Tensor, stride: tuple[int, ...] = (1, 1)) -> T
     if stride != (1, 1):
         return F.conv2d(x, weight[:, :, None, None], stride=stride)
     return F.linear(x.permute(0, 2, 3, 1), weight).permute(0, 3, 1, 2)
+
+
+def _scored(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows [n, h·w, c] and weight [s, c] to [n, s, h·w]: what a softmax over h·w reads lies side by side."""
+    return _Scored.apply(rows, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Scored(torch.autograd.Function):
+    """Plain autograd would give the rows a gradient that lies channel by channel, and slow down all that adds to it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(weight.expand(len(rows), -1, -1), rows.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weight = ctx.saved_tensors
+        back = torch.bmm(gradient.transpose(1, 2), weight.expand(len(rows), -1, -1))
+        return back, torch.bmm(gradient, rows).sum(0)
 
 
 Sizes = tuple[tuple[int, int, int], ...]
