@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softcell.kernels import mix
-from softcell.kernels.mix import small_weighted_sum, weighted_sum, weighted_sum_reference
+from softcell.kernels.mix import small_weighted_sum, stacked_sum, weighted_sum, weighted_sum_reference
 
 
 def terms(number: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> tuple[Tensor, ...]:
@@ -157,3 +157,29 @@ def test_bfloat16_is_near_the_twin_in_float32(weight_dtype: torch.dtype) -> None
 def test_the_path_for_devices_reads_no_values() -> None:
     x = [t.detach().to("meta") for t in terms(3)]
     assert weighted_sum(x, scales(3).detach().to("meta")).shape == x[0].shape
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("learns", [True, False])
+def test_sums_of_stacked_inputs_equal_the_twin_in_both_orders(number: int, learns: bool) -> None:
+    found = []
+    for stacked in (True, False):
+        x, w = terms(number), scales(number, grad=learns)
+        y = stacked_sum(torch.stack(x, 1), w) if stacked else weighted_sum_reference(x, w)
+        wanted = [*x, *([w] if learns else [])]
+        first = torch.autograd.grad((y**3).sum(), wanted, create_graph=True)
+        second = torch.autograd.grad(sum(part.square().sum() for part in first), wanted)
+        found.append([y, *first, *second])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_stacked_inputs_are_kept_only_where_weights_learn_and_get_gradients_as_they_lie() -> None:
+    rows = torch.randn(2, 5, 6, 4, 3)  # as maps made side by side lie in memory
+    for learns, kept in ((True, 2), (False, 1)):
+        x = rows.permute(0, 3, 4, 1, 2).detach().requires_grad_()
+        y = stacked_sum(x, scales(4, torch.float32, grad=learns))
+        assert len(y.grad_fn.saved_tensors) == kept  # type: ignore[union-attr]
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        (back,) = torch.autograd.grad(y.square().sum(), x)
+        assert back.stride() == x.stride()

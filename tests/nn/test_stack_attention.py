@@ -10,7 +10,7 @@ from softcell.arch import WeightMix
 from softcell.nn.attention_blocks import AttentionBlock
 from softcell.nn.attention_local import LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.stack_attention import assembles, block_key, run_blocks
+from softcell.nn.stack_attention import assembles, block_key, run_alike, run_blocks
 from softcell.spaces import build_space, chain
 from softcell.spaces.fullattention import CANDIDATES
 from softcell.spaces.fused import modules_only
@@ -98,6 +98,7 @@ def test_what_differs_or_is_listened_to_runs_alone() -> None:
     assert block_key(own) is None, "it would not be heard"
     x = torch.randn(1, 16, 3, 3, dtype=torch.float64)
     assert run_blocks([one, other, None], x) == {}
+    assert run_alike([one, other, None], x) is None
     assert not assembles(x), "on a CPU launches cost nothing"
 
 
@@ -112,16 +113,27 @@ def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pyt
     mix, x = WeightMix(layout, weights, lives), torch.randn(2, 3, 8, 8, dtype=torch.float64)
     plain = supernet.eval()(x, mix)
     ran: list[int] = []
+    alike: list[bool] = []
 
     def run(modules: Any, given: Tensor) -> dict[int, Tensor]:
         found = run_blocks(modules, given)
         ran.append(len(found))
         return found
 
+    def run_as_one(modules: Any, given: Tensor) -> Tensor | None:
+        found = run_alike(modules, given)
+        alike.append(found is not None)
+        return found
+
     monkeypatch.setattr(chain, "assembles", lambda x: True)
     monkeypatch.setattr(chain, "run_blocks", run)
+    monkeypatch.setattr(chain, "run_alike", run_as_one)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
-    assert ran == [len(CANDIDATES)] * 10 if live is None else ran == [3, 0] * 5
+    assert alike == ([True] * 10 if live is None else [True, False] * 5), "a single block stands alone"
+    assert ran == [] if live is None else ran == [0] * 5
+    monkeypatch.setattr(chain, "run_alike", lambda modules, x: None)
+    torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
+    assert ran == [len(CANDIDATES)] * 10 if live is None else ran == [0] * 5 + [3, 0] * 5
     ran.clear()
     with modules_only():
         supernet(x, mix)

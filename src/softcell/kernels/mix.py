@@ -46,6 +46,32 @@ def small_weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
     return total.view(inputs[0].shape)
 
 
+def stacked_sum(x: Tensor, weights: Tensor) -> Tensor:
+    """The same for inputs that lie in one tensor: x [n, m, c, h, w] and weights [m] to [n, c, h, w]."""
+    return _StackedSum.apply(x, weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _StackedSum(torch.autograd.Function):
+    """Works on [n, h, w, m, c], as maps that were made side by side lie in memory, channels last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *([x] if ctx.needs_input_grad[1] else []))
+        rows = x.permute(0, 3, 4, 1, 2) * weights.to(x.dtype)[:, None]
+        return rows.sum(3).permute(0, 3, 1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weights, *inputs = ctx.saved_tensors
+        grad = grad.permute(0, 2, 3, 1).contiguous()[:, :, :, None]  # what it is spread to follows its layout
+        back = None
+        if ctx.needs_input_grad[0]:
+            back = (grad * weights.to(grad.dtype)[:, None]).permute(0, 3, 4, 1, 2)
+        if not inputs:
+            return back, None
+        return back, (grad * inputs[0].permute(0, 3, 4, 1, 2)).sum((0, 1, 2, 4), dtype=weights.dtype)
+
+
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, *inputs: Tensor) -> Tensor:

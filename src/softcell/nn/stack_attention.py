@@ -57,11 +57,19 @@ def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tens
     found: dict[int, Tensor] = {}
     for own in grouped(modules, block_key).values():
         if len(own) > 1:
-            found.update(zip(own, _run(list(own.values()), x), strict=True))
+            found.update(zip(own, _run(list(own.values()), x).unbind(1), strict=True))
     return found
 
 
-def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> tuple[Tensor, ...]:
+def run_alike(modules: Sequence[nn.Module | None], x: Tensor) -> Tensor | None:
+    """What several blocks make of x [n, c, h, w], side by side [n, blocks, c', h', w']; None unless all can."""
+    groups = list(grouped(modules, block_key).values())
+    if len(groups) != 1 or len(modules) < 2 or len(groups[0]) < len(modules):
+        return None
+    return _run(list(groups[0].values()), x)
+
+
+def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     first, count, attentions = blocks[0], len(blocks), [block.attention for block in blocks]
     n, _, h, w = x.shape
     y = torch.relu(_linears([block.reduce for block in blocks], x))
@@ -83,7 +91,7 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> tuple[Tensor, ...]:
         outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
     else:
         outputs = (y + _linears([block.widen for block in blocks], small)).unflatten(1, (count, -1))
-    return outputs.unbind(1)
+    return outputs
 
 
 def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:

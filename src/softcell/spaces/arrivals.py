@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Mix, Table, WeightMix
-from softcell.kernels.mix import weighted_sum
+from softcell.kernels.mix import stacked_sum, weighted_sum
 from softcell.kernels.norm import scaled
 from softcell.nn.candidates import Spec
 from softcell.spaces.bottleneck import Bottleneck
@@ -67,6 +67,12 @@ class Combiner:
             if own is not None:
                 value = own if value is None else value + own
         return value
+
+    def sum_alike(self, outputs: Tensor, places: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
+        """The sum of outputs [n, places, c, h, w], by choice and candidate of each place."""
+        weights = mix.weights(site).flatten()
+        index = self._index(weights.device, tuple(choice * self._width + k for choice, k in places))
+        return stacked_sum(outputs, weights.index_select(0, index))
 
     def _index(self, device: torch.device, positions: tuple[int, ...]) -> Tensor:
         """Positions as a tensor on the device; kept, since copying them each step would stall a GPU."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from softcell.arch import Cell, Mix, Table
+from softcell.arch import Cell, Mix, Table, WeightMix
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.drop import DropPath
 from softcell.nn.recompute import recomputed
-from softcell.nn.stack_attention import assembles, run_blocks
+from softcell.nn.stack_attention import assembles, run_alike, run_blocks
 from softcell.spaces.arrivals import Output, zeros
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.edges import SpecOf
@@ -46,23 +46,32 @@ class MixedChain(MixedCell):
         values = list(states)
         for layer, choice in enumerate(self.table.choices):
             x, spec = values[-1], self.spec_of(layer)
-            outputs: list[Output] = []
-            again = mix.recomputes(site, layer)
             running = range(len(choice.candidates)) if live is None else live[layer]
-            modules = [self.edges.module(self._starts[layer] + k) for k in running]
-            done = {} if again or apart() or not assembles(x) else run_blocks(modules, x)
-            for k, module in zip(running, modules, strict=True):
-                output = done.get(id(module))
-                if output is None and module is not None:
-                    output = recomputed(module, x) if again else module(x)
-                outputs.append((layer, k, output))
-            value = self._combiner.sum(outputs, mix, site)
+            value = self._mixed(layer, running, x, mix, site)
             if value is None:
                 value = zeros(x, spec)
             if factors is not None and keeps_shape(spec):
                 value = x + (value - x) * factors[layer].to(x.dtype).view(-1, 1, 1, 1)
             values.append(value)
         return values
+
+    def _mixed(self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int) -> Tensor | None:
+        """What the running candidates of a layer make of x, combined; None: zeros alone."""
+        modules = [self.edges.module(self._starts[layer] + k) for k in running]
+        again = mix.recomputes(site, layer)
+        together = not again and not apart() and assembles(x)
+        if together and isinstance(mix, WeightMix) and not mix.is_picked(site):
+            alike = run_alike(modules, x)
+            if alike is not None:
+                return self._combiner.sum_alike(alike, [(layer, k) for k in running], mix, site)
+        done = run_blocks(modules, x) if together else {}
+        outputs: list[Output] = []
+        for k, module in zip(running, modules, strict=True):
+            output = done.get(id(module))
+            if output is None and module is not None:
+                output = recomputed(module, x) if again else module(x)
+            outputs.append((layer, k, output))
+        return self._combiner.sum(outputs, mix, site)
 
 
 class PickedChain(PickedCell):
