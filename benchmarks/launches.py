@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
-from softcell.kernels import calibrate, indicator, local, mix
+from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
-from softcell.nn import attention_local
+from softcell.nn import attention_local, stack_calibrations
 from softcell.spaces import block, cell, chain, edges, fused_cell
 
 CASES = [
@@ -141,6 +141,30 @@ class _Calibrate:
         return dx.contiguous(), ds.flatten(1), dk.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
 
+class _Dynamic:
+    """Stands for the kernels that make dynamic kernels: counts what they launch, and computes by the twin."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("dynamic_kernels", 1, self._forward)
+        self.backward = self._backward
+        self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
+        self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
+
+    def _forward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        made = dynamic.dynamic_kernels_reference(*given)
+        return made, made, made
+
+    def _backward(self, *given: Any) -> tuple[Tensor | None, ...]:
+        found = (self._of_weights if given[-1] else self._of_maps)(*given)
+        return found if given[-1] else (*found[:2], None, None)
+
+    def _gradients(self, *given: Any) -> tuple[Tensor, ...]:
+        own = [one.detach().requires_grad_() for one in given[:4]]
+        with torch.enable_grad():
+            y = dynamic.dynamic_kernels_reference(*own, given[4])
+        return torch.autograd.grad(y, own, given[8])
+
+
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
     """Cells on the CPU take the GPU's path; together: calibrations and blocks of attention too, else one by one."""
@@ -155,6 +179,9 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
+        for module in (dynamic, stack_calibrations):
+            stack.enter_context(patch.object(module, "fits", lambda x, compressed, taps: together))
+        stack.enter_context(patch.object(dynamic, "triton_kernels", lambda family: _Dynamic(counter)))
         stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (cell, block):

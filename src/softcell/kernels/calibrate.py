@@ -27,7 +27,7 @@ def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
     n, c, height, width = x.shape
     size = kernels.shape[-1]
     folded = x.reshape(1, n * c, height, width)
-    weight = kernels.reshape(n * c, 1, size, size)
+    weight = kernels.reshape(n * c, 1, size, size).to(x.dtype)
     padding = dilation * (size // 2)
     return F.conv2d(folded, weight, padding=padding, dilation=dilation, groups=n * c).reshape(n, c, height, width)
 
@@ -47,7 +47,7 @@ def calibrate_reference(
     """The twin of `calibrate`; without kernels attentions alone."""
     # Kernels first, so that their backward pass comes last: the gradient of `base` then lies in memory as `base` does,
     # and not as that of the convolutions, which would slow down every norm behind it.
-    convolved = None if kernels is None else convolve(base, kernels.to(base.dtype), dilation)
+    convolved = None if kernels is None else convolve(base, kernels, dilation)
     attentions = [a for a in (channel, spatial) if a is not None]
     value = base
     if attentions:

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-PLACES = 128
+TILE = 2048
+"""Numbers of a tile: places × channels, about."""
 NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
 
 
@@ -78,15 +79,22 @@ def _taps(
     tl.store(taps_ptr + (n * SIZE * SIZE + t) * C + c, tl.sum(total, 0), mask=c < C)
 
 
+def _blocks(c):
+    """Channels and places of a tile."""
+    padded = triton.next_power_of_2(c)
+    return {"CB": padded, "PLACES": max(16, TILE // padded)}
+
+
 def _run(x, base, channel, spatial, kernels, dilation, places=None):
     n, h, w, c = x.shape
     y = torch.empty_like(x)
     factors = [x if one is None else one.contiguous() for one in (channel, spatial)]
-    _apply[(triton.cdiv(h * w, PLACES), n)](
+    blocks = _blocks(c)
+    _apply[(triton.cdiv(h * w, blocks["PLACES"]), n)](
         x, base, *factors, kernels, y, y if places is None else places, h, w,
         kernels.stride(0), kernels.stride(1), kernels.stride(2), kernels.stride(3),
-        C=c, CB=triton.next_power_of_2(c), SIZE=kernels.shape[-1], DILATION=dilation, CHANNEL=channel is not None,
-        SPATIAL=spatial is not None, BACK=places is not None, PLACES=PLACES,
+        C=c, **blocks, SIZE=kernels.shape[-1], DILATION=dilation, CHANNEL=channel is not None,
+        SPATIAL=spatial is not None, BACK=places is not None,
     )  # fmt: skip
     return y
 
@@ -103,8 +111,5 @@ def backward(x, channel, spatial, kernels, dilation, gradient):
     places = x.new_empty((n, h * w), dtype=torch.float32)
     taps = x.new_empty((n, size * size, c), dtype=torch.float32)
     dx = _run(gradient, x, channel, spatial, kernels, dilation, places)
-    _taps[(size * size, n)](
-        gradient, x, taps, h, w,
-        C=c, CB=triton.next_power_of_2(c), SIZE=size, DILATION=dilation, PLACES=PLACES,
-    )  # fmt: skip
+    _taps[(size * size, n)](gradient, x, taps, h, w, C=c, **_blocks(c), SIZE=size, DILATION=dilation)
     return dx, places, taps

@@ -1,0 +1,102 @@
+"""The kernels that make dynamic kernels against their twin in float64: on a GPU, or on a CPU by Triton's interpreter.
+
+TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_dynamic.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.kernels.backend import has_triton
+from softcell.kernels.dynamic import dynamic_kernels, dynamic_kernels_reference, fits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not has_triton(), reason="needs Triton"),
+]
+Sizes = tuple[int, int, int, int, tuple[int, ...]]
+# images, places, channels, compressed to, taps of each module
+CASES: list[Sizes] = [(2, 40, 16, 2, (9, 25)), (3, 35, 5, 1, (9, 9, 25)), (2, 64, 64, 8, (25,)), (1, 3, 33, 4, (1, 9))]
+# The three stages of a NOS search: five edges that leave a node, at the paper's batch size.
+LARGE: list[Sizes] = [(64, side * side, c, c // 8, (9,) * 5 + (25,) * 5) for c, side in ((16, 32), (32, 16), (64, 8))]
+
+
+def made(case: Sizes) -> list[Tensor]:
+    n, places, c, r, taps = case
+    torch.manual_seed(0)
+    return [
+        torch.randn(n, places, c, dtype=torch.float64),
+        torch.randn(n, places, len(taps) * r, dtype=torch.float64).relu(),
+        torch.randn(sum(taps), c, dtype=torch.float64) * c**-0.5,
+        torch.randn(len(taps), c, r, dtype=torch.float64),
+    ]
+
+
+def outcome(given: list[Tensor], taps: tuple[int, ...], pull: Tensor, *, plain: bool) -> list[Tensor]:
+    own = [one.detach().requires_grad_() for one in given]
+    x, compressed, score, decode = own
+    y = (dynamic_kernels_reference if plain else dynamic_kernels)(x, compressed, score, decode, taps)
+    return [y, *torch.autograd.grad(y, own, pull.to(y.device, y.dtype))]
+
+
+def error(found: Tensor, true: Tensor) -> float:
+    return float((found.detach().double().cpu() - true.detach()).norm() / true.detach().norm())
+
+
+@pytest.mark.parametrize("case", CASES if INTERPRETED else CASES + LARGE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
+def test_kernels_and_gradients_are_those_of_the_twin(case: Sizes, dtype: torch.dtype) -> None:
+    taps = case[-1]
+    low = [one.to(DEVICE, dtype) for one in made(case)]
+    assert fits(low[0], low[1], taps)
+    exact = [one.to("cpu", torch.float64) for one in low]
+    pull = torch.randn(case[0], sum(taps), case[2], dtype=torch.float64)
+    theirs = outcome(exact, taps, pull, plain=True)
+    mine, plain = (outcome(low, taps, pull, plain=how) for how in (False, True))
+    assert mine[0].dtype == torch.float32
+    sums = [part.sum(1) for part in torch.split(mine[0], taps, 1)]
+    torch.testing.assert_close(torch.stack(sums), torch.ones_like(torch.stack(sums)), msg="kernels sum to 1")
+    for found, usual, true in zip(mine, plain, theirs, strict=True):
+        bound = 1e-4 if dtype == torch.float32 else 2 * error(usual, true) + 4e-3
+        assert error(found, true) < bound, (error(found, true), error(usual, true))
+    again = outcome(low, taps, pull, plain=False)
+    assert all(torch.equal(first, second) for first, second in zip(mine, again, strict=True))
+
+
+def test_what_is_compressed_may_be_part_of_something_wider() -> None:
+    x, compressed, score, decode = (one.to(DEVICE, torch.float32) for one in made(CASES[0]))
+    wide = torch.cat([torch.randn_like(compressed), compressed, torch.randn_like(compressed)], 2)
+    part = wide.chunk(3, 2)[1]
+    assert not part.is_contiguous()
+    both = [dynamic_kernels(x, one, score, decode, CASES[0][-1]) for one in (part, compressed)]
+    assert torch.equal(*both)
+
+
+def test_weights_that_want_no_gradient_get_none() -> None:
+    x, compressed, score, decode = (one.to(DEVICE, torch.float32) for one in made(CASES[0]))
+    x.requires_grad_()
+    y = dynamic_kernels(x, compressed, score, decode, CASES[0][-1])
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    theirs = dynamic_kernels_reference(x, compressed, score, decode, CASES[0][-1])
+    (true,) = torch.autograd.grad(theirs.square().sum(), x)
+    torch.testing.assert_close(found, true, rtol=1e-3, atol=1e-5)
+
+
+def test_second_derivatives_are_those_of_the_twin() -> None:
+    found = []
+    for function in (dynamic_kernels, dynamic_kernels_reference):
+        own = [one.to(DEVICE, torch.float32).requires_grad_() for one in made(CASES[0])]
+        x, compressed, score, decode = own
+        first = torch.autograd.grad(
+            function(x, compressed, score, decode, CASES[0][-1]).square().sum(), own, create_graph=True
+        )
+        found.append(torch.autograd.grad(sum(part.square().sum() for part in first), own))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
