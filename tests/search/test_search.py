@@ -18,12 +18,14 @@ from softcell.arch import Genotype
 from softcell.data import Dataset, Images, load, split
 from softcell.engine import DivergedError
 from softcell.engine.checkpoint import load_latest
+from softcell.engine.meter import Measured
 from softcell.engine.session import open_session
 from softcell.errors import UserError
 from softcell.methods import METHODS
 from softcell.search import resolve, search
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import bilevel, single_level, unrolled
+from softcell.search.validation import Validation
 
 SEARCH = sys.modules["softcell.search.search"]
 
@@ -208,6 +210,16 @@ def test_a_collapse_is_told_and_stops_the_search_when_asked(data: Path, tmp_path
     assert len(stopped.metrics) == 2
     reason = json.loads((tmp_path / "stopped" / "run.json").read_text())["results"]["stopped"]
     assert "100%" in reason
+
+
+def test_an_accuracy_far_below_that_of_training_is_doubted_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for held, told in ((0.0, 1), (1.0, 0)):
+        monkeypatch.setattr(Validation, "__call__", lambda self, mix, held=held: Measured(2.0, held, 10))
+        notes: list[Any] = []
+        search(resolve(settings("nb201", data)), tmp_path / f"{held}", on_event=notes.append)
+        assert sum("running statistics" in getattr(note, "text", "") for note in notes) == told
 
 
 # --- honesty ---

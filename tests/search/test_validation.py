@@ -15,7 +15,7 @@ from softcell.data import load
 from softcell.data.feeds import Feeds
 from softcell.engine.meter import measure
 from softcell.engine.session import computing_in
-from softcell.search.validation import Validation
+from softcell.search.validation import Validation, doubt
 from softcell.spaces import Supernet, build_space
 
 COUNT, SIZE = 70, 16  # the last batch is a short one
@@ -101,3 +101,10 @@ def test_float64_stays_float64() -> None:
     with torch.no_grad():
         loss, _ = literally([(supernet(batch.images, mix), batch.labels) for batch in held.epoch(0)])
     assert found.loss == pytest.approx(loss, rel=1e-13)
+
+
+@pytest.mark.parametrize(("trained", "held", "doubted"), [(0.62, 0.1, True), (0.3, 0.1, False), (0.9, 0.84, False)])
+def test_only_what_is_far_below_training_is_doubted(trained: float, held: float, doubted: bool) -> None:
+    text = doubt(trained, held)
+    assert (text is not None) == doubted
+    assert text is None or (f"{held:.1%}" in text and f"{trained:.1%}" in text)
