@@ -132,12 +132,20 @@ class _Calibrate:
         return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
 
     def _backward(
-        self, rows: Tensor, channel: Tensor, spatial: Tensor, kernels: Tensor, dilation: int, gradient: Tensor
+        self,
+        rows: Tensor,
+        channel: Tensor | None,
+        spatial: Tensor | None,
+        kernels: Tensor,
+        dilation: int,
+        gradient: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = [one.detach().requires_grad_() for one in (rows, spatial, kernels)]
+        own, taps = (one.detach().requires_grad_() for one in (rows, kernels))
+        seen = rows.new_zeros(len(rows), 1, *rows.shape[1:3]) if spatial is None else spatial.detach()
+        seen.requires_grad_()
         with torch.enable_grad():
-            y = calibrate.calibrate_reference(given[0].permute(0, 3, 1, 2), channel, given[1], given[2], dilation)
-        dx, ds, dk = torch.autograd.grad(y, given, gradient.permute(0, 3, 1, 2))
+            y = calibrate.calibrate_reference(own.permute(0, 3, 1, 2), channel, seen, taps, dilation)
+        dx, ds, dk = torch.autograd.grad(y, (own, seen, taps), gradient.permute(0, 3, 1, 2))
         return dx.contiguous(), ds.flatten(1), dk.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
 

@@ -98,6 +98,7 @@ def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], 
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "selection": manifest["results"].get("selection"),
+        "supernet": {key: epochs_of(folder)[-1].get(key) for key in ("train_accuracy", "val_accuracy")},
         **{key: before[key] for key in ("indicators", "taus") if key in before},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }

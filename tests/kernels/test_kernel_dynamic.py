@@ -6,12 +6,14 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_dynamic.py
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from softcell.kernels.backend import has_triton
+from softcell.kernels import dynamic
+from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.dynamic import dynamic_kernels, dynamic_kernels_reference, fits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,14 +81,45 @@ def test_what_is_compressed_may_be_part_of_something_wider() -> None:
     assert torch.equal(*both)
 
 
-def test_weights_that_want_no_gradient_get_none() -> None:
+def test_gradients_of_weights_are_made_only_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, asked = triton_kernels("dynamic"), []
+
+    def backward(*given: Any) -> Any:
+        asked.append(given[-1])
+        return plainly(*given)
+
+    plainly = kernels.backward
+    monkeypatch.setattr(kernels, "backward", backward)
+    x, compressed, score, decode = (one.to(DEVICE, torch.float32).requires_grad_() for one in made(CASES[0]))
+    for wanted, weights in (([x], False), ([x, compressed], False), ([score, decode], True)):
+        found = []
+        for function in (dynamic_kernels, dynamic_kernels_reference):
+            # Parts of something larger, as in a cell: of leaves torch cannot tell.
+            y = function(x * 1, compressed * 1, score * 1, decode * 1, CASES[0][-1])
+            found.append(torch.autograd.grad(y.square().sum(), wanted))
+        assert asked.pop() == weights
+        for mine, true in zip(*found, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_compressed_may_be_made_from_the_map_in_second_derivatives_too() -> None:
     x, compressed, score, decode = (one.to(DEVICE, torch.float32) for one in made(CASES[0]))
+    wide = torch.randn(x.shape[2], compressed.shape[2], device=DEVICE)
     x.requires_grad_()
-    y = dynamic_kernels(x, compressed, score, decode, CASES[0][-1])
-    (found,) = torch.autograd.grad(y.square().sum(), x)
-    theirs = dynamic_kernels_reference(x, compressed, score, decode, CASES[0][-1])
-    (true,) = torch.autograd.grad(theirs.square().sum(), x)
-    torch.testing.assert_close(found, true, rtol=1e-3, atol=1e-5)
+    found = []
+    for function in (dynamic_kernels, dynamic_kernels_reference):
+        y = function(x, torch.relu(x @ wide), score, decode, CASES[0][-1])
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append([first, *torch.autograd.grad(first.square().sum(), x)])
+    for mine, true in zip(*found, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-3, atol=1e-3 * float(true.abs().max()))
+
+
+def test_float32_runs_plainly_where_a_program_has_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [one.to(DEVICE, torch.float32) for one in made((2, 64, 64, 8, (25,)))]
+    assert fits(given[0], given[1], (25,))
+    monkeypatch.setattr(dynamic, "shared_memory", lambda device: 88_195)  # it takes 88,196 bytes
+    assert not fits(given[0], given[1], (25,))
 
 
 def test_second_derivatives_are_those_of_the_twin() -> None:

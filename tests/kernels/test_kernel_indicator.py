@@ -6,13 +6,17 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_indicator.py
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from softcell.kernels.backend import has_triton
+from softcell.kernels import indicator
+from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.indicator import Form, Laid, fits, indicate, indicate_reference
+from softcell.nn.lite_ensemble import LiteEnsemble
+from softcell.nn.lite_transformer import LiteTransformer, by_position, order_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,7 +131,16 @@ def test_outputs_and_gradients_are_those_of_the_twin(case: Sizes, dtype: torch.d
     assert all(torch.equal(first, second) for first, second in zip(mine, again, strict=True))
 
 
-def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
+def test_nothing_is_kept_where_no_gradient_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, sizes = triton_kernels("indicator"), []
+
+    def forward(*given: Any) -> Any:
+        found = plainly(*given)
+        sizes.append([part.numel() for part in found[2:]])
+        return found
+
+    plainly = kernels.forward
+    monkeypatch.setattr(kernels, "forward", forward)
     x, laid, form = made(CASES[0])
     x, laid = of_type(x, laid, torch.float32, DEVICE)
     with_gradients = indicate(x, laid, form)
@@ -135,17 +148,22 @@ def test_nothing_is_kept_where_no_gradient_is_asked_for() -> None:
         without = indicate(x, laid, form)
     assert all(torch.equal(a, b) for a, b in zip(with_gradients, without, strict=True))
     assert not without[0].requires_grad
+    assert all(sizes[0]) and sizes[1] == [0, 0, 0]
 
 
 def test_second_derivatives_are_those_of_the_twin() -> None:
     x, laid, form = made((2, 2, 1, 2, (4, 4), 3, 2, (2, 2)))
-    x, laid = of_type(x, laid, torch.float32, DEVICE)
+    x, leaves = of_type(x, laid, torch.float32, DEVICE)
+    both = torch.cat([leaves.itself, leaves.zeros], 1).detach().requires_grad_()
+    wanted = (x, both, *(part for name, part in zip(Laid._fields, leaves, strict=True) if name not in LOGITS[1:]))
     found = []
     for function in (indicate, indicate_reference):
-        output, attention = function(x, laid, form)
+        # As an ensemble lays them: logits of the IT and of zeros are columns of one tensor, and do not lie together.
+        itself, zeros = torch.split(both, [1, 1], 1)
+        output, attention = function(x, leaves._replace(itself=itself, zeros=zeros), form)
         loss = output.square().sum() + attention.square().sum()
-        first = torch.autograd.grad(loss, (x, *laid), create_graph=True)
-        found.append(torch.autograd.grad(sum(part.square().sum() for part in first), (x, *laid)))
+        first = torch.autograd.grad(loss, wanted, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(part.square().sum() for part in first), wanted)])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(
             mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max() if theirs.numel() else 0)
@@ -157,6 +175,55 @@ def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
     assert not fits(torch.zeros(1, 1, 64, 64, 16, device=DEVICE), form)
     assert not fits(torch.zeros(1, 1, 9, 8, 16, device=DEVICE), form)
     assert not fits(torch.zeros(1, 1, 8, 8, 16, device=DEVICE, dtype=torch.float64), form)
+    for side in (8, 16):
+        assert not fits(torch.zeros(1, 1, 16, 16, 16, device=DEVICE), Form((side, side), 1e-5, 1e-5))
     wide = torch.zeros(1, 1, 16, 8, 64, device=DEVICE, dtype=torch.bfloat16)  # two warps would not hold it
     assert not fits(wide, form)
     assert fits(wide[:, :, :8].contiguous(), form)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "with create_graph"])
+@pytest.mark.parametrize("zeros", [(), (0,), (1, 3)])
+def test_an_ensemble_on_the_kernels_gives_what_each_gives_alone(zeros: tuple[int, ...], again: bool) -> None:
+    torch.manual_seed(0)
+    modules = [LiteTransformer((4, 8, 8), 5, width=8).to(DEVICE) for _ in range(3)]
+    with torch.no_grad():
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    maps = [[torch.randn(2, 4, 8, 8, device=DEVICE).requires_grad_() for _ in range(5 - len(zeros))] for _ in modules]
+    outputs = []
+    for own in maps:
+        rest = iter(own)
+        outputs.append({k: None if k in zeros else next(rest) for k in range(5)})
+    wanted = [x for own in maps for x in own] + [p for module in modules for p in module.parameters()]
+    pulls = [(torch.randn(2, 4, 8, 8, device=DEVICE), torch.randn(2, 6, device=DEVICE)) for _ in modules]
+    order = order_of(outputs[0])
+    ensemble = LiteEnsemble([modules], order, 5 - len(zeros))
+    (laid,) = ensemble.lay(torch.float32)
+    together, rows = ensemble(laid, [x for own in maps for x in own])
+    as_one = zip(together.unbind(), (by_position(row, order, 5) for row in rows.unbind()), strict=True)
+    found = []
+    for answers in (list(as_one), [module(own) for module, own in zip(modules, outputs, strict=True)]):
+        loss = sum((y * a).sum() + (row * b).sum() for (y, row), (a, b) in zip(answers, pulls, strict=True))
+        found.append([*(y for y, _ in answers), *torch.autograd.grad(loss, wanted, create_graph=again)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.detach().abs().max()) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "needed"),
+    [
+        ((32, 32, 16), torch.bfloat16, 98_304),
+        ((16, 16, 32), torch.float32, 163_840),
+        ((16, 32, 16), torch.float32, 196_608),
+        ((4, 4, 256), torch.bfloat16, 143_360),
+    ],
+)
+def test_maps_run_plainly_where_a_program_has_too_little_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """needed: bytes of shared memory of the largest kernel, as Triton 3.6 compiles it for sm_86."""
+    x, form = torch.zeros(1, 1, *shape, dtype=dtype, device=DEVICE), Form((4, 4), 1e-5, 1e-5)
+    assert fits(x, form), "an H200 has 232,448"
+    monkeypatch.setattr(indicator, "shared_memory", lambda device: needed - 1)
+    assert not fits(x, form)

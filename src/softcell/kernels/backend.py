@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,37 @@ def is_wanted(ctx: Any, number: int) -> bool:
     if node is None:
         return False
     return node.name().endswith("AccumulateGrad") or bool(torch._C._will_engine_execute_node(node))
+
+
+def padded(count: int, least: int = 16) -> int:
+    """The next power of two; at least `least`: 16 is the smallest side of a product of Triton's."""
+    return max(least, 1 << max(count - 1, 0).bit_length())
+
+
+def by_twin(
+    twin: Callable[..., Sequence[Tensor]], given: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of what `twin` makes of `given`, which can be differentiated once more, as a kernel's cannot.
+
+    Each of the tensors is taken for itself: where one was made from another, the way between them is not gone.
+    """
+    own = [None if one is None else one.view_as(one) for one in given]
+    known = [(y, grad) for y, grad in zip(twin(*own), grads, strict=True) if grad is not None]
+    wanted = [one for one in own if one is not None and one.requires_grad]
+    outputs, pulls = [y for y, _ in known], [grad for _, grad in known]
+    found = iter(torch.autograd.grad(outputs, wanted, pulls, create_graph=True, allow_unused=True))
+    return [next(found) if one is not None and one.requires_grad else None for one in own]
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program of Triton's may have there; its interpreter has all it wants."""
+    if device.type != "cuda":
+        return 2**30
+    from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @functools.cache

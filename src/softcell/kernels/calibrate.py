@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.backend import by_twin, runs_triton, triton_kernels
 
 
 def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
@@ -36,7 +36,8 @@ def calibrate(
     base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int = 1
 ) -> Tensor:
     """base [n, c, h, w], channel [n, c, 1, 1], spatial [n, 1, h, w], kernels [n, c, k, k] to a map like `base`."""
-    if not runs_triton(base) or kernels.shape[-1] % 2 == 0:
+    # A compiler makes its own kernels of the plain form, and would be stopped by ours.
+    if torch.compiler.is_compiling() or not runs_triton(base) or kernels.shape[-1] % 2 == 0:
         return calibrate_reference(base, channel, spatial, kernels, dilation)
     return _Calibrate.apply(base, channel, spatial, kernels, dilation)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -73,12 +74,12 @@ class _Calibrate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         base, channel, spatial, kernels = ctx.saved_tensors
-        given = (base, channel, spatial, kernels)
         if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
-            wanted = [one for one in given if one is not None and one.requires_grad]
-            y = calibrate_reference(*given, ctx.dilation).to(base.dtype)
-            found = iter(torch.autograd.grad(y, wanted, gradient, create_graph=True))
-            return *(None if one is None or not one.requires_grad else next(found) for one in given), None
+
+            def twin(own: Tensor, *more: Tensor | None) -> list[Tensor]:
+                return [calibrate_reference(own, more[0], more[1], more[2], ctx.dilation).to(own.dtype)]
+
+            return *by_twin(twin, (base, channel, spatial, kernels), [gradient]), None
         dbase, places, taps = triton_kernels("calibrate").backward(
             base.permute(0, 2, 3, 1).contiguous(),
             channel,

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from softcell.kernels.backend import padded
+
 TILE = 2048
 """Numbers of a tile: places × channels, about."""
 NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
@@ -81,8 +83,8 @@ def _taps(
 
 def _blocks(c):
     """Channels and places of a tile."""
-    padded = triton.next_power_of_2(c)
-    return {"CB": padded, "PLACES": max(16, TILE // padded)}
+    channels = padded(c, 1)
+    return {"CB": channels, "PLACES": max(16, TILE // channels)}
 
 
 def _run(x, base, channel, spatial, kernels, dilation, places=None):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import is_wanted
+from softcell.kernels.backend import by_twin, is_wanted
 from softcell.kernels.norm import (
     Term,
     combine,
@@ -229,7 +229,7 @@ class _MixedCell(torch.autograd.Function):
         mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states = ctx.saved_tensors
         if torch.is_grad_enabled():
             leaves, constants = (mix, given_weights, *states), (running, factors)
-            return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, constants, ctx.needs_input_grad)
+            return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, constants)
         gradient = torch.empty_like(buffer)
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
         mix_gradient = torch.zeros_like(mix) if program.terms else None
@@ -312,20 +312,11 @@ def _differentiable_backward(
     grads: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
     constants: tuple[Tensor | None, Tensor | None],
-    needed: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """With create_graph the twin runs again: its gradient can be differentiated once more, a kernel's cannot."""
-    mix, weights, *states = leaves
-    nodes, _ = mixed_cell_reference(program, dtype, mix, weights, *constants, *states)
-    kept = [(node, own) for node, own in zip(nodes, grads, strict=True) if own is not None]
-    wants = [i for i, want in enumerate((needed[2], needed[3], *needed[6:])) if want]
-    found = torch.autograd.grad(
-        [node for node, _ in kept],
-        [leaves[i] for i in wants],
-        [own for _, own in kept],
-        create_graph=True,
-        allow_unused=True,
-    )
-    by_input = dict(zip(wants, found, strict=True))
-    found_states = (by_input.get(2 + i) for i in range(len(states)))
-    return None, None, by_input.get(0), by_input.get(1), None, None, *found_states
+
+    def twin(mix: Tensor, weights: Tensor, *states: Tensor) -> Sequence[Tensor]:
+        return mixed_cell_reference(program, dtype, mix, weights, *constants, *states)[0]
+
+    dmix, dweights, *dstates = by_twin(twin, leaves, grads)
+    return None, None, dmix, dweights, None, None, *dstates

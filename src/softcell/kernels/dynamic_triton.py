@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from softcell.kernels.backend import table
+from softcell.kernels.backend import padded, table
 from softcell.kernels.dynamic import TAPS, starts
 
 TILE = 4096
@@ -122,8 +122,7 @@ def _backward(
 
 def _sizes(x, compressed, taps):
     c, r = x.shape[2], compressed.shape[2] // len(taps)
-    padded, compressed_to = max(16, triton.next_power_of_2(c)), max(16, triton.next_power_of_2(r))
-    return {"C": c, "R": r, "CB": padded, "RB": compressed_to, "TB": TAPS}
+    return {"C": c, "R": r, "CB": padded(c), "RB": padded(r), "TB": TAPS}
 
 
 def _places(x, sizes, largest):

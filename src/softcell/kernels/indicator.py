@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import runs_triton, triton_kernels
+from softcell.kernels.backend import by_twin, padded, runs_triton, shared_memory, triton_kernels
 from softcell.kernels.product import product
 
 LARGEST = 2**15
-"""Bytes of a map, its sides rounded up to powers of two, that registers and shared memory of one program hold."""
+"""Bytes of a map, its sides rounded up to powers of two, that one program's registers hold."""
+TOKENS = 16
+"""Places of a summary: of more the products that pool them would take more shared memory than any GPU has."""
 
 
 class Laid(NamedTuple):
@@ -49,6 +51,10 @@ class Laid(NamedTuple):
     ffn_shift: Tensor
 
 
+UNREAD = ("shift", "itself", "zeros")
+"""What the backward pass does not read."""
+
+
 class Form(NamedTuple):
     """What is not in the numbers: sides of the summaries, and what the norms of tokens and of maps add to variances."""
 
@@ -59,29 +65,28 @@ class Form(NamedTuple):
 
 def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
     """Maps [g·m, n, h, w, c] to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]; edge by edge m maps."""
-    if fits(x, form):
-        return _Indicate.apply(form, x, *laid)  # type: ignore[no-any-return, no-untyped-call]
+    # A compiler makes its own kernels of the plain form, and would be stopped by ours.
+    if fits(x, form) and not torch.compiler.is_compiling():
+        keeps = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *laid))
+        return _Indicate.apply(form, keeps, x, *laid)  # type: ignore[no-any-return, no-untyped-call]
     return indicate_reference(x, laid, form)
 
 
 def fits(x: Tensor, form: Form) -> bool:
-    """Whether Triton's kernels take these maps: summaries are of whole windows, and a map fits into registers."""
+    """Whether Triton's kernels take these maps on this device: summaries are of whole windows, and a map fits."""
     (_, _, h, w, c), (rows, columns) = x.shape, form.sides
-    if not runs_triton(x) or h % rows or w % columns:
+    if not runs_triton(x) or h % rows or w % columns or rows * columns > TOKENS:
         return False
     places, channels, size = padded(h * w), padded(c), x.element_size()
-    largest = LARGEST // 4 if wide(c, size) else LARGEST
-    return places * channels * size <= largest and padded(rows * columns) * channels * size <= LARGEST // 4
+    bytes_of_map = places * channels * size
+    # As compiled: up to 3 maps (bfloat16) or 6 (float32, whose products are made of three) and the value weight.
+    needed = (3 if size == 2 else 6) * bytes_of_map + channels * channels * size
+    return bytes_of_map <= (LARGEST // 4 if wide(c, size) else LARGEST) and needed <= shared_memory(x.device)
 
 
 def wide(channels: int, size: int) -> bool:
     """Whether a map of 16-bit numbers has rows of 128 bytes: two warps take it, a quarter as large at most."""
     return size == 2 and padded(channels) * size >= 128
-
-
-def padded(count: int, least: int = 16) -> int:
-    """The next power of two; at least `least`: 16 is the smallest side of a product."""
-    return max(least, 1 << max(count - 1, 0).bit_length())
 
 
 def indicate_reference(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
@@ -123,34 +128,37 @@ def _normalised(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 
 class _Indicate(torch.autograd.Function):
-    """Triton's kernels."""
+    """Triton's kernels; keeps: whether there will be a backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, form: Form, x: Tensor, *laid: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.contiguous()
+    def forward(ctx: Any, form: Form, keeps: bool, x: Tensor, *laid: Tensor) -> tuple[Tensor, Tensor]:
         given = Laid(*(part.contiguous() for part in laid))
-        out, attention, *kept = triton_kernels("indicator").forward(x, given, form, any(ctx.needs_input_grad))
+        out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), given, form, keeps)
         ctx.form = form
         ctx.set_materialize_grads(False)  # most often nobody asks for the attention's
-        ctx.save_for_backward(x, attention, *kept, *given)
+        # As they were given: copies would have no part in second derivatives.
+        ctx.save_for_backward(x, *laid, attention, *kept)
         return out, attention
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, attention, inside, normed, scales, *laid = ctx.saved_tensors
-        given = Laid(*laid)
-        gradient = torch.zeros_like(inside) if gradient is None else gradient
+        x, *rest = ctx.saved_tensors
+        laid, (attention, inside, normed, scales) = rest[: len(Laid._fields)], rest[len(Laid._fields) :]
         if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
-            outputs = indicate_reference(x, given, ctx.form)
-            asked = (gradient, torch.zeros_like(attention) if towards is None else towards)
-            wanted = [one for one in (x, *given) if one.requires_grad]
-            found = iter(torch.autograd.grad(outputs, wanted, asked, create_graph=True, materialize_grads=True))
-            return None, *(next(found) if one.requires_grad else None for one in (x, *given))
+
+            def twin(own: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+                return indicate_reference(own, Laid(*parts), ctx.form)
+
+            return None, None, *by_twin(twin, (x, *laid), [gradient, towards])
+        gradient = torch.zeros_like(inside) if gradient is None else gradient.contiguous()
+        given = Laid(
+            *(part if name in UNREAD else part.contiguous() for name, part in zip(Laid._fields, laid, strict=True))
+        )
         kernels, towards = triton_kernels("indicator"), None if towards is None else towards.contiguous()
         dx, dlaid = kernels.backward(
-            x, given, ctx.form, attention, inside, normed, scales, gradient.contiguous(), towards
+            x.contiguous(), given, ctx.form, attention, inside, normed, scales, gradient, towards
         )
-        return None, dx, *dlaid
+        return None, None, dx, *dlaid
 
 
 class _ScaledAndShifted(torch.autograd.Function):

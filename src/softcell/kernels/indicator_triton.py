@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from softcell.kernels.indicator import padded, wide
+from softcell.kernels.backend import padded
+from softcell.kernels.indicator import wide
 
 BLOCK = 256
 """Places × channels of the IT's own map that a program sums over images."""

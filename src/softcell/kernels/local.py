@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.kernels.backend import is_wanted, runs_triton, triton_kernels
+from softcell.kernels.backend import by_twin, is_wanted, runs_triton, triton_kernels
 
 Window = tuple[Any, ...]
 """An index into the last two axes of a map."""
@@ -127,12 +127,11 @@ class _Fused(torch.autograd.Function):
         return y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         packed, rows, columns, y, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
-            given = (packed, rows, columns)
-            found = torch.autograd.grad(_plainly(*given), given, grad, create_graph=True)
-            return found[0], found[1], found[2]
+            dpacked, drows, dcolumns = by_twin(lambda *own: [_plainly(*own)], (packed, rows, columns), [grad])
+            return dpacked, drows, dcolumns
         inner = packed.permute(0, 2, 3, 1).contiguous()
         exact = [t.float().contiguous() for t in (rows, columns)]
         dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()

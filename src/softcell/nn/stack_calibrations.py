@@ -6,7 +6,7 @@ start little more than one of them does. Maps are taken as rows [n·h·w, c], th
     channel attentions                one mean, one product to all hidden channels, one batched product back
     spatial attentions and kernels    one product to all hidden channels, one norm
     spatial attentions                one grouped convolution
-    dynamic kernels                   one kernel of ours on a GPU (`softcell.kernels.dynamic`); elsewhere one product to
+    dynamic kernels                   one kernel of ours where it fits (`softcell.kernels.dynamic`); else one product to
                                       all scores and one softmax over h·w, whatever their sizes; one product of all
                                       hidden channels with all scores, of which a module needs only the block of its
                                       own: arithmetic for launches; the rest once per size
