@@ -5,26 +5,20 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_indicator.py
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from kernel_runs import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from softcell.kernels import indicator
-from softcell.kernels.backend import has_triton, triton_kernels
+from softcell.kernels.backend import triton_kernels
 from softcell.kernels.indicator import Form, Laid, fits, indicate, indicate_reference
 from softcell.nn.lite_ensemble import LiteEnsemble
 from softcell.nn.lite_transformer import LiteTransformer, by_position, order_of
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
-    pytest.mark.skipif(not has_triton(), reason="needs Triton"),
-]
+pytestmark = MARKS
 Sizes = tuple[int, int, int, int, tuple[int, int], int, int, tuple[int, int]]
 # edges, maps, tokens of zeros, images, (h, w), channels, inside, sides
 CASES = [

@@ -5,23 +5,16 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_local.py
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from kernel_runs import DEVICE, MARKS
 from torch import Tensor
 
 from softcell.kernels import local
-from softcell.kernels.backend import has_triton, runs_triton, triton_kernels
+from softcell.kernels.backend import runs_triton, triton_kernels
 from softcell.nn.attention_local import LocalAttention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
-    pytest.mark.skipif(not has_triton(), reason="needs Triton"),
-]
+pytestmark = MARKS
 CASES = [(2, 4, 2, (5, 4), 3), (2, 8, 1, (8, 5), 7), (1, 4, 3, (2, 3), 5), (2, 8, 6, (9, 11), 5), (3, 8, 24, (4, 4), 7)]
 
 
