@@ -34,7 +34,17 @@ from softcell.report import bench201
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from studies.itnas_taus import NAMES, proxies, rank, show_accuracies, show_taus, summarise_taus
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, placeless, side_by_side, spread, write_record
+from studies.runs import (
+    NOT_MEASURED,
+    Deadline,
+    entry,
+    epochs_of,
+    finished,
+    placeless,
+    side_by_side,
+    spread,
+    write_record,
+)
 
 METHODS = ("itnas", "snas", "darts", "entrannas")
 AT_ONCE = 4
@@ -86,19 +96,19 @@ def folder_of(method: str, seed: int, options: argparse.Namespace) -> Path:
 def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], options: argparse.Namespace) -> Any:
     """One search: what it found and what the table says of it and of each epoch's cell; or how far it has come."""
     folder = folder_of(method, seed, options)
-    if not (folder / "run.json").is_file() or RunFolder.open(folder).manifest["status"] != "finished":
-        done = len(epochs_of(folder))
-        return before if "recipe" in before else {"method": method, "seed": seed, "epochs_done": done}
+    epochs = epochs_of(folder)
+    if not finished(folder):
+        return before if "recipe" in before else {"method": method, "seed": seed, "epochs_done": len(epochs)}
     manifest = RunFolder.open(folder).manifest
     (found,) = bench201.bench_runs(table, [folder])
     return {
         "method": method,
         "seed": seed,
-        "epochs_done": len(epochs_of(folder)),
+        "epochs_done": len(epochs),
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "selection": manifest["results"].get("selection"),
-        "supernet": {key: epochs_of(folder)[-1].get(key) for key in ("train_accuracy", "val_accuracy")},
+        "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")},
         **{key: before[key] for key in ("indicators", "taus") if key in before},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }

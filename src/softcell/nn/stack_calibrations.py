@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.backend import is_wanted
 from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttention
 from softcell.nn.flat import flat
 from softcell.nn.norm import BatchNorm2d
@@ -190,10 +191,11 @@ class _Scored(torch.autograd.Function):
         return torch.bmm(weight.expand(len(rows), -1, -1), rows.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, weight = ctx.saved_tensors
         back = torch.bmm(gradient.transpose(1, 2), weight.expand(len(rows), -1, -1))
-        return back, torch.bmm(gradient, rows).sum(0)
+        # When α learns weights want none.
+        return back, torch.bmm(gradient, rows).sum(0) if is_wanted(ctx, 1) else None
 
 
 Sizes = tuple[tuple[int, int, int], ...]

@@ -88,7 +88,7 @@ class SearchTask:
             resource,
         )
         self._selection: dict[str, Any] = {}
-        self._doubted = False
+        self._tell_doubt = once(tell)
         self._tally = Tally(world.device)
         self._collapse = CollapseWatch(recipe.collapse, method.layout, tell)
         learn = in_precision(self._learn, recipe.precision, world.device)
@@ -198,7 +198,9 @@ class SearchTask:
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate(last)
-            self._tell_doubt(metrics)
+            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"))
+            if text is not None:
+                self._tell_doubt(text)
         genotype = self.method.derive()
         every = self.recipe.child_every if self.objective.supervised else 0
         if every and (last or (epoch + 1) % every == 0):
@@ -344,15 +346,6 @@ class SearchTask:
             "val_split": self.recipe.measured_split,
             "val_count": held.count,
         }
-
-    def _tell_doubt(self, metrics: Mapping[str, Any]) -> None:
-        """Says once in a run that an accuracy of the supernet is not to be taken at its word."""
-        if self._doubted or not {"train_accuracy", "val_accuracy"} <= metrics.keys():
-            return
-        text = doubt(metrics["train_accuracy"], metrics["val_accuracy"])
-        if text is not None:
-            self._doubted = True
-            self._tell(text)
 
     @torch.no_grad()
     def _validate_objective(self, last: bool) -> dict[str, Any]:

@@ -79,12 +79,14 @@ DOUBTED = 3.0
 """How many times better in training a supernet must be for its accuracy on the validation split to be doubted."""
 
 
-def doubt(trained: float, held: float) -> str | None:
+def doubt(trained: float | None, held: float | None) -> str | None:
     """What to tell of an accuracy on held-out images that is far below the one in training; None where it is not.
+
+    None: it was not measured.
 
     Seen in NAS-Bench-201 with SNAS and EnTranNAS: 62% in training, and 10%, which is guessing, on other images.
     """
-    if trained <= DOUBTED * held:
+    if trained is None or held is None or trained <= DOUBTED * held:
         return None
     return (
         f"the supernet is right for {held:.1%} of the images it is validated on, in training for {trained:.1%}. Where "

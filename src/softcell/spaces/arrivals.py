@@ -58,9 +58,7 @@ class Combiner:
                 return None
             if mix.is_picked(site):
                 return total([x for _, _, x in present])
-            weights = mix.weights(site).flatten()
-            index = self._index(weights.device, tuple(choice * self._width + k for choice, k, _ in present))
-            return weighted_sum([x for _, _, x in present], weights.index_select(0, index))
+            return weighted_sum([x for _, _, x in present], self._weights([one[:2] for one in present], mix, site))
         value: Tensor | None = None
         for choice in sorted({choice for choice, _, _ in outputs}):
             own = mix.combine(site, choice, {k: x for c, k, x in outputs if c == choice})
@@ -70,9 +68,13 @@ class Combiner:
 
     def sum_alike(self, outputs: Tensor, places: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
         """The sum of outputs [n, places, c, h, w], by choice and candidate of each place."""
+        return stacked_sum(outputs, self._weights(places, mix, site))
+
+    def _weights(self, places: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
+        """Those of a mix by choice and candidate, [places]."""
         weights = mix.weights(site).flatten()
         index = self._index(weights.device, tuple(choice * self._width + k for choice, k in places))
-        return stacked_sum(outputs, weights.index_select(0, index))
+        return weights.index_select(0, index)
 
     def _index(self, device: torch.device, positions: tuple[int, ...]) -> Tensor:
         """Positions as a tensor on the device; kept, since copying them each step would stall a GPU."""
