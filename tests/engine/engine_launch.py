@@ -3,6 +3,7 @@
 Run as a script it is one of those processes. The modules import neither pytest nor hypothesis, to start quickly.
 """
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -85,6 +86,18 @@ def _child(module: str, function: str, folder: Path) -> None:
         torch.save(getattr(loaded, function)(world, folder), folder / f"rank{world.rank}.pt")
     finally:
         distributed.stop()
+    # A thread of a group that something still holds would be ended by the interpreter's own end, at times by an abort.
+    left = [name for name in thread_names() if "gloo" in name]
+    assert not left, f"the process group is left, but its threads run on: {left}"
+
+
+def thread_names() -> list[str]:
+    """The names of this process's threads, those of libraries too; where the system does not tell, none."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            names.append(path.read_text().strip())
+    return names
 
 
 if __name__ == "__main__":

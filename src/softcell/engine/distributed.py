@@ -6,6 +6,7 @@ other, and would have its reductions fired at the wrong moments. Here a step com
 says `average_`.
 """
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ def start(device: torch.device | str) -> World:
             f"Start with `torchrun --nproc-per-node=N ...`, or unset WORLD_SIZE."
         )
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # Before there is a group: the default arguments of this module keep the group they are imported in, and torch's
+    # optimisers import it. Such a group outlives `stop`, and its threads now and then abort a process that exits.
+    importlib.import_module("torch.distributed.nn.functional")
     if device.type == "cuda":
         if device.index is not None:
             raise UserError(
