@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from softcell.engine.capture import TRIED, CapturedStep, Engine, once, prepare_step
 from softcell.engine.distributed import World
 from softcell.engine.readback import Readback
+from softcell.engine.streams import POOL, PRIORITIES
+from softcell.errors import UserError
 
 
 class State:
@@ -74,6 +76,14 @@ class Recording:
 
 
 class Stream:
+    """Out of a pool that begins again after as many streams as torch's; each priority has its own."""
+
+    dealt: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, device: int | None = None, priority: int = 0) -> None:
+        number = Stream.dealt[priority] = Stream.dealt.get(priority, -1) + 1
+        self.cuda_stream = 1000 * (1 - priority) + number % POOL
+
     def wait_stream(self, other: Stream) -> None: ...
 
 
@@ -88,6 +98,8 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(Stream, "dealt", {})
+    gc.collect()  # what earlier tests have left gives its streams back
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
@@ -143,16 +155,42 @@ def test_a_key_that_never_comes_back_is_never_recorded() -> None:
     assert [subject(key, 0.0)[1] for key in range(50)] == ["eager"] * 50
 
 
-def test_only_the_latest_used_recordings_are_kept() -> None:
+def test_too_many_recordings_are_let_go_together_and_made_anew_as_they_come() -> None:
+    """One that ends takes what others of its stream work with."""
     subject = Subject(warmup=0, kept=2)
     for key in ("a", "b"):
         assert [subject(key, 0.0)[1] for _ in range(TRIED + 1)][-1] == "replayed"
-    assert subject("a", 1.0) == ("a", "replayed", 1.0)
-    for _ in range(TRIED + 1):
-        subject("c", 2.0)  # drops b, which was used before a
-    assert list(subject.run._graphs) == ["a", "c"]
+    recorded = list(subject.run._graphs.values())
+    for _ in range(TRIED):
+        subject("c", 2.0)
+    assert subject("a", 1.0) == ("a", "replayed", 1.0) and all(graph.alive for graph in recorded)
+    assert subject("c", 2.0) == ("c", "replayed", 2.0) and not any(graph.alive for graph in recorded)
+    assert list(subject.run._graphs) == ["c"]
     assert subject("b", 3.0) == ("b", "replayed", 3.0), "it was tried before, so it is recorded anew at once"
     assert list(subject.run._graphs) == ["c", "b"]
+
+
+def test_no_two_steps_that_live_share_a_stream_however_many_torch_has_dealt_out() -> None:
+    mine = [Subject(warmup=1) for _ in range(3)]
+    for subject in mine:
+        subject("a", 0.0)
+    for _ in range(POOL):
+        Stream()  # somebody else's; the next is the first again
+    more = [Subject(warmup=1) for _ in range(POOL)]
+    for subject in more:
+        subject("a", 0.0)
+    handles = [subject.run._side.cuda_stream for subject in (*mine, *more) if subject.run._side is not None]
+    assert len(set(handles)) == len(handles) == POOL + 3
+
+
+def test_streams_of_what_has_ended_are_taken_again_and_too_many_at_once_are_refused() -> None:
+    for _ in range(3 * POOL * len(PRIORITIES)):
+        Subject(warmup=1)("a", 0.0)
+    alive = [Subject(warmup=1) for _ in range(POOL * len(PRIORITIES))]
+    for subject in alive:
+        subject("a", 0.0)
+    with pytest.raises(UserError, match="fewer run at once"):
+        Subject(warmup=1)("a", 0.0)
 
 
 def test_a_key_that_cannot_be_recorded_makes_all_steps_eager_and_says_so_once() -> None:

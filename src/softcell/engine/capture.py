@@ -4,7 +4,7 @@ A captured step must be a function of tensors on the device alone. It writes its
 meters) in place, its schedules come from buffers filled in place, and nothing in it may ask the device for a value.
 
 A step whose course depends on something the host decides (which candidates run) is called with that as `key`: there is
-one recording per key. Recordings share their memory, and only the latest used are kept.
+one recording per key. Recordings share their memory; when there are too many, all are made anew as they come.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from softcell.engine.distributed import World
+from softcell.engine.streams import own_stream
 
 Step = Callable[..., None]
 Engine = Literal["auto", "eager", "graph", "compile"]
@@ -43,7 +44,7 @@ class CapturedStep:
 
     def __init__(self, step: Step, tell: Callable[[str], None], warmup: int = WARMUP, kept: int = KEPT) -> None:
         self._step, self._tell, self._left, self._kept = step, tell, warmup, kept
-        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._tried: OrderedDict[Hashable, int] = OrderedDict()
         self._pool: Any = None
         self._inputs: list[Tensor] = []
@@ -56,7 +57,6 @@ class CapturedStep:
         if self._gave_up:
             self._step(*inputs)
         elif key in self._graphs:
-            self._graphs.move_to_end(key)
             self._replay(self._graphs[key], *inputs)
         elif self._left > 0 or self._count(key) < TRIED:
             self._left -= 1
@@ -83,7 +83,7 @@ class CapturedStep:
     def _stream(self) -> torch.cuda.Stream:
         """One for all that is not a replay: every stream keeps the memory that was freed on it."""
         if self._side is None:
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._side = own_stream(self)
         return self._side
 
     def _replay(self, graph: torch.cuda.CUDAGraph, *inputs: Tensor) -> None:
@@ -93,21 +93,21 @@ class CapturedStep:
 
     def _forget(self) -> None:
         """After a failure random numbers come from another state than recordings draw from: they are made anew."""
-        self._drop(len(self._graphs))
+        self._drop()
         self._known_failures = CapturedStep.failures
 
-    def _drop(self, count: int) -> None:
-        """Lets the recordings go that were used longest ago."""
-        if count:
+    def _drop(self) -> None:
+        """Lets all recordings go: the end of one may free what others of the same stream work with (`streams`)."""
+        if self._graphs:
             torch.cuda.synchronize()  # they may still be running
-        for _ in range(count):
-            _, oldest = self._graphs.popitem(last=False)
-            oldest.reset()
-        if not self._graphs:
-            self._pool = None  # torch takes no pool again that nothing uses any more
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._pool = None  # torch takes no pool again that nothing uses any more
 
     def _record(self, key: Hashable, *inputs: Tensor) -> None:
-        self._drop(max(0, len(self._graphs) - self._kept + 1))
+        if len(self._graphs) >= self._kept:
+            self._drop()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from softcell.engine.streams import AT_ONCE, own_stream
+
 T = TypeVar("T")
 Running = Generator[None, None, T]
 """A run that gives way after each step and returns its result."""
@@ -43,7 +45,7 @@ class Lane:
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self._index = torch.cuda.current_device() if device.index is None else device.index
-            self._stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+            self._stream = own_stream(self, self._index)
             # A state object of its own: a recorded graph reads the object that was in place when it was recorded.
             self._cuda: Any = torch.cuda.default_generators[self._index].clone_state()
 
@@ -82,8 +84,10 @@ class _Job:
 def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
     """The results of all runs in their order, or the errors they ended with; at most `at_once` are under way.
 
-    One that fails does not stop the others.
+    One that fails does not stop the others. On a GPU no more than `AT_ONCE` share it, however many are asked for.
     """
+    if device.type == "cuda":
+        at_once = min(at_once, AT_ONCE)
     results: list[T | Exception] = [RuntimeError("not started")] * len(starts)
     waiting = list(enumerate(starts))
     active: list[_Job] = []

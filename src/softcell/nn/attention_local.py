@@ -17,11 +17,12 @@ out. Queries, keys and values are one convolution with the weights of the three.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from softcell.errors import UserError
 from softcell.kernels.backend import runs_triton
@@ -195,11 +196,19 @@ def _reached(extent: int, side: int) -> Iterator[int]:
     return (min(side, i + reach + 1) - max(0, i - reach) for i in range(side))
 
 
+TRUSTED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's forms of attention but cuDNN's, its first choice on Hopper since torch 2.11: that makes NaN of some gradients
+(pytorch issue 196678, cudnn-frontend issues 160 and 1072), which is the likely end of a search that we lost on an H200.
+"""
+
+
 class NonLocalAttention(Attention):
     """[n, width, h, w] to the same: every position attends to all, by torch's own fused attention."""
 
     def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
         n, _, height, width = packed.shape
         q, k, v = (part.flatten(2).transpose(1, 2)[:, None] for part in packed.chunk(3, 1))
-        y = F.scaled_dot_product_attention(q, k, v, scale=1.0)  # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
+        with sdpa_kernel(TRUSTED) if packed.is_cuda else nullcontext():
+            # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
+            y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
         return y[:, 0].transpose(1, 2).reshape(n, self.width, height, width)
