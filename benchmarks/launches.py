@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
+from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
-from softcell.kernels import indicator, local, mix
-from softcell.nn import attention_local
+from softcell.nn import attention_local, stack_calibrations
 from softcell.spaces import block, cell, chain, edges, fused_cell
 
 CASES = [
@@ -121,6 +121,58 @@ class _Indicator:
         return dx, rest
 
 
+class _Calibrate:
+    """Stands for the kernels that apply calibrations: counts what they launch, and computes by the twin."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("calibrate", 1, self._forward)
+        self.backward = counter.as_kernel("calibrate_gradient", 2, self._backward)
+
+    def _forward(self, rows: Tensor, *more: Any) -> Tensor:
+        return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
+
+    def _backward(
+        self,
+        rows: Tensor,
+        channel: Tensor | None,
+        spatial: Tensor | None,
+        kernels: Tensor,
+        dilation: int,
+        gradient: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        own, taps = (one.detach().requires_grad_() for one in (rows, kernels))
+        seen = rows.new_zeros(len(rows), 1, *rows.shape[1:3]) if spatial is None else spatial.detach()
+        seen.requires_grad_()
+        with torch.enable_grad():
+            y = calibrate.calibrate_reference(own.permute(0, 3, 1, 2), channel, seen, taps, dilation)
+        dx, ds, dk = torch.autograd.grad(y, (own, seen, taps), gradient.permute(0, 3, 1, 2))
+        return dx.contiguous(), ds.flatten(1), dk.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
+
+
+class _Dynamic:
+    """Stands for the kernels that make dynamic kernels: counts what they launch, and computes by the twin."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("dynamic_kernels", 1, self._forward)
+        self.backward = self._backward
+        self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
+        self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
+
+    def _forward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        made = dynamic.dynamic_kernels_reference(*given)
+        return made, made, made
+
+    def _backward(self, *given: Any) -> tuple[Tensor | None, ...]:
+        found = (self._of_weights if given[-1] else self._of_maps)(*given)
+        return found if given[-1] else (*found[:2], None, None)
+
+    def _gradients(self, *given: Any) -> tuple[Tensor, ...]:
+        own = [one.detach().requires_grad_() for one in given[:4]]
+        with torch.enable_grad():
+            y = dynamic.dynamic_kernels_reference(*own, given[4])
+        return torch.autograd.grad(y, own, given[8])
+
+
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
     """Cells on the CPU take the GPU's path; together: calibrations and blocks of attention too, else one by one."""
@@ -135,6 +187,11 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
+        for module in (dynamic, stack_calibrations):
+            stack.enter_context(patch.object(module, "fits", lambda x, compressed, taps: together))
+        stack.enter_context(patch.object(dynamic, "triton_kernels", lambda family: _Dynamic(counter)))
+        stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
+        stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (cell, block):
             stack.enter_context(patch.object(module, "literal", lambda: not together))
         stack.enter_context(patch.object(edges, "gathers", lambda x: together))

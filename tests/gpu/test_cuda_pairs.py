@@ -58,3 +58,5 @@ def test_a_step_of_every_pair_is_recorded_and_never_waits(method: str, space: st
         else:
             assert reasons == [], "nothing else may go unrecorded"
             assert isinstance(task._run, CapturedStep) and task._run._graphs
+        assert all(bool(value.isfinite().all()) for value in task.supernet.state_dict().values())
+        assert task.failed() is None

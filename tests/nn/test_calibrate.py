@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 import reference_nos as literal
 
 from softcell.errors import UserError
+from softcell.kernels.calibrate import convolve
 from softcell.nn.calibrate import (
     Calibration,
     ChannelAttention,
     DynamicKernel,
     SpatialAttention,
     calibrated,
-    convolve,
 )
 from softcell.nn.candidates import Spec, candidate, get_candidate
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from softcell.nn import stack_calibrations
 from softcell.nn.calibrate import Calibration, ChannelAttention, DynamicKernel, SpatialAttention
 from softcell.nn.flat import flat
 from softcell.nn.norm import BatchNorm2d
@@ -91,6 +92,24 @@ def test_values_gradients_and_statistics_are_those_of_the_modules(
     for a, b in zip(expected, found, strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("names", list(SETS))
+def test_kernels_made_as_on_a_gpu_are_those_of_the_modules(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
+        asked.append(taps)
+        return True  # so that the twin of the kernels runs
+
+    monkeypatch.setattr(stack_calibrations, "fits", fits)
+    x = image(2, 33, 5, 6)
+    expected, found = (outcome(made(SETS[names], 33, affine=True), x, together) for together in (False, True))
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+    # Kernels that are compressed to different widths are made plainly.
+    sizes = sorted(25 if "5x5" in name else 9 for name in SETS[names] if "x" in name)
+    assert [sorted(own) for own in asked] == ([] if names == "all, thrice" or not sizes else [sizes])
 
 
 def test_norms_in_another_mode_go_their_own_way() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.calibrate import calibrate, calibrate_reference, convolve
 from softcell.nn.candidates import Spec, candidate
 from softcell.nn.norm import BatchNorm2d
 
@@ -115,19 +116,6 @@ class DynamicKernel(Calibration):
         return convolve(base, made, self.dilation)
 
 
-def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
-    """x ⊛ D: every channel of every sample with a kernel of its own, "same" padding.
-
-    x [n, c, h, w], kernels [n, c, k, k] to [n, c, h, w]. The batch is folded into the groups of one convolution.
-    """
-    n, c, height, width = x.shape
-    size = kernels.shape[-1]
-    folded = x.reshape(1, n * c, height, width)
-    weight = kernels.reshape(n * c, 1, size, size)
-    padding = dilation * (size // 2)
-    return F.conv2d(folded, weight, padding=padding, dilation=dilation, groups=n * c).reshape(n, c, height, width)
-
-
 def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tensor:
     """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module tells how what it made is applied.
 
@@ -135,24 +123,25 @@ def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tens
     dilation too, the smaller in the middle of the larger: passages through memory and launches less.
     """
     kernels: dict[int, Tensor] = {}
-    attentions: list[Tensor] = []
+    attentions: dict[type, Tensor] = {}
     others: list[Tensor] = []
     for module, one in made:
-        if isinstance(module, DynamicKernel) and type(module).applied is DynamicKernel.applied:
+        kind = type(module)
+        if isinstance(module, DynamicKernel) and kind.applied is DynamicKernel.applied:
             known = kernels.get(module.dilation)
             kernels[module.dilation] = one if known is None else _centred_sum(known, one)
-        elif type(module).applied is Attention.applied:
-            attentions.append(one)
+        elif kind in (ChannelAttention, SpatialAttention):
+            attentions[kind] = attentions[kind] + one if kind in attentions else one
         else:
             others.append(module.applied(base, one))
-    others += [convolve(base, kernel, dilation) for dilation, kernel in kernels.items()]
-    # Last, so that its backward pass comes first: the gradient of `base` then lies in memory as `base` does, and not as
-    # that of the convolutions, which would slow down every norm behind it.
-    value = base
-    if attentions:
-        # As [n, h, w, c]: sums that are broadcast then lie in memory as the maps do. 1 is added where that is cheapest.
-        first, *rest = (a.permute(0, 2, 3, 1) for a in sorted(attentions, key=lambda one: one.numel()))
-        value = base * sum(rest, start=1 + first).permute(0, 3, 1, 2)
+    *more, last = kernels.items() or ((1, None),)
+    others += [convolve(base, kernel, dilation) for dilation, kernel in more]
+    channel, spatial = attentions.get(ChannelAttention), attentions.get(SpatialAttention)
+    dilation, kernel = last
+    if kernel is None:
+        value = calibrate_reference(base, channel, spatial, None)
+    else:
+        value = calibrate(base, channel, spatial, kernel, dilation)
     for term in others:
         value = value + term
     return value

@@ -6,9 +6,10 @@ start little more than one of them does. Maps are taken as rows [n·h·w, c], th
     channel attentions                one mean, one product to all hidden channels, one batched product back
     spatial attentions and kernels    one product to all hidden channels, one norm
     spatial attentions                one grouped convolution
-    dynamic kernels                   one product to all scores and one softmax over h·w, whatever their sizes; one
-                                      product of all hidden channels with all scores, of which a module needs only the
-                                      block of its own: arithmetic for launches; the rest once per size
+    dynamic kernels                   one kernel of ours where it fits (`softcell.kernels.dynamic`); else one product to
+                                      all scores and one softmax over h·w, whatever their sizes; one product of all
+                                      hidden channels with all scores, of which a module needs only the block of its
+                                      own: arithmetic for launches; the rest once per size
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.kernels.backend import is_wanted
+from softcell.kernels.dynamic import dynamic_kernels, fits
 from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttention
 from softcell.nn.flat import flat
 from softcell.nn.norm import BatchNorm2d
@@ -120,10 +122,14 @@ class _Normed:
         yield [_entrance(module) for module in self._all]
         if self._kernels:
             yield [module.score for module in chain(*self._kernels)]
-        for kernels in self._kernels:
-            yield [module.decode for module in kernels]
+        yield from ([module.decode for module in own] for own in self._decoded())
         for spatial in self._spatial:
             yield [module.gather for module in spatial]
+
+    def _decoded(self) -> list[list[DynamicKernel]]:
+        """Kernels whose last weights have one shape: as a rule all of them."""
+        alike = len({module.norm.num_features for module in chain(*self._kernels)}) == 1
+        return [[*chain(*self._kernels)]] if alike else self._kernels
 
     def run(self, x: Tensor, weights: _Weights) -> dict[int, Tensor]:
         first = _entrance(self._all[0])
@@ -144,20 +150,33 @@ class _Normed:
 
     def _make_kernels(self, x: Tensor, compressed: Tensor, weights: _Weights) -> dict[int, Tensor]:
         """x [n, c, h, w] and relu(norm(W1 x)) of all modules [n, h·w, Σ c/8]"""
-        n, c, *_ = x.shape
-        scores = _scored(x.permute(0, 2, 3, 1).flatten(1, 2), weights.of(self._kernels[0][0].score))
+        c, rows = x.shape[1], x.permute(0, 2, 3, 1).flatten(1, 2)
+        score = weights.of(self._kernels[0][0].score)
+        decode = [weights.of(own[0].decode).view(len(own), c, -1) for own in self._decoded()]
+        every = [*chain(*self._kernels)]
+        taps = tuple(module.size**2 for module in every)
+        if len(decode) == 1 and fits(rows, compressed, taps):
+            made = torch.split(dynamic_kernels(rows, compressed, score, decode[0], taps), list(taps), dim=1)
+            return {id(module): _as_kernels(one, module.size) for module, one in zip(every, made, strict=True)}
+        if len(decode) == 1:
+            decode = [*torch.split(decode[0], [len(own) for own in self._kernels])]
+        scores = _scored(rows, score)
         with torch.autocast(x.device.type, enabled=False):  # to float32 and back: the sums are float32 in any case
             attention = torch.softmax(scores, dim=2)
         latent = torch.bmm(compressed.transpose(1, 2), attention.transpose(1, 2))  # [n, Σ c/8, Σ k²]
         sizes = tuple((len(own), own[0].norm.num_features, own[0].size ** 2) for own in self._kernels)
-        made: dict[int, Tensor] = {}
-        for own, block in zip(self._kernels, _blocks(latent, sizes), strict=True):
+        found: dict[int, Tensor] = {}
+        for own, back, block in zip(self._kernels, decode, _blocks(latent, sizes), strict=True):
             count, size = len(own), own[0].size
-            decode = weights.of(own[0].decode).view(count, c, -1).transpose(1, 2)
-            taps = torch.bmm(block, decode).view(count, n, size * size, c)
-            kernels = torch.softmax(taps, dim=2)
-            made |= _by_id(own, kernels.view(count, n, size, size, c).permute(0, 1, 4, 2, 3))
-        return made
+            wanted = torch.bmm(block, back.transpose(1, 2)).view(count, len(x), size * size, c)
+            kernels = torch.softmax(wanted, dim=2)
+            found |= _by_id(own, kernels.view(count, len(x), size, size, c).permute(0, 1, 4, 2, 3))
+        return found
+
+
+def _as_kernels(taps: Tensor, size: int) -> Tensor:
+    """[n, k², c] to [n, c, k, k]"""
+    return taps.view(len(taps), size, size, -1).permute(0, 3, 1, 2)
 
 
 def _entrance(module: Normed) -> nn.Conv2d:

@@ -1,0 +1,99 @@
+"""Attentions and the kernels of each sample applied to a map (NOS, Eq 3): base ⊙ (1 + A) + base ⊛ D.
+
+    y[p] = base[p] (1 + a + s[p]) + Σ_t base[p + o_t] d_t
+
+for every sample and channel; a is a number per channel, s per place, d per channel and tap. As plain operations that is
+a dozen launches forward and two dozen backward, many of them copies, since torch wants the samples of such a
+convolution folded into its channels. Triton's kernels read maps as they lie, channels last: one launch forward, two
+backward. `calibrate_reference` is the twin of `calibrate`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softcell.kernels.backend import by_twin, runs_triton, triton_kernels
+
+
+def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
+    """x ⊛ D: every channel of every sample with a kernel of its own, "same" padding.
+
+    x [n, c, h, w], kernels [n, c, k, k] to [n, c, h, w]. The batch is folded into the groups of one convolution.
+    """
+    n, c, height, width = x.shape
+    size = kernels.shape[-1]
+    folded = x.reshape(1, n * c, height, width)
+    weight = kernels.reshape(n * c, 1, size, size).to(x.dtype)
+    padding = dilation * (size // 2)
+    return F.conv2d(folded, weight, padding=padding, dilation=dilation, groups=n * c).reshape(n, c, height, width)
+
+
+def calibrate(
+    base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int = 1
+) -> Tensor:
+    """base [n, c, h, w], channel [n, c, 1, 1], spatial [n, 1, h, w], kernels [n, c, k, k] to a map like `base`."""
+    # A compiler makes its own kernels of the plain form, and would be stopped by ours.
+    if torch.compiler.is_compiling() or not runs_triton(base) or kernels.shape[-1] % 2 == 0:
+        return calibrate_reference(base, channel, spatial, kernels, dilation)
+    return _Calibrate.apply(base, channel, spatial, kernels, dilation)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def calibrate_reference(
+    base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor | None, dilation: int = 1
+) -> Tensor:
+    """The twin of `calibrate`; without kernels attentions alone."""
+    # Kernels first, so that their backward pass comes last: the gradient of `base` then lies in memory as `base` does,
+    # and not as that of the convolutions, which would slow down every norm behind it.
+    convolved = None if kernels is None else convolve(base, kernels, dilation)
+    attentions = [a for a in (channel, spatial) if a is not None]
+    value = base
+    if attentions:
+        # As [n, h, w, c]: sums that are broadcast then lie in memory as the maps do. 1 is added where that is cheapest.
+        first, *rest = (a.permute(0, 2, 3, 1) for a in sorted(attentions, key=lambda one: one.numel()))
+        value = base * sum(rest, start=1 + first).permute(0, 3, 1, 2)
+    return value if convolved is None else value + convolved
+
+
+class _Calibrate(torch.autograd.Function):
+    """Triton's kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int
+    ) -> Tensor:
+        ctx.save_for_backward(base, channel, spatial, kernels)
+        ctx.dilation = dilation
+        rows = base.permute(0, 2, 3, 1).contiguous()
+        y = triton_kernels("calibrate").forward(rows, channel, spatial, kernels, dilation)
+        return y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        base, channel, spatial, kernels = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
+
+            def twin(own: Tensor, *more: Tensor | None) -> list[Tensor]:
+                return [calibrate_reference(own, more[0], more[1], more[2], ctx.dilation).to(own.dtype)]
+
+            return *by_twin(twin, (base, channel, spatial, kernels), [gradient]), None
+        dbase, places, taps = triton_kernels("calibrate").backward(
+            base.permute(0, 2, 3, 1).contiguous(),
+            channel,
+            spatial,
+            kernels,
+            ctx.dilation,
+            gradient.permute(0, 2, 3, 1).contiguous(),
+        )
+        n, c, *_, size = kernels.shape
+        return (
+            dbase.permute(0, 3, 1, 2),
+            # A factor of a whole channel is a kernel of one tap.
+            None if channel is None else taps[:, size * size // 2].to(channel.dtype).view(channel.shape),
+            None if spatial is None else places.to(spatial.dtype).view(spatial.shape),
+            taps.view(n, size, size, c).permute(0, 3, 1, 2).to(kernels.dtype),
+            None,
+        )

@@ -1,0 +1,117 @@
+# mypy: ignore-errors
+"""Triton kernels of `calibrate`: programs have [PLACES, CB channels] of one sample; neighbours are read where they lie.
+
+Sums are in float32. Kernels [n, c, k, k] may lie in memory in any order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from softcell.kernels.backend import padded
+
+TILE = 2048
+"""Numbers of a tile: places × channels, about."""
+NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
+
+
+@triton.jit
+def _shifted(x_ptr, n, p, c, ok, dy, dx, height, width, C: tl.constexpr):
+    """[PLACES, CB]: what lies dy rows below and dx columns right of each place; 0 outside the map."""
+    row, column = p // width + dy, p % width + dx
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    at = ((n * height + row).to(tl.int64) * width + column) * C
+    return tl.load(x_ptr + at[:, None] + c[None, :], mask=ok & inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _factor(channel_ptr, spatial_ptr, n, p, c, places, C: tl.constexpr, CHANNEL: tl.constexpr, SPATIAL: tl.constexpr,
+            PLACES: tl.constexpr, CB: tl.constexpr):  # fmt: skip
+    """1 + a + s, [PLACES, CB]."""
+    factor = tl.full((PLACES, CB), 1.0, dtype=tl.float32)
+    if CHANNEL:
+        factor += tl.load(channel_ptr + n * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if SPATIAL:
+        factor += tl.load(spatial_ptr + n * places + p, mask=p < places, other=0.0).to(tl.float32)[:, None]
+    return factor
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def _apply(
+    x_ptr, base_ptr, channel_ptr, spatial_ptr, kernels_ptr, y_ptr, places_ptr, height, width, k_n, k_c, k_y, k_x,
+    C: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, CHANNEL: tl.constexpr,
+    SPATIAL: tl.constexpr, BACK: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """What `calibrate` does to x; BACK: by flipped kernels, and the gradients of s beside, x being the output's."""
+    n, places = tl.program_id(1), height * width
+    p, c = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, CB)
+    ok = (p < places)[:, None] & (c < C)[None, :]
+    at = (n * places + p).to(tl.int64)[:, None] * C + c[None, :]
+    x = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    y = x * _factor(channel_ptr, spatial_ptr, n, p, c, places, C, CHANNEL, SPATIAL, PLACES, CB)
+    for t in range(SIZE * SIZE):
+        ty, tx = t // SIZE, t % SIZE
+        dy, dx = (ty - SIZE // 2) * DILATION, (tx - SIZE // 2) * DILATION
+        if BACK:
+            dy, dx = -dy, -dx
+        weight = tl.load(kernels_ptr + n * k_n + c * k_c + ty * k_y + tx * k_x, mask=c < C, other=0.0).to(tl.float32)
+        y += weight[None, :] * _shifted(x_ptr, n, p, c, ok, dy, dx, height, width, C)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
+    if BACK and SPATIAL:
+        base = tl.load(base_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(places_ptr + n * places + p, tl.sum(x * base, 1), mask=p < places)
+
+
+@triton.jit(do_not_specialize=["height", "width"])
+def _taps(
+    dy_ptr, base_ptr, taps_ptr, height, width,
+    C: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of one tap of one sample's kernels, a sum over all places: taps [n, k², c]."""
+    t, n = tl.program_id(0), tl.program_id(1)
+    places = height * width
+    c = tl.arange(0, CB)
+    dy, dx = (t // SIZE - SIZE // 2) * DILATION, (t % SIZE - SIZE // 2) * DILATION
+    total = tl.zeros((PLACES, CB), dtype=tl.float32)
+    for start in range(0, places, PLACES):
+        p = start + tl.arange(0, PLACES)
+        ok = (p < places)[:, None] & (c < C)[None, :]
+        gradient = tl.load(dy_ptr + (n * places + p).to(tl.int64)[:, None] * C + c[None, :], mask=ok, other=0.0)
+        total += gradient.to(tl.float32) * _shifted(base_ptr, n, p, c, ok, dy, dx, height, width, C)
+    tl.store(taps_ptr + (n * SIZE * SIZE + t) * C + c, tl.sum(total, 0), mask=c < C)
+
+
+def _blocks(c):
+    """Channels and places of a tile."""
+    channels = padded(c, 1)
+    return {"CB": channels, "PLACES": max(16, TILE // channels)}
+
+
+def _run(x, base, channel, spatial, kernels, dilation, places=None):
+    n, h, w, c = x.shape
+    y = torch.empty_like(x)
+    factors = [x if one is None else one.contiguous() for one in (channel, spatial)]
+    blocks = _blocks(c)
+    _apply[(triton.cdiv(h * w, blocks["PLACES"]), n)](
+        x, base, *factors, kernels, y, y if places is None else places, h, w,
+        kernels.stride(0), kernels.stride(1), kernels.stride(2), kernels.stride(3),
+        C=c, **blocks, SIZE=kernels.shape[-1], DILATION=dilation, CHANNEL=channel is not None,
+        SPATIAL=spatial is not None, BACK=places is not None,
+    )  # fmt: skip
+    return y
+
+
+def forward(x, channel, spatial, kernels, dilation):
+    """x [n, h, w, c] to the same."""
+    return _run(x, x, channel, spatial, kernels, dilation)
+
+
+def backward(x, channel, spatial, kernels, dilation, gradient):
+    """The gradients of x, of s [n, h·w] (without meaning where there is none) and of all taps [n, k², c]."""
+    n, h, w, c = x.shape
+    size = kernels.shape[-1]
+    places = x.new_empty((n, h * w), dtype=torch.float32)
+    taps = x.new_empty((n, size * size, c), dtype=torch.float32)
+    dx = _run(gradient, x, channel, spatial, kernels, dilation, places)
+    _taps[(size * size, n)](gradient, x, taps, h, w, C=c, **_blocks(c), SIZE=size, DILATION=dilation)
+    return dx, places, taps
