@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 from cli_calls import TINY, Softcell, process
+from PIL import Image
 
+from softcell.cli.search import _on
 from softcell.engine import loop
+from softcell.search.recipe import resolve
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -156,6 +159,8 @@ def test_several_seeds_are_searched_compared_and_resumed(call: Softcell, tmp_pat
     assert again.code == 0 and "mean ± std (n=2)" in again.out
     refused = call("search", "--seeds", "0", *TINY)
     assert refused.code == 2 and "--seeds must be at least 1" in refused.error
+    refused = call("search", "--seeds", "2", "--at-once", "0", *TINY)
+    assert refused.code == 2 and "--at-once must be at least 1, but is 0" in refused.error
     assert call(*asked).code == 2, "the folder is taken"
 
 
@@ -163,6 +168,23 @@ def test_seeds_that_were_stopped_say_how_to_go_on(
     call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop._Loop, "_emit_step", lambda self, steps: os.kill(os.getpid(), signal.SIGTERM))
-    answer = call("search", "--seeds", "2", "--keep", "best", "--epochs", "1", *TINY, "--out", tmp_path / "several")
+    asked = ("--seeds", "2", "--keep", "best", "--at-once", "2", "--epochs", "1", *TINY)
+    answer = call("search", *asked, "--out", tmp_path / "several")
     assert answer.code == 128 + signal.SIGTERM
-    assert f"softcell search --resume {tmp_path / 'several'} --keep best" in answer.out.replace("\n", "")
+    expected = f"softcell search --resume {tmp_path / 'several'} --keep best --at-once 2"
+    assert expected.replace(" ", "") in "".join(answer.out.split())
+
+
+def test_what_comes_next_after_a_search_without_labels(call: Softcell, tmp_path: Path) -> None:
+    """The same data where it has classes, images with classes where it has none."""
+    answer = call("search", "--set", "objective=context", "--epochs", "1", *TINY, "--out", tmp_path / "digits")
+    assert answer.code == 0, answer.error
+    assert "--data digits" in answer.out and "IMAGES-WITH-CLASSES" not in answer.out
+    for place in ("any/photos", "sorted/a", "sorted/b", "split/train/a", "split/train/b"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / place / "1.png")
+    unsorted = resolve({"objective": "context", "data": str(tmp_path / "any")})
+    assert _on(unsorted) == ("--data", "IMAGES-WITH-CLASSES")
+    for folder in ("sorted", "split"):
+        own = resolve({"objective": "context", "data": folder, "data_root": str(tmp_path)})
+        assert _on(own) == ("--data", folder, "--data-root", str(tmp_path))

@@ -9,10 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
+from softcell.arch import sample
 from softcell.data import load
 from softcell.data.decode import square_around
 from softcell.data.images import gathered
+from softcell.engine import RunFolder
 from softcell.errors import UserError
+from softcell.evaluate import resolve, train
+from softcell.spaces import build_space
 
 
 @pytest.fixture
@@ -111,3 +115,45 @@ def test_wrong_boxes_are_named(root: Path) -> None:
     with pytest.raises(UserError, match=r"image 2 has no bounding box"):
         load("cub200-boxes", root, image_size=8)
     assert load("cub200", root, image_size=8).shape == (3, 8, 8)
+
+
+def split_as(root: Path, change: dict[int, str]) -> None:
+    """Every third picture is for testing, but for those that are changed."""
+    parts = {key: str(int(key % 3 != 0)) for key in range(1, 13)} | change
+    text = "".join(f"{key} {part}\n" for key, part in parts.items())
+    (root / "CUB_200_2011" / "train_test_split.txt").write_text(text)
+
+
+def test_parts_other_than_training_and_testing_are_refused(root: Path) -> None:
+    split_as(root, {5: "2"})
+    with pytest.raises(UserError, match=r"train_test_split\.txt, line 5: image 5 must have 1 .* but has '2'"):
+        load("cub200", root, image_size=8)
+    split_as(root, dict.fromkeys(range(1, 13), "0"))
+    with pytest.raises(UserError, match=r"at least one image must be for training \(1\), but none of 12 is"):
+        load("cub200", root, image_size=8)
+
+
+def test_without_test_images_there_is_no_test_set_and_training_ends_well(root: Path, tmp_path: Path) -> None:
+    split_as(root, dict.fromkeys(range(1, 13), "1"))
+    data = load("cub200", root, image_size=8)
+    assert data.test is None and len(data.train) == 12
+    genotype = sample(build_space("nb201", {}).layout(), 0)
+    recipe = resolve(
+        genotype,
+        {"data": "cub200", "data_root": str(root), "image_size": 8, "epochs": 1, "batch_size": 4, "device": "cpu"},
+        {"space": {"cells_per_stage": 1, "channels": 4}},
+    )
+    result = train(genotype, recipe, tmp_path / "run")
+    assert (result.accuracy, result.exit_code) == (None, 0)
+    assert RunFolder.open(tmp_path / "run").manifest["status"] == "finished"
+
+
+@pytest.mark.parametrize("box", ["30 6 8 4", "20 20 8 4", "-8 6 8 4", "20 -5 8 4"])
+def test_boxes_outside_their_image_are_refused(root: Path, box: str) -> None:
+    boxed(root, "20.0 6.0 8.0 4.0")
+    file = root / "CUB_200_2011" / "bounding_boxes.txt"
+    file.write_text(file.read_text().replace("7 20.0 6.0 8.0 4.0", f"7 {box}"))
+    with pytest.raises(UserError, match=f"the box of image 7 must lie in the image, which is 30x20, but is at {box} "):
+        load("cub200-boxes", root, image_size=8)
+    file.write_text(file.read_text().replace(f"7 {box}", "7 -2 -2 8 4"))  # in part is enough
+    assert load("cub200-boxes", root, image_size=8).shape == (3, 8, 8)

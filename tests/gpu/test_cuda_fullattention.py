@@ -12,6 +12,7 @@ from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
 
 from softcell.arch import WeightMix
 from softcell.engine.checkpoint import load_latest
+from softcell.nn.attention_local import NonLocalAttention
 from softcell.search import resolve, search
 from softcell.search.phases import FIRST
 from softcell.search.several import search_seeds
@@ -57,6 +58,44 @@ def test_blocks_of_a_layer_together_are_the_blocks(dtype: torch.dtype, tolerance
         found[-1] = [part.detach().double() for part in found[-1]]
     for plain, together in zip(*found, strict=True):
         assert float((together - plain).norm()) <= tolerance * (float(plain.norm()) + 1)  # some are 0 but for rounding
+
+
+@pytest.mark.parametrize("side", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("low", [0.0, -120.0])
+def test_non_local_attention_has_the_gradients_of_its_formula_in_bfloat16(side: int, low: float) -> None:
+    """Also where all logits are far below 0, and in memory that holds NaN: cuDNN's form has NaN for gradients there."""
+    torch.manual_seed(0)
+    width, n = 16, 8
+    packed = 0.5 * torch.randn(n, 3 * width, side, side, device="cuda")
+    packed[:, 0], packed[:, width] = 1.0, low  # the first product of every query with every key
+    packed = packed.bfloat16().to(memory_format=torch.channels_last)
+    pull = torch.randn(n, width, side, side, device="cuda").bfloat16()
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        x = packed.to(dtype, copy=True).requires_grad_()
+        if dtype == torch.bfloat16:
+            y = NonLocalAttention(width).attend(x)
+        else:
+            q, k, v = x.flatten(2).chunk(3, 1)
+            y = (v @ torch.softmax(q.transpose(1, 2) @ k, 2).transpose(1, 2)).view(pull.shape)
+        found.append([y.detach(), *torch.autograd.grad(y, x, pull.to(dtype))])
+    for exact, rounded in zip(*found, strict=True):
+        assert bool(rounded.isfinite().all())
+        # The gradient of the first number of a query is low times a sum that is 0 but for rounding.
+        assert float((rounded.double() - exact)[:, 1:].norm()) <= 0.03 * float(exact[:, 1:].norm())
+
+
+def test_non_local_attention_never_goes_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, own = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noting(*given: Any, **how: Any) -> torch.Tensor:
+        allowed.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()))
+        return own(*given, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    NonLocalAttention(8).attend(torch.randn(2, 24, 4, 4, device="cuda"))
+    assert allowed == [(False, True)] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_two_phases_side_by_side_equal_those_alone(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def run_train(
         result = train(genotype, recipe, out, resume=True, on_event=listen)
     else:
         given = dict(settings)
-        genotype = _genotype(given.pop("in"), given.pop("genotype"))
+        genotype = _genotype(given.pop("in"), given["space_settings"], given.pop("genotype"))
         result = train(genotype, resolve_training(genotype, given), out, on_event=listen)
     if result.exit_code:
         raise SystemExit(result.exit_code)
@@ -164,8 +164,8 @@ def _die_before(number: int) -> Callable[[], int]:
     return lambda: done
 
 
-def _genotype(space: str, seed: int) -> Genotype:
-    return sample(build_space(space).layout(), seed)
+def _genotype(space: str, sizes: dict[str, Any], seed: int) -> Genotype:
+    return sample(build_space(space, sizes).layout(), seed)
 
 
 if __name__ == "__main__":  # a job in a process that is not forked, for what does not survive a fork

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import math
 import os
 import signal
@@ -25,11 +26,12 @@ from softcell.data import Batch
 from softcell.engine.events import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
-from softcell.nn.classifiers import ResNet18
+from softcell.nn.classifiers import PyramidNet, ResNet18
 from softcell.nn.guide import Guided, Tapped, attention_vector, transfer_loss
 from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
-from softcell.search.guide import probe
+from softcell.search.guide import Guide, _pair, probe
+from softcell.spaces import Bound
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 
 
@@ -49,7 +51,8 @@ def teacher_recipe(data: Any, **more: Any) -> Any:
 
 
 def guided(place: Path, method: str = "darts", space: str = "nb201", **more: Any) -> Any:
-    own = {"nos": {"cells": 3, "channels": 2, "nodes": 1}}.get(space)
+    chain = {"width": 0.1, "depths": [1] * 6, "head": 8}
+    own = {"nos": {"cells": 3, "channels": 2, "nodes": 1}, "proxyless": chain}.get(space)
     base = {**settings("nb201", place / "data.npz", epochs=1, method=method), "space": space}
     if own is not None:
         base["space_settings"] = own
@@ -68,13 +71,14 @@ def test_any_method_in_any_space_is_guided(method: str, space: str, place: Path,
     assert row["guide_loss"] > 0
     manifest = json.loads((tmp_path / "run" / "run.json").read_text())
     assert len(manifest["results"]["guide"]["digest"]) == 64
-    if method != "random":
-        for name in ("task", "guide", "task_architecture", "guide_architecture"):
-            assert row[f"gradient_norm_{name}"] > 0
+    of_architecture = () if method == "random" else ("task_architecture", "guide_architecture")
+    for name in ("task", "guide", *of_architecture):
+        assert row[f"gradient_norm_{name}"] > 0
 
 
 def test_guidance_changes_what_is_learnt_and_measuring_it_does_not(place: Path, tmp_path: Path) -> None:
-    plain = search(resolve(guided(place).to_dict(), {"guide": {"teacher": None}}), tmp_path / "plain").metrics[-1]
+    alone = {"guide": {"teacher": None, "weight": Guide().weight}}
+    plain = search(resolve(guided(place).to_dict(), alone), tmp_path / "plain").metrics[-1]
     weak = search(guided(place, guide={"weight": 1e-30}), tmp_path / "weak").metrics[-1]
     strong = search(guided(place, guide={"weight": 100.0}), tmp_path / "strong").metrics[-1]
     assert "guide_loss" not in plain and "gradient_norm_task" not in plain
@@ -122,7 +126,14 @@ def test_the_gradient_norms_are_those_of_both_parts_over_four_batches(form: Any)
             for module, name in ((twin, part), (one.method, f"{part}_architecture")):
                 squares = [float(p.grad.square().sum()) for p in module.parameters() if p.grad is not None]
                 expected[name] += math.sqrt(sum(squares)) / 4
-    found = probe(guided, one.supernet, one.method, batches, ALONE)
+    found = probe(
+        guided,
+        one.supernet,
+        lambda: Bound(one.supernet, one.method.relax()),
+        list(one.method.parameters()),
+        batches,
+        ALONE,
+    )
     assert found == pytest.approx({f"gradient_norm_{name}": value for name, value in expected.items()})
     assert all(torch.equal(before[name], value) for name, value in one.supernet.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()) and float(guided.sums[1]) == 0
@@ -152,6 +163,12 @@ def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_pat
         search(guided(place, guide={"teacher": "wide"}), tmp_path / "run")
     with pytest.raises(UserError, match="no teacher at 'nowhere'"):
         search(guided(place, guide={"teacher": "nowhere"}), tmp_path / "run")
+    with pytest.raises(UserError, match=r"no teacher at 'resnet18'.*first `softcell teacher resnet18"):
+        search(guided(place, guide={"teacher": "resnet18"}), tmp_path / "run")
+    register_teacher("broken", ResNet18(width=2).build(1, 3))
+    find_teacher("broken").module.module.stages[1][0].first.weight.fill_(torch.nan)  # type: ignore
+    with pytest.raises(UserError, match="map 2 of 4 of the teacher broken is not"):
+        search(guided(place, guide={"teacher": "broken"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -185,6 +202,42 @@ def test_teachers_come_from_runs_weights_programs_and_python(place: Path, tmp_pa
         y = torch.randn(n, *x.shape[1:])
         for mine, theirs in zip(program(y), network.features(y), strict=True):
             torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("exported", "message"),
+    [(2, "reads 2 and not 3.*with a dynamic batch dimension"), (5, "for images of this size, with a dynamic batch")],
+)
+def test_a_program_for_one_size_of_batches_is_refused(exported: int, message: str, place: Path, tmp_path: Path) -> None:
+    program = torch.export.export(nn.Conv2d(1, 2, 3, padding=1), (torch.randn(exported, 1, 8, 8),))
+    torch.export.save(program, tmp_path / "fixed.pt2")
+    given = {"teacher": str(tmp_path / "fixed.pt2"), "trust": True}
+    with pytest.raises(UserError, match=message):
+        search(guided(place, guide=given), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_may_divide_by_the_deviation_of_its_images(place: Path, tmp_path: Path) -> None:
+    class Whitened(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = ResNet18(width=2).build(1, 3)
+
+        def features(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return self.network.features(x / x.std(dim=(1, 2, 3), keepdim=True))
+
+    register_teacher("whitened", Whitened())
+    assert search(guided(place, guide={"teacher": "whitened"}), tmp_path / "run").genotype is not None
+
+
+def test_a_built_in_teacher_that_would_fit_is_named(place: Path, tmp_path: Path) -> None:
+    """PyramidNet has three resolutions, a chain four; no built-in teacher has five."""
+    register_teacher("pyramid", PyramidNet(depth=11, alpha=3).build(1, 3))
+    recipe = guided(place, "darts", "proxyless", guide={"teacher": "pyramid"})
+    with pytest.raises(UserError, match=r"none of 1x1.*`softcell teacher resnet18` trains one that fits"):
+        search(recipe, tmp_path / "run")
+    with pytest.raises(UserError, match=r"or other images$"):
+        _pair([(8, 8), (4, 4), (2, 2), (1, 1), (9, 9)], [(8, 8)], (1, 8, 8))
 
 
 def test_checkpoints_of_users_fill_registered_networks(place: Path, tmp_path: Path) -> None:
@@ -226,6 +279,25 @@ def test_checkpoints_that_cannot_be_used_are_told(
         find_teacher(str(tmp_path / "file.pth"), classifier=classifier)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("junk.pt", "cannot be read as weights alone"), ("junk.pt2", "cannot be read as an exported program")],
+)
+@pytest.mark.parametrize("content", [b"hello", b"x", b""])
+def test_files_of_something_else_are_told(
+    content: bytes, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("torch.export"), "handlers", [handler])
+    with pytest.raises(UserError, match=message):
+        find_teacher(str(tmp_path / name), trust=True)
+    assert not logged, "one line of ours, no traceback of torch's beside it"
+    assert not logging.getLogger("torch.export").disabled
+
+
 def test_weights_of_another_network_are_refused(place: Path, tmp_path: Path) -> None:
     file = place / "teacher" / "model.safetensors"
     with pytest.raises(UserError, match="not the weights of 'pyramidnet'"):
@@ -254,6 +326,21 @@ def test_the_papers_recipe_of_teachers() -> None:
     assert recipe.classifier_settings == {"depth": 110, "alpha": 84}
 
 
-def test_how_to_read_a_teacher_needs_a_teacher() -> None:
-    with pytest.raises(UserError, match=r"guide\.classifier says how a teacher is read, but there is none"):
-        resolve({"guide": {"classifier": "resnet18"}})
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"classifier": "resnet18"}, r"guide\.classifier says how a teacher is read, but there is none"),
+        ({"trust": True}, r"guide\.trust says how a teacher is read, but there is none"),
+        ({"weight": 10.0}, r"guide\.weight says how a teacher guides, but there is none"),
+        ({"form": "norm"}, r"guide\.form says how a teacher guides, but there is none"),
+        ({"teacher": ""}, r"guide\.teacher must name a teacher, got ''"),
+        ({"teacher": " "}, r"guide\.teacher must name a teacher, got ' '"),
+    ],
+)
+def test_settings_of_guidance_need_a_teacher(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        resolve({"guide": given})
+
+
+def test_defaults_of_guidance_need_none() -> None:
+    assert resolve({"guide": {"weight": 1e3, "form": "mean-square", "layers": []}}).guide == Guide()

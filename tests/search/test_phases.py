@@ -179,6 +179,46 @@ def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
     assert not first_phase(recipe(data, evolution=bred)).evolution.is_on
     with pytest.raises(UserError, match="compares networks by accuracy"):
         search(recipe(data, method="random", method_settings={}), tmp_path / "random")
+    with pytest.raises(UserError, match=r"'spos' has none; set pretrain\.epochs=0"):
+        search(recipe(data, method="spos", method_settings={}), tmp_path / "spos")
+    assert not list(tmp_path.iterdir()), "no folder is begun"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"guide": {"teacher": "nowhere.pt"}}, "no teacher at"),
+        ({"resource": {"preset": "mild", "latency_table": "nothere.yaml", "max_latency": 3.0}}, "latency"),
+    ],
+)
+def test_what_is_wrong_with_phase_2_is_told_before_phase_1(
+    wrong: dict[str, Any], said: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said):
+        search(recipe(data, **wrong), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_search_whose_first_phase_fails_has_failed(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="no power"):
+        search(recipe(data), out, on_event=failing)
+    assert [json.loads((out / p / "run.json").read_text())["status"] for p in ("", FIRST)] == ["failed", "failed"]
+
+
+def failing(event: Event) -> None:
+    if isinstance(event, Stepped):
+        raise RuntimeError("no power")
+
+
+def test_named_data_of_phase_1_lie_where_those_of_the_search_do() -> None:
+    def root(**own: Any) -> str | None:
+        given = {"method": "fullattention", "data": "cifar10", "data_root": "here"}
+        return first_phase(resolve(given, {"pretrain": {"epochs": 1, **own}})).data_root
+
+    assert root() == root(data="cifar100") == "here"
+    assert root(data="photos") is None, "a path is a path"
+    assert root(data="cifar100", data_root="there") == root(data_root="there") == "there"
 
 
 @pytest.mark.parametrize("method", ["snas", "itnas"])

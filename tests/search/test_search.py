@@ -28,6 +28,7 @@ from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.search.validation import Validation
 
 SEARCH = sys.modules["softcell.search.search"]
+PHASES = sys.modules["softcell.search.phases"]
 
 
 @pytest.fixture(scope="session")
@@ -258,7 +259,7 @@ def forbidden(*arguments: Any) -> Dataset:
 def test_no_search_looks_at_the_test_set(
     method: str, regime: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SEARCH, "load", forbidden)
+    monkeypatch.setattr(PHASES, "load", forbidden)
     recipe = resolve(settings("nb201", data, method=method, regime=regime, epochs=1))
     assert search(recipe, tmp_path / "run").genotype is not None
 

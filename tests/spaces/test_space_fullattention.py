@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,13 @@ def test_parameters_at_the_papers_widths_follow_from_the_blocks_by_hand() -> Non
     ]
     more = 2_344_474 + 90 * (4 * 96 + 1)  # a column of the classifier for each of 90 further classes
     assert SPACE.remarks(100)[0].startswith(f"parameters at 96 channels, 100 classes: {more:,} to")
+
+
+@pytest.mark.parametrize("change", [{"layers": 2}, {"repeats": 2}, {"tied": True}, {"candidates": FEW}])
+def test_only_the_papers_own_space_is_compared_with_its_numbers(change: dict[str, Any]) -> None:
+    assert all("the paper prints" in line for line in SPACE.remarks())
+    for line in replace(SPACE, **change).remarks():
+        assert line.startswith("parameters at") and line.endswith("over all choices")
 
 
 def test_multiply_adds_of_local_attention_are_those_of_its_loop() -> None:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 
 import reference_nos as literal
 
-from softcell.arch import Cell, Genotype, Pick, StrongestEach, WeightMix, count, derive, sample
+from softcell.arch import Cell, Genotype, Pick, Positive, StrongestEach, WeightMix, count, derive, sample
 from softcell.errors import UserError
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
@@ -23,7 +23,7 @@ from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.darts import DartsSpace
-from softcell.spaces.nos import ATTENTIONS, DYNAMICS, FEATURES, NosSpace
+from softcell.spaces.nos import ATTENTIONS, DYNAMICS, FEATURES, NosSpace, check_tiers
 from softcell.spaces.picked_cell import PickedCell
 
 SMALL = NosSpace(cells=3, channels=4, nodes=2)
@@ -177,6 +177,9 @@ def test_any_number_of_nodes(nodes: int) -> None:
         ({"dynamics": ["channel_attention"]}, "kind kernel"),
         ({"features": ["none", "skip_connect"]}, "constant zero"),
         ({"candidates": ["skip_connect"]}, "no setting 'candidates'"),
+        ({"features": ["skip_connect", "skip_connect"]}, "`features` must name every candidate once.*'skip_connect'"),
+        ({"attentions": [ATTENTIONS[0], *ATTENTIONS]}, "`attentions` must name every candidate once.*'spatial_att"),
+        ({"dynamics": [*DYNAMICS, DYNAMICS[1]]}, "`dynamics` must name every candidate once.*'dynamic_conv_5x5'"),
     ],
 )
 def test_settings_that_make_no_space_are_refused(settings: dict[str, list[str]], message: str) -> None:
@@ -191,6 +194,16 @@ def test_settings_that_make_no_space_are_refused(settings: dict[str, list[str]],
         ([(0, 2, "skip_connect"), (1, 3, "skip_connect")], (3,), "from a surrogate to its node"),
         ([(0, 2, "skip_connect"), (2, 3, "skip_connect"), (2, 4, "skip_connect")], (3,), "to a surrogate"),
         ([(0, 2, "skip_connect"), (2, 3, "skip_connect")], (2,), "odd numbers"),
+        ([(0, 2, "none"), (1, 2, "channel_attention"), (2, 3, "skip_connect")], (3,), "surrogate 2 would be zero"),
+        ([(0, 2, "skip_connect"), (2, 3, "none")], (3,), "node 3 would be zero"),
+        ([(0, 2, "skip_connect"), (2, 3, "skip_connect")], (3, 5), "node 5 would be zero.*no edge leads to it"),
+        ([(0, 2, "skip_connect")], (3,), "node 3 would be zero.*no edge leads to it"),
+        ([(2, 3, "skip_connect")], (3,), "surrogate 2 would be zero.*no edge leads to it"),
+        (
+            [(0, 2, "skip_connect"), (2, 3, "skip_connect"), (5, 6, "skip_connect"), (6, 7, "skip_connect")],
+            (3, 7),
+            "node 5 would be zero",
+        ),
     ],
 )
 def test_genotypes_that_are_no_heterogeneous_cells_are_refused(
@@ -199,6 +212,45 @@ def test_genotypes_that_are_no_heterogeneous_cells_are_refused(
     cell = Cell(tuple(Pick(*pick) for pick in picks), output)
     with pytest.raises(UserError, match=message):
         SMALL.network(Genotype("nos", {"normal": cell, "reduce": cell}), (3, 8, 8), 5)
+
+
+@pytest.mark.parametrize(
+    ("picks", "output", "message"),
+    [
+        ([(0, 2, "skip_connect"), (1, 2, "channel_attention")], (2,), "tiers` = 1.*kind attention"),
+        ([(0, 2, "skip_connect"), (1, 3, "dynamic_conv_3x3")], (2, 3), "tiers` = 1.*kind kernel"),
+        ([(0, 2, "skip_connect")], (2, 3), "node 3 would be zero.*no edge leads to it"),
+        ([(0, 2, "none"), (1, 2, "none")], (2,), "node 2 would be zero"),
+        ([(2, 2, "skip_connect")], (2,), "cell 'normal': an edge must lead from an earlier node"),
+    ],
+)
+def test_genotypes_of_one_tier_that_calibrate_or_vanish_are_refused(
+    picks: list[tuple[int, int, str]], output: tuple[int, ...], message: str
+) -> None:
+    cell = Cell(tuple(Pick(*pick) for pick in picks), output)
+    with pytest.raises(UserError, match=message):
+        SMALL.network(Genotype("nos", {"normal": cell, "reduce": cell}, {"tiers": 1}), (3, 8, 8), 5)
+
+
+@pytest.mark.parametrize("off", [{}, {"attentions": (), "dynamics": ()}])
+def test_what_any_rule_derives_is_accepted(off: dict[str, tuple[str, ...]]) -> None:
+    """EnTranNAS-DST keeps any number of connections per edge and node, in one tier or two."""
+    space = dataclasses.replace(SMALL, **off)  # type: ignore[arg-type]
+    layout = space.layout()
+    for seed in range(30):
+        generator = torch.Generator().manual_seed(seed)
+        strengths = {t.name: torch.randn(t.shape, generator=generator) - 1.5 * (seed % 3) for t in layout.tables}
+        for rule in (None, Positive(), StrongestEach()):
+            check_tiers(derive(layout, strengths, rule))
+        check_tiers(sample(layout, seed))
+
+
+def test_features_alone_are_described_as_such() -> None:
+    space = NosSpace(attentions=(), dynamics=())
+    remarks = " ".join(space.remarks())
+    assert f"7²: {literal.paper_count(4, 7, 2):.1e}" in remarks and "1.0e+09" in remarks
+    assert "³" not in remarks and "first tiers" not in remarks
+    assert "one tier" in space.about and "two tiers" in NosSpace().about
 
 
 def test_weights_beyond_one_leave_nothing_of_the_surrogate() -> None:

@@ -62,6 +62,7 @@ def describe_network(
     from softcell.cli.results import facts
     from softcell.engine import RunFolder
     from softcell.evaluate import count_genotype
+    from softcell.evaluate.fixed import settled
     from softcell.registry import load_plugin
     from softcell.settings import merge
     from softcell.spaces import SPACES, build_space
@@ -77,7 +78,7 @@ def describe_network(
     if manifest is not None and trained:
         base, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
         image, classes = image or tuple(data["shape"]), classes or data.get("outputs", len(data["classes"]))
-    space = build_space(found.space, merge(base, settings))
+    space = settled(found, build_space(found.space, merge(base, settings)), settings)
     image, classes = image or (3, 32, 32), classes or 10
     cost = count_genotype(space, found, image, classes)
     facts(out, space=found.space)

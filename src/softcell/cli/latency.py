@@ -184,6 +184,7 @@ def show_network(
 def _network(what: str, recipe: str, settings: dict[str, Any], image: Shape, classes: int) -> Network:
     from softcell.api import run_of
     from softcell.cli import inputs
+    from softcell.evaluate.fixed import settled
     from softcell.export import trained_folder
     from softcell.spaces import Network
 
@@ -193,7 +194,7 @@ def _network(what: str, recipe: str, settings: dict[str, Any], image: Shape, cla
         except UserError:
             pass  # a search: its architecture at the recipe's size
     found = inputs.genotype(what)
-    return _space(found.space, recipe, settings).network(found, image, classes)
+    return settled(found, _space(found.space, recipe, settings), settings).network(found, image, classes)
 
 
 def _space(name: str, recipe: str, settings: dict[str, Any]) -> Space:

@@ -148,7 +148,7 @@ def search(
 
 def teacher_path(source: str) -> str:
     """Absolute where it is a file or folder, so that the run can be resumed and repeated from any folder."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    return str(Path(source).resolve()) if source.strip() and Path(source).exists() else source
 
 
 def run_search(
@@ -206,6 +206,8 @@ def run_seeds(
     from softcell.cli.console import command, console
     from softcell.cli.progress import Display
 
+    if at_once is not None and at_once < 1:
+        raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out for the device's own number")
     screen = console()
     chosen, recipe, folder = api.seeds_recipe(given, config=config, seeds=seeds, out=out, resume=resume)
     heading = (
@@ -230,18 +232,39 @@ def run_seeds(
         results.show_search(screen, result.results[result.best])
     results.show_seeds(screen, result)
     if any(one.genotype is None for one in result.results.values()):
-        results.interrupted(screen, "search", "--resume", str(folder), *(() if keep == "all" else ("--keep", keep)))
+        asked = () if keep == "all" else ("--keep", keep)
+        shared = () if at_once is None else ("--at-once", str(at_once))
+        results.interrupted(screen, "search", "--resume", str(folder), *asked, *shared)
     elif result.best is not None and not quiet:
         results.facts(screen, next=command("train", folder / f"seed-{result.best}", *_on(recipe)))
     return result.exit_code
 
 
 def _on(recipe: SearchRecipe) -> tuple[str, ...]:
-    """The options that name the data to train on: the search's own, unless it needed no labels."""
-    if recipe.objective == "context":
+    """The options that name the data to train on: the search's own, unless it needed no labels and they have none."""
+    if recipe.objective == "context" and not _has_classes(recipe):
         return ("--data", "IMAGES-WITH-CLASSES")
     root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
     return ("--data", recipe.data, *root)
+
+
+def _has_classes(recipe: SearchRecipe) -> bool:
+    """Whether what was searched on can be trained on: all but folders of images that do not lie in class folders."""
+    import warnings
+
+    from softcell.data import datasets
+    from softcell.data.folder import is_split, scan
+
+    path = Path(recipe.data_root or ".", recipe.data).expanduser()
+    if recipe.data in datasets() or not path.is_dir():
+        return True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other files, which the training itself will tell
+            scan(path / "train" if is_split(path) else path)
+    except UserError:
+        return False
+    return True
 
 
 def logged(display: OnEvent, folder: Path, tensorboard: bool) -> OnEvent:

@@ -40,6 +40,7 @@ def teacher(
     threads: o.Threads = None,
     precision: o.Precision = None,
     engine: o.Engine = None,
+    plugin: o.Plugin = None,
     quiet: o.Quiet = False,
 ) -> int:
     """Train a network of fixed architecture, to guide searches with (`softcell search --guide DIR`)."""
@@ -54,7 +55,7 @@ def teacher(
         out, name = resumed_folder("teacher", name, out)
     given = o.settings(
         set_,
-        None,
+        plugin,
         data=data,
         data_root=data_root,
         image_size=image_size,

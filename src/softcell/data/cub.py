@@ -8,14 +8,15 @@ Wah et al.: The Caltech-UCSD Birds-200-2011 Dataset, 2011. The folder has `image
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from softcell.data.augment import Augment
 from softcell.data.dataset import Dataset
-from softcell.data.decode import Box
+from softcell.data.decode import Box, read_header
 from softcell.data.folder import Scan, images_of
 from softcell.data.images import Images
 from softcell.errors import UserError
@@ -61,9 +62,53 @@ def read_boxes(file: Path, images: Iterable[int]) -> dict[int, Box]:
     return found
 
 
+def read_parts(file: Path) -> dict[int, bool]:
+    """By their number, whether images are for training; some must be."""
+    found: dict[int, bool] = {}
+    for key, text in read_table(file).items():
+        if text.strip() not in ("0", "1"):
+            raise UserError(
+                f"{file}, line {_line_of(file, key)}: image {key} must have 1 (training) or 0 (testing), but has "
+                f"{text.strip()!r}; correct the line, or unpack the archive again"
+            )
+        found[key] = text.strip() == "1"
+    if not any(found.values()):
+        raise UserError(
+            f"{file}: at least one image must be for training (1), but none of {len(found)} is; unpack the archive "
+            "again"
+        )
+    return found
+
+
+def _line_of(file: Path, key: int) -> int:
+    """Where a table speaks of `key`; the last such line counts."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return max(number for number, line in enumerate(lines, 1) if line.strip() and int(line.split()[0]) == key)
+
+
+def check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path]) -> None:
+    """Raises `UserError` where a box has nothing in common with its image; only headers are read."""
+
+    def outside(key: int) -> tuple[int, int] | None:
+        left, top, width, height = boxes[key]
+        image = read_header(paths[key])
+        within = left < image.width and top < image.height and left + width > 0 and top + height > 0
+        return None if within else (image.width, image.height)
+
+    with ThreadPoolExecutor() as pool:
+        for key, size in zip(paths, pool.map(outside, paths), strict=True):
+            if size is not None:
+                raise UserError(
+                    f"{file}: the box of image {key} must lie in the image, which is {size[0]}x{size[1]}, but is at "
+                    f"{' '.join(f'{number:g}' for number in boxes[key])} (x, y, width, height); unpack the archive "
+                    "again, or use cub200"
+                )
+
+
 def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bool = False) -> Dataset:
     """`root` is CUB_200_2011/ or the folder above it; the official split, its second part being the test set.
 
+    Where all images are for training there is no test set.
     The short side is scaled to 8/7 of the image size and the central square kept; evaluation sees the centre of that,
     training takes random resized crops from it. `boxed`: of every image there is only the square around its bounding
     box, an eighth of it as a margin, so that evaluation sees just the square.
@@ -75,7 +120,8 @@ def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bo
                 f"cub200 must have {', '.join((*FILES, BOXES))} and images/ in {root} or {folder}, but {name} "
                 "is missing; see https://www.vision.caltech.edu/datasets/cub_200_2011"
             )
-    names, labels, classes, part = (read_table(folder / name) for name in FILES)
+    names, labels, classes = (read_table(folder / name) for name in FILES[:3])
+    part = read_parts(folder / FILES[3])
     if not (names.keys() == labels.keys() == part.keys()):
         raise UserError(f"the tables of {folder} must name the same images, but they differ; unpack the archive again")
     order = sorted(classes)
@@ -86,24 +132,25 @@ def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bo
             f"{folder / FILES[1]}: image {wrong} has the class {labels[wrong]!r}, which classes.txt has not"
         )
     boxes = read_boxes(folder / BOXES, names) if boxed else None
+    if boxes is not None:
+        check_boxes(folder / BOXES, boxes, {key: folder / "images" / name for key, name in names.items()})
     size = image_size or _SIZE
     stored = round(size * 8 / 7)
     resident = len(names) * 3 * stored * stored <= memory_limit
 
-    def images(wanted: str) -> Images:
-        kept = sorted(key for key, which in part.items() if which.strip() == wanted)
+    def images(*, is_test: bool) -> Images:
+        kept = sorted(key for key, trains in part.items() if trains != is_test)
         numbers = np.array([place[int(labels[key])] for key in kept], np.int64)
         own = None if boxes is None else np.array([boxes[key] for key in kept], np.float64).reshape(-1, 4)
         paths = tuple(names[key] for key in kept)
         scan = Scan(folder / "images", tuple(classes[key] for key in order), paths, numbers, own)
-        is_test = wanted == "0"
         return images_of(scan, 3, (size, size), (stored, stored), is_test=is_test, resident=resident)
 
     return Dataset(
         "cub200-boxes" if boxed else "cub200",
         tuple(classes[key] for key in order),
-        images("1"),
-        images("0"),
+        images(is_test=False),
+        None if all(part.values()) else images(is_test=True),
         _MEAN,
         _STD,
         Augment(resized_crop=True, flip=True),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from softcell.arch import Genotype
 from softcell.errors import UserError, nearest
+from softcell.evaluate.fixed import settled
 from softcell.settings import build, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, build_space
 from softcell.spaces.count import evaluation_scale, evaluation_sizes
@@ -193,8 +194,12 @@ def default_recipe(data: str, space: str = "") -> str:
 
 
 def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
-    """A complete recipe for a genotype from layers of settings, the later winning."""
-    given = merge(*({_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers))
+    """A complete recipe for a genotype from layers of settings, the later winning.
+
+    What the genotype decides of its space is taken from it; the last layer must not contradict that.
+    """
+    named = [{_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers]
+    given = merge(*named)
     data, asked = str(given.get("data", "digits")), given.get("recipe")
     retrieving = given.get("task") == "retrieve"
     suited = "retrieve" if retrieving and data != "digits" else default_recipe(data, genotype.space)
@@ -212,7 +217,8 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
             base["image_size"] = RETRIEVED_SIZE
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
     full = to_dict(recipe)
-    full["space_settings"] = to_dict(build_space(genotype.space, recipe.space_settings))
+    explicit = named[-1].get("space_settings", {}) if named else {}
+    full["space_settings"] = to_dict(settled(genotype, build_space(genotype.space, recipe.space_settings), explicit))
     return build(TrainRecipe, full, where="recipe")
 
 

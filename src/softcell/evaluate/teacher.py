@@ -24,7 +24,7 @@ from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import facts_of, finish, prepare, save_weights
 from softcell.nn.classifiers import Classifier, build_classifier, get_architecture
 from softcell.registry import load_plugin
-from softcell.settings import build, merge, refuse_changes, to_dict, without_auto
+from softcell.settings import build, convert, merge, refuse_changes, to_dict, without_auto
 from softcell.spaces import Shape
 from softcell.spaces.count import evaluation_scale
 from softcell.spaces.teacher import classifier_metadata
@@ -87,6 +87,13 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
             for layer in layers
         )
     )
+    if given.get("classifier", name) != name:
+        raise UserError(
+            f"name the network as the argument, as `softcell teacher {given['classifier']}`: it is {name!r} there, but "
+            f"the setting classifier={given['classifier']!r} says otherwise; leave that away"
+        )
+    for plugin in convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins"):
+        load_plugin(plugin)  # first of all: the network may have a candidate of theirs
     architecture = get_architecture(name)
     is_small = evaluation_scale(str(given.get("data", "digits"))) == "small"
     scale = str(given.get("recipe") or ("small" if is_small else "paper"))

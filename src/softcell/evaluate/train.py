@@ -27,6 +27,7 @@ from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_genotype
+from softcell.evaluate.fixed import settled
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, resolve
 from softcell.evaluate.retrieval import measure_retrieval, num_seen, zero_shot
@@ -34,7 +35,7 @@ from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
 from softcell.registry import load_plugin
-from softcell.settings import build, refuse_changes, without_auto
+from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Network, build_space
 from softcell.spaces.pretrained import WEIGHTS
 
@@ -105,6 +106,8 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
         load_plugin(plugin)
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
+    space = settled(genotype, build_space(genotype.space, recipe.space_settings), {})  # earlier versions stored others
+    recipe = replace(recipe, space_settings=to_dict(space))
     wanted = resolve(genotype, manifest["recipe"], without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())
     return genotype, recipe

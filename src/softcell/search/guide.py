@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,12 +17,15 @@ from softcell.engine.distributed import World, average_, sum_
 from softcell.engine.session import Session
 from softcell.errors import UserError
 from softcell.methods import Method
+from softcell.nn.classifiers import ARCHITECTURES
 from softcell.nn.guide import Form, Guided, pair_stages
 from softcell.nn.objective import CrossEntropy, Objective
 from softcell.settings import positive
-from softcell.spaces import Bound, Shape, Supernet
+from softcell.spaces import Shape, Supernet
 from softcell.spaces.teacher import FoundTeacher, find_teacher
 
+TRIED = (2, 3)
+"""Sizes of the batches a teacher is tried with: two, since an exported program may know only one."""
 PROBED = 4
 """Batches of the first epoch over which gradient norms are averaged."""
 
@@ -46,9 +49,19 @@ class Guide:
 
     def __post_init__(self) -> None:
         positive("guide.weight", self.weight)
-        told = [name for name in ("classifier", "layers", "trust") if getattr(self, name)]
-        if told and self.teacher is None:
-            raise UserError(f"guide.{told[0]} says how a teacher is read, but there is none; name it with --guide")
+        if self.teacher is not None:
+            if not self.teacher.strip():
+                raise UserError(
+                    f"guide.teacher must name a teacher, got {self.teacher!r}, which is empty; leave it away"
+                )
+            return
+        told = [f.name for f in fields(self) if f.name != "teacher" and getattr(self, f.name) != f.default]
+        if told:
+            how = "guides" if told[0] in ("weight", "form") else "is read"
+            raise UserError(
+                f"guide.{told[0]} says how a teacher {how}, but there is none; name it with --guide, or leave "
+                f"guide.{told[0]} away"
+            )
 
 
 def make_objective(
@@ -62,7 +75,7 @@ def make_objective(
         return CrossEntropy(), {}
     found = find_teacher(settings.teacher, classifier=settings.classifier, layers=settings.layers, trust=settings.trust)
     teacher = session.place(found.module)
-    pairs = pair_stages(stages(), _sizes(found, shape, session))
+    pairs = _pair(stages(), _sizes(found, shape, session), shape)
     needed = partial(teacher, number=1 + max(pairs))
     guided = Guided(CrossEntropy(), needed, pairs, settings.weight, settings.form).to(session.device)
     return guided, {"guide": found.about}
@@ -86,50 +99,97 @@ def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
 
 
 def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[int, int]]:
-    images = torch.zeros(2, *shape, device=session.device, dtype=session.dtype)  # two: a program may know only one
-    try:
-        maps = found.module(images)
-    except UserError:
-        raise
-    except Exception as error:  # a user's module, which may raise anything
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"the teacher {found.about['teacher']} cannot read batches of {'x'.join(map(str, shape))} images: "
-            f"{reason[:200]}; train one on this data with `softcell teacher`"
-        ) from error
+    """Heights and widths of the teacher's maps; one that fails or gives no finite numbers is told."""
+    name, maps = found.about["teacher"], list[Tensor]()
+    for number in TRIED:
+        # Noise, as normalised images are: constant ones have no deviation, by which a user's module may divide.
+        noise = torch.randn(number, *shape, generator=torch.Generator().manual_seed(0))
+        images = noise.to(session.device, session.dtype)
+        read = bool(maps)  # another batch was
+        try:
+            maps = found.module(images)
+        except UserError:
+            raise
+        except Exception as error:  # a user's module, which may raise anything
+            raise UserError(_refusal(name, shape, number, read, " ".join(str(error).split())[:200])) from error
+        bad = [place for place, m in enumerate(maps, 1) if not bool(m.isfinite().all())]
+        if bad:
+            raise UserError(
+                f"a teacher's maps must be finite, but map {bad[0]} of {len(maps)} of the teacher {name} is not; its "
+                "weights are damaged or made for other images: train it again, or use another"
+            )
     return [(m.shape[-2], m.shape[-1]) for m in maps]
 
 
+def _refusal(teacher: str, shape: Shape, number: int, read: bool, reason: str) -> str:
+    """Why a batch of `number` images could not be read, and the way out; `read`: a smaller one could."""
+    dynamic = "with a dynamic batch dimension (`dynamic_shapes` of torch.export)"
+    if read:
+        return (
+            f"a teacher must read any number of images at once, but {teacher} reads {TRIED[0]} and not {number}: "
+            f"{reason}; export it {dynamic}"
+        )
+    way_out = "train one on this data with `softcell teacher`"
+    if teacher.endswith(".pt2"):
+        way_out = f"export it for images of this size, {dynamic}"
+    size = "x".join(map(str, shape))
+    return f"the teacher {teacher} cannot read batches of {size} images: {reason}; {way_out}"
+
+
+def _pair(stages: list[tuple[int, int]], maps: list[tuple[int, int]], shape: Shape) -> tuple[int, ...]:
+    """`pair_stages`; where the teacher does not fit, a built-in one that would is named."""
+    try:
+        return pair_stages(stages, maps)
+    except UserError as error:
+        fitting = [name for name in ARCHITECTURES if _fits(name, stages, shape)]
+        if not fitting:
+            raise
+        raise UserError(f"{error}; `softcell teacher {fitting[0]}` trains one that fits") from error
+
+
+def _fits(name: str, stages: list[tuple[int, int]], shape: Shape) -> bool:
+    """Whether a built-in teacher has a map for every stage, found without weights."""
+    kind = ARCHITECTURES[name]
+    with torch.device("meta"), torch.no_grad():
+        maps = kind(**kind.small).build(shape[0], 1).eval().features(torch.empty(1, *shape))
+    try:
+        pair_stages(stages, [(m.shape[-2], m.shape[-1]) for m in maps])
+    except UserError:
+        return False
+    return True
+
+
 def probe(
-    objective: Guided, supernet: Supernet, method: Method, batches: Iterable[Batch], world: World
+    objective: Guided,
+    network: nn.Module,
+    bound: Callable[[], Any],
+    architecture: Sequence[nn.Parameter],
+    batches: Iterable[Batch],
+    world: World,
 ) -> dict[str, float]:
     """Norms of the gradients of both loss parts, of weights and of architecture, mean over some batches.
 
-    Nothing is learnt: statistics and random numbers are given back.
+    bound: gives `network` as the objective takes it. Nothing is learnt: statistics and random numbers are given back.
     """
-    weights = {name: p for name, p in supernet.named_parameters() if p.requires_grad}
-    architecture = [p for p in method.parameters() if p.requires_grad]
+    weights = [p for p in network.parameters() if p.requires_grad]
     norms: list[Tensor] = []
     with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
         for batch in islice(batches, PROBED):
-            loss = _Parts(objective, supernet, method)
-            buffers = {f"supernet.{name}": b.clone() for name, b in supernet.named_buffers()}
+            loss = _Parts(objective, network, bound)
+            buffers = {f"network.{name}": b.clone() for name, b in network.named_buffers()}
             parts = functional_call(loss, buffers, (batch.images, batch.labels))
-            wanted = [*weights.values(), *architecture]
             row = []
             for part, kept in zip(parts, (True, False), strict=True):
-                gradients = torch.autograd.grad(part, wanted, allow_unused=True, retain_graph=kept)
+                gradients = torch.autograd.grad(part, [*weights, *architecture], allow_unused=True, retain_graph=kept)
                 row += [_norm(gradients[: len(weights)], part), _norm(gradients[len(weights) :], part)]
             norms.append(torch.stack(row))
     mean = torch.stack(norms).mean(0)
     average_([mean], world)
     task_w, task_a, guide_w, guide_a = mean.tolist()
-    return {
-        "gradient_norm_task": task_w,
-        "gradient_norm_guide": guide_w,
-        "gradient_norm_task_architecture": task_a,
-        "gradient_norm_guide_architecture": guide_a,
-    }
+    found = {"gradient_norm_task": task_w, "gradient_norm_guide": guide_w}
+    if architecture:
+        found |= {"gradient_norm_task_architecture": task_a, "gradient_norm_guide_architecture": guide_a}
+    return found
 
 
 def read_gauges(objective: Objective, world: World) -> dict[str, float]:
@@ -144,14 +204,14 @@ def read_gauges(objective: Objective, world: World) -> dict[str, float]:
 class _Parts(nn.Module):
     """The two parts of a guided loss, the second with its weight."""
 
-    def __init__(self, objective: Guided, supernet: Supernet, method: Method) -> None:
+    def __init__(self, objective: Guided, network: nn.Module, bound: Callable[[], Any]) -> None:
         super().__init__()
-        self.supernet = supernet
-        self._objective, self._method = [objective], [method]
+        self.network = network
+        self._objective, self._bound = [objective], bound
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        objective, mix = self._objective[0], self._method[0].relax()
-        task, guide = objective.parts(Bound(self.supernet, mix), images, labels)
+        objective = self._objective[0]
+        task, guide = objective.parts(self._bound(), images, labels)
         return task.loss, objective.weight * guide
 
 

@@ -20,8 +20,9 @@ from softcell.engine.session import Session, in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
 from softcell.methods import Sampler
+from softcell.nn.guide import Guided
 from softcell.nn.objective import Evaluated, Objective
-from softcell.search.guide import read_gauges
+from softcell.search.guide import probe, read_gauges
 from softcell.search.recipe import SearchRecipe
 from softcell.spaces import Network, Shape, Space
 
@@ -104,6 +105,9 @@ class IndependentTask:
             "lr": float(self._optimiser.param_groups[0]["lr"]),
             **read_gauges(self.objective, self.world),
         }
+        if epoch == 0 and isinstance(self.objective, Guided):
+            network = self._network
+            metrics |= probe(self.objective, network, lambda: network, (), self._weights.epoch(0), self.world)
         if own + 1 == self.recipe.epochs:
             self._network.eval()
             held = measure(self._network, self._held.epoch(0), self.world)

@@ -36,13 +36,15 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
     own = recipe.pretrain
     rate = recipe.architecture.lr if own.architecture_lr is None else own.architecture_lr
     same = own.data is None
+    # A folder is where its path says; named data lie where those of the search do.
+    root = recipe.data_root if same or own.data in datasets() else None
     return replace(
         recipe,
         objective="context",
         pretrain=Pretrain(),
         epochs=own.epochs,
         data=recipe.data if own.data is None else own.data,
-        data_root=recipe.data_root if same else own.data_root,
+        data_root=root if own.data_root is None else own.data_root,
         image_size=recipe.image_size if same and own.image_size is None else own.image_size,
         batch_size=own.batch_size or recipe.batch_size,
         architecture=replace(recipe.architecture, lr=rate),
@@ -86,9 +88,14 @@ def read_logits(method: Method, file: Path) -> None:
         raise UserError(f"the logits of phase 1 cannot be read from {file} ({error}); search again") from error
     own = dict(method.named_parameters())
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in state.items()}:
-        raise UserError(
-            f"the architecture parameters in {file} do not fit those of method {method.name!r}; phases must have one "
-            "method and space, and for methods that look at feature maps one image size"
-        )
+        raise UserError(unfitting(method.name, f"in {file}"))
     for name, parameter in own.items():
         parameter.copy_(state[name])
+
+
+def unfitting(method: str, which: str) -> str:
+    """What to tell of architecture parameters that cannot be handed on."""
+    return (
+        f"the architecture parameters {which} do not fit those of method {method!r}; phases must have one method and "
+        "space, and for methods that look at feature maps one image size"
+    )

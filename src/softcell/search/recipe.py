@@ -112,8 +112,9 @@ class Unrolled:
 class Pretrain:
     """A first phase by context auto-regression, without labels, whose architecture logits the search starts from.
 
-    `epochs` 0: no such phase. `data`, `data_root`, `image_size`: what it learns from; None for the search's own. A
-    folder may hold images in any order. `architecture_lr`, `batch_size`: None for the search's own.
+    `epochs` 0: no such phase. `data`, `data_root`, `image_size`: what it learns from; None for the search's own (a
+    folder without a root lies where its path says). A folder may hold images in any order. `architecture_lr`,
+    `batch_size`: None for the search's own.
     """
 
     epochs: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Genotype, sample
-from softcell.data import Batches, Dataset, fingerprint, load, split
+from softcell.data import Batches, Dataset, fingerprint, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
@@ -32,7 +33,16 @@ from softcell.search.budget import Budget
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.independent import IndependentTask
 from softcell.search.latencies import with_latencies
-from softcell.search.phases import FIRST, LOGITS, first_phase, forget_phase, load_images, read_logits, write_logits
+from softcell.search.phases import (
+    FIRST,
+    LOGITS,
+    first_phase,
+    forget_phase,
+    load_images,
+    read_logits,
+    unfitting,
+    write_logits,
+)
 from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.resource import ResourcePenalty, check_steerable
@@ -96,9 +106,7 @@ def _in_phases(
     with _session(recipe) as session:
         world = session.world
     if not resume:
-        # Data first: a wrong path must not leave a run folder behind.
-        load(recipe.data, recipe.data_root, recipe.image_size)
-        load_images(first)
+        _check_phases(first, recipe)
         manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
         on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
         on_main(lambda: forget_phase(out), world)
@@ -106,14 +114,42 @@ def _in_phases(
     tell = teller(on_event, world)
     # Folders are the first process's affair; the others are told.
     begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
-    if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
-        tell(f"phase 1 of 2: context auto-regression on {first.data}, {_epochs(first)}: {place}")
-        done = yield from _one_phase(first, place, begun, overwrite, on_event)
-        if done.genotype is None:
-            on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
-            return SearchResult(out, recipe, None, done.metrics, done.exit_code)
-    tell(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
-    return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
+    try:
+        if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
+            tell(f"phase 1 of 2: context auto-regression on {first.data}, {_epochs(first)}: {place}")
+            done = yield from _one_phase(first, place, begun, overwrite, on_event)
+            if done.genotype is None:
+                on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
+                return SearchResult(out, recipe, None, done.metrics, done.exit_code)
+        tell(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
+        return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
+    except Exception:
+        if world.is_main:
+            RunFolder.open(out).finish("failed")
+        raise
+
+
+def _check_phases(first: SearchRecipe, second: SearchRecipe) -> None:
+    """Raises what either phase would raise at its start: before there is a folder, not after the first phase."""
+    handed = []
+    for recipe in (first, second):
+        with _session(recipe) as session, test_set_sealed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the phase itself will warn
+            dataset = load_images(recipe)
+            # As plain as can be: neither is ever run.
+            plain = replace(
+                recipe, engine="eager", precision="float32" if recipe.precision == "auto" else recipe.precision
+            )
+            task = _task(plain, dataset, split(dataset.train, recipe.split, recipe.seed), session, None)
+            assert isinstance(task, SearchTask)  # others have no first phase
+            handed.append({name: parameter.shape for name, parameter in task.method.named_parameters()})
+    if not handed[0]:
+        raise UserError(
+            f"a first phase hands on architecture parameters, and method {second.method!r} has none; set "
+            "pretrain.epochs=0"
+        )
+    if handed[0] != handed[1]:
+        raise UserError(unfitting(second.method, "of phase 1"))
 
 
 def _epochs(recipe: SearchRecipe) -> str:

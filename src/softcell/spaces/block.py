@@ -13,6 +13,10 @@ whenever the one operation kept there is no feature operation. Instead its sum s
 
 so that a single attention gives x + x ⊙ A and a single feature operation gives o_f(x). Weights that do not sum to 1
 (several connections of weight 1 each) leave nothing over as soon as a feature is among them.
+
+Methods that keep connections independently of each other (EnTranNAS-DST) may keep all of a choice, each with a weight
+of 1. Sums of features are normed in the next operation; attentions and kernels multiply them, from node to node. So a
+calibration weighs 1/m among the m connections that its choice keeps, as it would under equal weights that sum to 1.
 """
 
 from __future__ import annotations
@@ -79,10 +83,11 @@ class Block:
         x: the source of a residual node, None at others. factors [choices, n]: drop-path's.
         """
         outputs = arrived.outputs
+        live = mix.live(site) if isinstance(mix, WeightMix) and mix.is_picked(site) else None
         if not isinstance(mix, WeightMix):
             for choice in sorted({choice for choice, _, _ in outputs}):
                 mix.meet(site, choice, {k: one for c, k, one in outputs if c == choice})
-        features, calibrations = self.by_kind(outputs)
+        features, calibrations = self.by_kind(outputs if live is None else self._shared(outputs, live))
         if x is not None:
             base = arrived.plus(self._combiner.sum(features, mix, site))
             rest = self.rest(node, arrived.summed | {k for _, k, _ in features}, x, mix, site) * x
@@ -109,6 +114,19 @@ class Block:
         if weights is None or len(present) < len(outputs):
             return self._combiner.combine(outputs, mix, site, factors)
         return small_weighted_sum(present, weights)
+
+    def _shared(self, outputs: Sequence[Output], live: Live) -> list[Output]:
+        """Outputs that all weigh 1, calibrations divided by how many connections their choice keeps."""
+        return [
+            (choice, k, x / kept)
+            if x is not None and (choice, k) in self._ops and (kept := self._kept(choice, live)) > 1
+            else (choice, k, x)
+            for choice, k, x in outputs
+        ]
+
+    def _kept(self, choice: int, live: Live) -> int:
+        names = self._table.choices[choice].candidates
+        return sum(not get_candidate(names[k]).zero for k in live[choice])
 
     def by_kind(self, outputs: Sequence[Output]) -> tuple[list[Output], dict[str, list[Output]]]:
         """Features, and calibrating outputs by their candidate's name."""

@@ -141,14 +141,16 @@ class FullAttentionSpace(Space):
         return derive(layout, {name: -own for name, own in strengths.items()}), derive(layout, strengths)
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
+        """Parameters at the paper's widths, beside what it prints where the space is the paper's."""
+        own = (self.layers, self.repeats, self.tied, set(self.candidates)) == (3, 1, False, set(CANDIDATES))
         lines = []
         for channels, printed in PRINTED.items():
             space = replace(self, channels=channels)
             least, most = (_total(space, genotype, num_classes) for genotype in space.extremes())
             low, high = (f"{(total - printed) / 1e6:+.3f}M" for total in (least, most))
+            gap = f"; the paper prints {printed / 1e6:.2f}M ({low} to {high})" if own else ""
             lines.append(
-                f"parameters at {channels} channels, {num_classes} classes: {least:,} to {most:,} over all choices; "
-                f"the paper prints {printed / 1e6:.2f}M ({low} to {high})"
+                f"parameters at {channels} channels, {num_classes} classes: {least:,} to {most:,} over all choices{gap}"
             )
         return tuple(lines)
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, ClassVar
 
-from softcell.arch import Choice, FeaturePairs, Genotype, Layout, Table, TopInputs
+from softcell.arch import Cell, Choice, FeaturePairs, Genotype, Layout, Pick, Table, TopInputs
+from softcell.arch.genotype import check_forward
 from softcell.errors import UserError
 from softcell.nn.candidates import Kind, get_candidate
 from softcell.spaces.base import Network, Shape
@@ -63,6 +64,9 @@ class NosSpace(DartsSpace):
             "dynamics": (self.dynamics, "kernel"),
         }
         for setting, (names, kind) in kinds.items():
+            twice = [op for op in names if names.count(op) > 1]
+            if twice:
+                raise UserError(f"`{setting}` must name every candidate once, but names {twice[0]!r} twice; drop one")
             for op in names:
                 known = get_candidate(op)
                 if known.kind != kind:
@@ -70,6 +74,8 @@ class NosSpace(DartsSpace):
                 if known.zero:
                     raise UserError(f"cells of NOS have no {op!r}: a node could be constant zero; leave it out")
         object.__setattr__(self, "candidates", (*self.features, *self.attentions, *self.dynamics))
+        if self.tiers == 1:
+            object.__setattr__(self, "about", "NOS cells of features alone, in one tier: the conventional space")
         super().__post_init__()
 
     @property
@@ -91,10 +97,11 @@ class NosSpace(DartsSpace):
         pairs = prod((n + 1) * n // 2 for n in blocks)
         every, alone = len(self.candidates), len(self.features)
         printed = pairs * every ** (3 * self.nodes)
-        features = pairs * alone ** (2 * self.nodes)
+        features = f"features alone, Π (n+1)n/2 × {alone}²: {pairs * alone ** (2 * self.nodes):.1e}"
+        if self.tiers == 1:
+            return f"one cell by the paper's formula for {features}", "the count above counts both kinds of cells"
         return (
-            f"one cell by the paper's formula, Π (n+1)n/2 × {every}³: {printed:.1e}; features alone, Π (n+1)n/2 × "
-            f"{alone}²: {features:.1e}",
+            f"one cell by the paper's formula, Π (n+1)n/2 × {every}³: {printed:.1e}; {features}",
             "the count above leaves out first tiers without a feature operation, and counts both kinds of cells",
         )
 
@@ -107,8 +114,7 @@ class NosSpace(DartsSpace):
         search_form: bool = False,
         auxiliary: bool = False,
     ) -> Network:
-        if tiers_of(genotype) == 2:
-            check_tiers(genotype)
+        check_tiers(genotype)
         return super().network(genotype, shape, num_classes, search_form=search_form, auxiliary=auxiliary)
 
     def _table(self, name: str) -> Table:
@@ -132,25 +138,64 @@ def tiers_of(genotype: Genotype) -> int:
 
 
 def check_tiers(genotype: Genotype) -> None:
-    """Raises `UserError` unless edges lead from nodes to surrogates and from these to their nodes, and none is zero."""
+    """Raises `UserError` unless edges are those of the genotype's tiers and no node is constant zero.
+
+    In two tiers edges lead from nodes to surrogates and from these to their nodes, in one from any node to a later one.
+    """
+    tiers = tiers_of(genotype)
     for name, cell in genotype.cells.items():
-        wrong = [node for node in cell.output if not _is_node(node)]
-        if wrong:
-            raise UserError(f"cell {name!r}: nodes of NOS cells have odd numbers from 3 on, but output names {wrong}")
-        for pick in cell.picks:
-            second = _is_node(pick.target)
-            source = pick.source < INPUTS or _is_node(pick.source)
-            if pick.target < INPUTS or (pick.source != pick.target - 1 if second else not source):
-                raise UserError(
-                    f"cell {name!r}: an edge must lead from an input (0, 1) or a node (3, 5, ...) to a surrogate "
-                    f"(2, 4, ...), or from a surrogate to its node, one higher; got {pick}"
-                )
-        for target in cell.targets:
-            ops = [pick.op for pick in cell.incoming(target)]
-            if not _is_node(target) and not any(get_candidate(op).kind == "feature" for op in ops):
-                raise UserError(
-                    f"cell {name!r}: surrogate {target} would be zero, having no feature operation ({', '.join(ops)})"
-                )
+        try:
+            check_forward(cell, INPUTS)
+        except UserError as error:
+            raise UserError(f"cell {name!r}: {error}") from error
+        if tiers == 2:
+            _check_numbers(name, cell)
+        else:
+            _check_features(name, cell)
+        _check_alive(name, cell, tiers)
+
+
+def _check_numbers(name: str, cell: Cell) -> None:
+    wrong = [node for node in cell.output if not _is_node(node)]
+    if wrong:
+        raise UserError(f"cell {name!r}: nodes of NOS cells have odd numbers from 3 on, but output names {wrong}")
+    for pick in cell.picks:
+        source = pick.source < INPUTS or _is_node(pick.source)
+        if pick.source != pick.target - 1 if _is_node(pick.target) else not source:
+            raise UserError(
+                f"cell {name!r}: an edge must lead from an input (0, 1) or a node (3, 5, ...) to a surrogate "
+                f"(2, 4, ...), or from a surrogate to its node, one higher; got {pick}"
+            )
+
+
+def _check_features(name: str, cell: Cell) -> None:
+    for pick in cell.picks:
+        kind = get_candidate(pick.op).kind
+        if kind != "feature":
+            raise UserError(
+                f"cell {name!r}: with `settings.tiers` = 1 a cell has features alone, but {pick} is of kind {kind}; "
+                "cells that calibrate have 2 tiers"
+            )
+
+
+def _check_alive(name: str, cell: Cell, tiers: int) -> None:
+    """Every node that is named gets something: a first tier a feature, a second anything, of a source that is alive."""
+    alive = set(range(INPUTS))
+    named = {*cell.output, *(number for pick in cell.picks for number in (pick.source, pick.target))}
+    for node in sorted(named - alive):
+        second = tiers == 2 and _is_node(node)
+        if any(_gives(pick, second) and pick.source in alive for pick in cell.incoming(node)):
+            alive.add(node)
+            continue
+        what = "surrogate" if tiers == 2 and not second else "node"
+        ops = ", ".join(f"{pick.op} from {pick.source}" for pick in cell.incoming(node)) or "no edge leads to it"
+        needed = "an operation other than none" if second else "a feature operation other than none"
+        raise UserError(f"cell {name!r}: {what} {node} would be zero: it needs {needed}, but has {ops}")
+
+
+def _gives(pick: Pick, second: bool) -> bool:
+    candidate = get_candidate(pick.op)
+    return not candidate.zero and (second or candidate.kind == "feature")
 
 
 def _is_node(number: int) -> bool:

@@ -5,6 +5,7 @@ Its candidate modules stand in `Edges` under the names they have in `MixedCell`,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ class PickedCell(nn.Module):
         self.cell, self.inputs = cell, inputs
         self._residual = {pick.target: pick.source for pick in cell.picks if pick.target in residual}
         self.edges = Edges(cell.picks, spec_of, share_features=share_features)
+        present = [pick for index, pick in enumerate(cell.picks) if self.edges.module(index) is not None]
+        self._kept = Counter((pick.source, pick.target) for pick in present)
         self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self._spec = spec_of(0)
@@ -64,6 +67,8 @@ class PickedCell(nn.Module):
                 output = runners[pick.source](module)
                 if isinstance(module, Calibration):
                     output = self._drop_path[0](output)
+                    kept = self._kept[pick.source, pick.target]
+                    output = output if kept == 1 else output / kept  # as in `block`
                     made = output + calibrations[pick.op][1] if pick.op in calibrations else output
                     calibrations[pick.op] = module, made
                     continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import pickle
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.export.passes import move_to_device_pass
 
 from softcell.engine import RunFolder
 from softcell.errors import UserError
-from softcell.nn.classifiers import Classifier, get_architecture
+from softcell.nn.classifiers import ARCHITECTURES, Classifier, get_architecture
 from softcell.nn.guide import Tapped
 from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained
@@ -81,10 +81,12 @@ def find_teacher(
     elif path.suffix == ".pt2" and path.is_file():
         found, about = _from_program(path, trust), {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
     else:
-        registered = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
+        hint = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
+        if source in ARCHITECTURES:
+            hint += f"; {source} is built in, but not trained: first `softcell teacher {source} --data ... --out DIR`"
         raise UserError(
             f"no teacher at {source!r}: give a run of `softcell teacher` or `softcell train`, a file of weights "
-            f"({', '.join(WEIGHT_FILES)}), a .pt2 program, or a name that a plugin registered{registered}"
+            f"({', '.join(WEIGHT_FILES)}), a .pt2 program, or a name that a plugin registered{hint}"
         )
     tapped = Tapped(found, layers)
     return FoundTeacher(tapped, {"teacher": str(path), "digest": _digest(tapped), **about})
@@ -157,7 +159,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a foreign file, at which the unpickler may raise anything
         raise UserError(
             f"{file}: cannot be read as weights alone, and nothing else is read from it, since that could run code; "
             "save the `state_dict()` of the network"
@@ -178,10 +180,17 @@ def _from_program(file: Path, trust: bool) -> nn.Module:
             f"{file}: an exported program may hold code that runs while it is read; if you trust whoever made it, say "
             "--set guide.trust=true"
         )
+    log = logging.getLogger("torch.export")  # would print a traceback beside our one line
+    was, log.disabled = log.disabled, True
     try:
         program = torch.export.load(file)
-    except (RuntimeError, ValueError, OSError, KeyError) as error:
-        raise UserError(f"{file}: cannot be read as an exported program ({error})") from error
+    except Exception as error:  # a foreign file: no archive, another version's, code that fails
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{file}: cannot be read as an exported program ({reason[:200]}); write it with `torch.export.save`"
+        ) from error
+    finally:
+        log.disabled = was
     return _Program(program)
 
 
