@@ -4,9 +4,12 @@ Arms at equal total cost on one dataset: `both` searches by context auto-regress
 and then for --epochs on the target task; `alone` searches for --first + --epochs on the target task from random logits,
 `tied` does so in the space of cells. What each finds is trained equally long and measured on the test set. All of them
 run side by side on one GPU. Curves and record go to `results/fullattention/`. Stop it at any time (or with --minutes);
-the same command goes on. What is unfinished is recorded as not measured.
+the same command goes on. What is unfinished is recorded as not measured. Where the runs are gone, --searched takes
+finished searches from a record that is left and trains what they found.
 
 python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 --minutes 9
+python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 \\
+    --searched results/fullattention/phases-cifar10.json
 python -m studies.fullattention --data digits --first 1 --epochs 1 --train-epochs 1 --seeds 1      # a rehearsal
 """
 
@@ -28,6 +31,7 @@ from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.search.phases import FIRST
 from softcell.settings import assignments
+from studies.recorded import Rows, recorded_searches, rest_of
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -36,7 +40,6 @@ from studies.runs import (
     finished,
     interleaved,
     print_arms,
-    searched_and_trained,
     spread,
     write_record,
 )
@@ -68,53 +71,71 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
     return Path(options.runs) / f"{arm}-{Path(options.data).stem}-{seed}"
 
 
+def training_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What is set of the training of what was found."""
+    own: dict[str, Any] = {**common(options, seed), "epochs": options.train_epochs, "space_settings": {}}
+    if options.channels is not None:
+        own["space_settings"] = {"channels": options.channels}
+    return layered(own, assignments(options.set_training))
+
+
+def known_of(options: argparse.Namespace) -> Rows:
+    """The searches that --searched has."""
+    recipes = {(arm, seed): recipe_of(arm, seed, options) for seed in range(options.seeds) for arm in options.arms}
+    return recorded_searches(options.searched, recipes, partial(training_of, options=options))
+
+
 def run_all(options: argparse.Namespace) -> None:
     """Goes on with everything that is not finished, side by side, until it is or the time is over."""
     deadline, starts = Deadline(options.minutes), []
     for seed in range(options.seeds):
-        own: dict[str, Any] = {**common(options, seed), "epochs": options.train_epochs, "space_settings": {}}
-        if options.channels is not None:
-            own["space_settings"] = {"channels": options.channels}
-        own = layered(own, assignments(options.set_training))
+        own = training_of(seed, options)
         for arm in options.arms:
             folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
-            starts.append(partial(searched_and_trained, recipe, folder, folder / "training", own, deadline))
+            starts.append(partial(rest_of, options.known.get((arm, seed)), recipe, folder, own, deadline))
     if not deadline.passed:
         interleaved(starts, options.device, options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """What one search and its training gave, or how far they have come."""
-    folder = folder_of(arm, seed, options)
-    rows, before = epochs_of(folder), epochs_of(folder / FIRST)
-    done = [len(before), len(rows), len(epochs_of(folder / "training"))]
-    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": done}
-    row["curves"] = {key: [r.get(key) for r in rows] for key in CURVES}
-    row["first_phase"] = {key: [r.get(key) for r in before] for key in CURVES}
-    if not finished(folder):
-        return {**row, "search": NOT_MEASURED, "trained": NOT_MEASURED}
-    manifest, genotype = RunFolder.open(folder).manifest, Genotype.load(folder)
-    seconds = sum(r["seconds"] for r in (*before, *rows))
-    row["search"] = {
-        "val_accuracy": manifest["results"]["val_accuracy"],
-        "split": manifest["results"]["val_split"],
-        "seconds": seconds,
-        "genotype": genotype.to_dict(),
-        "recipe": manifest["recipe"],
-        "hardware": manifest["hardware"],
-        "versions": manifest["versions"],
-    }
+    row = options.known.get((arm, seed)) or searched(arm, seed, options)
+    if row["search"] == NOT_MEASURED:
+        return row
+    genotype = Genotype.from_dict(row["search"]["genotype"])
     atomic_write_text(options.out / f"{arm}-{seed}.svg", to_svg(genotype, f"{arm} on {options.data}, seed {seed}"))
-    place = folder / "training"
-    row["trained"] = NOT_MEASURED
+    if row["trained"] != NOT_MEASURED:
+        return row
+    place = folder_of(arm, seed, options) / "training"
+    own = epochs_of(place)
+    row["epochs_done"][2] = len(own)
     if finished(place):
         manifest = RunFolder.open(place).manifest
         kept = ("accuracy", "split", "count", "parameters", "multiply_adds", "seconds")
         row["trained"] = {key: manifest["results"][key] for key in kept}
-        row["trained"]["recipe"] = manifest["recipe"]
-        own = epochs_of(place)
+        row["trained"] |= {key: manifest[key] for key in ("recipe", "hardware", "versions")}
         row["trained"]["curves"] = {key: [r.get(key) for r in own] for key in ("train_loss", "train_accuracy")}
     return row
+
+
+def searched(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What one search gave, or how far it has come."""
+    folder = folder_of(arm, seed, options)
+    rows, before = epochs_of(folder), epochs_of(folder / FIRST)
+    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": [len(before), len(rows), 0]}
+    row["curves"] = {key: [r.get(key) for r in rows] for key in CURVES}
+    row["first_phase"] = {key: [r.get(key) for r in before] for key in CURVES}
+    if not finished(folder):
+        return {**row, "search": NOT_MEASURED, "trained": NOT_MEASURED}
+    manifest = RunFolder.open(folder).manifest
+    row["search"] = {
+        "val_accuracy": manifest["results"]["val_accuracy"],
+        "split": manifest["results"]["val_split"],
+        "seconds": sum(r["seconds"] for r in (*before, *rows)),
+        "genotype": Genotype.load(folder).to_dict(),
+        **{key: manifest[key] for key in ("recipe", "hardware", "versions")},
+    }
+    return {**row, "trained": NOT_MEASURED}
 
 
 def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
@@ -154,7 +175,8 @@ def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
                 atomic_write_text(options.out / f"{name}.svg", curve)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The arguments, each looked at by itself."""
     parser = argparse.ArgumentParser(
         prog="python -m studies.fullattention", description=(__doc__ or "").splitlines()[0]
     )
@@ -174,16 +196,29 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument(
+        "--searched",
+        type=Path,
+        metavar="FILE",
+        help="train what finished searches of this record found",
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")
     options = parser.parse_args(arguments)
     for name, least in (("seeds", 1), ("first", 1), ("epochs", 1), ("train_epochs", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, but got {getattr(options, name)}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parsed(arguments)
+    # Read at once: the record that is written in the end may be the same file.
+    options.known = {} if options.searched is None else known_of(options)
     try:
         run_all(options)
     finally:  # what has been done is recorded, whatever the rest came to
-        if any(options.runs.glob("*/run.json")):
+        if options.known or any(options.runs.glob("*/run.json")):
             record(options)
 
 

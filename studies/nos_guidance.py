@@ -3,7 +3,8 @@
 One teacher is trained; with it and without, NOS searches with the same seeds for the same epochs, and every derived
 network is trained equally long. Searches and trainings run side by side on one GPU. Record and curves go to
 `results/nos/`. Stop it at any time (or with --minutes); the same command goes on. What is unfinished is recorded as not
-measured.
+measured. Where the runs are gone, --searched takes finished searches from a record that is left and trains what they
+found.
 
 python -m studies.nos_guidance --data-root DIR --teacher resnet18 --teacher-epochs 30 --train-epochs 30 --minutes 9
 python -m studies.nos_guidance --data digits --teacher resnet18 --teacher-epochs 1 --search-epochs 1 --train-epochs 1
@@ -12,6 +13,7 @@ python -m studies.nos_guidance --data digits --teacher resnet18 --teacher-epochs
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,7 @@ from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces import build_space
+from studies.recorded import Rows, recorded_searches, rest_of
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -36,7 +39,6 @@ from studies.runs import (
     finished,
     interleaved,
     print_arms,
-    searched_and_trained,
     spread,
     write_record,
 )
@@ -109,46 +111,61 @@ def check(options: argparse.Namespace) -> None:
         resolve_training(sample(space.layout(), seed), training_of(seed, options))
 
 
+def known_of(options: argparse.Namespace) -> Rows:
+    """The searches that --searched has."""
+    recipes = {(arm, seed): recipe_of(arm, seed, options) for seed in options.seeds for arm in ARMS}
+    return recorded_searches(options.searched, recipes, partial(training_of, options=options))
+
+
 def run_all(options: argparse.Namespace) -> None:
     """Goes on with everything that is not finished, side by side, until it is or the time is over."""
     check(options)
     deadline, starts = Deadline(options.minutes), []
-    if not teach(options, deadline) or deadline.passed:
+    alone = all(("guided", seed) in options.known for seed in options.seeds)  # nobody is left to be taught
+    if not (alone or teach(options, deadline)) or deadline.passed:
         return
     for seed in options.seeds:
+        own = training_of(seed, options)
         for arm in ARMS:
-            folder, recipe, own = (
-                folder_of(arm, seed, options),
-                recipe_of(arm, seed, options),
-                training_of(seed, options),
-            )
-            starts.append(partial(searched_and_trained, recipe, folder, folder / "training", own, deadline))
+            folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
+            starts.append(partial(rest_of, options.known.get((arm, seed)), recipe, folder, own, deadline))
     interleaved(starts, options.device or "auto", options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """What one search and its training gave, or how far they have come."""
+    row, folder = options.known.get((arm, seed)) or searched(arm, seed, options), folder_of(arm, seed, options)
+    if row["search"] == NOT_MEASURED:
+        return row
+    genotype = Genotype.from_dict(row["search"]["genotype"])
+    atomic_write_text(options.out / f"{folder.name}.svg", to_svg(genotype, f"{arm} on {options.data}, seed {seed}"))
+    if row["trained"] != NOT_MEASURED:
+        return row
+    place = folder / "training"
+    row["epochs_done"][1] = len(epochs_of(place))
+    if finished(place):
+        manifest = RunFolder.open(place).manifest
+        kept = ("accuracy", "split", "parameters", "multiply_adds", "seconds")
+        row["trained"] = {key: manifest["results"][key] for key in kept}
+        row["trained"] |= {key: manifest[key] for key in ("recipe", "hardware", "versions")}
+    return row
+
+
+def searched(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What one search gave, or how far it has come."""
     folder = folder_of(arm, seed, options)
-    place, rows = folder / "training", epochs_of(folder)
-    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": [len(rows), len(epochs_of(place))]}
+    rows = epochs_of(folder)
+    row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": [len(rows), 0]}
     row["curves"] = {key: [r.get(key) for r in rows] for key in (*CURVES, "guide_loss") if any(key in r for r in rows)}
     row["gradient_norms"] = {k: v for k, v in (rows[0] if rows else {}).items() if k.startswith("gradient_norm")}
     row["search"] = row["trained"] = NOT_MEASURED
     if finished(folder):
-        manifest, genotype = RunFolder.open(folder).manifest, Genotype.load(folder)
-        kept = ("val_accuracy", "val_split", "seconds")
+        manifest = RunFolder.open(folder).manifest
         row["search"] = {
-            **{key: manifest["results"][key] for key in kept},
-            "genotype": genotype.to_dict(),
+            **{key: manifest["results"][key] for key in ("val_accuracy", "val_split", "seconds")},
+            "genotype": Genotype.load(folder).to_dict(),
             **{key: manifest[key] for key in ("recipe", "hardware", "versions")},
         }
-        title = f"{arm} on {options.data}, seed {seed}"
-        atomic_write_text(options.out / f"{folder.name}.svg", to_svg(genotype, title))
-    if finished(place):
-        manifest = RunFolder.open(place).manifest
-        results = manifest["results"]
-        known = {key: results[key] for key in ("accuracy", "split", "parameters", "multiply_adds", "seconds")}
-        row["trained"] = {**known, "recipe": manifest["recipe"]}
     return row
 
 
@@ -156,12 +173,15 @@ def taught(options: argparse.Namespace) -> dict[str, Any]:
     """The teacher, with its own accuracy."""
     folder, about = teacher_of(options), {"architecture": options.teacher}
     if not finished(folder):
+        if options.known:  # whoever taught what is taken from a record
+            known: dict[str, Any] = json.loads(options.searched.read_text())["teacher"]
+            return known
         return {**about, "epochs_done": len(epochs_of(folder)), "test_accuracy": NOT_MEASURED}
     manifest = RunFolder.open(folder).manifest
-    known = {key: manifest["results"][key] for key in ("parameters", "multiply_adds", "seconds")}
+    numbers = {key: manifest["results"][key] for key in ("parameters", "multiply_adds", "seconds")}
     accuracy = manifest["results"]["accuracy"]
     measured = NOT_MEASURED if accuracy is None else accuracy
-    return {**about, "test_accuracy": measured, **known, "recipe": manifest["recipe"]}
+    return {**about, "test_accuracy": measured, **numbers, "recipe": manifest["recipe"]}
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,9 +246,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--precision", help="auto, float32 or bfloat16")
     parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument(
+        "--searched",
+        type=Path,
+        metavar="FILE",
+        help="train what finished searches of this record found",
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/nos-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/nos"), help="where record and curves go")
     options = parser.parse_args(arguments)
+    options.known = {} if options.searched is None else known_of(options)
     run_all(options)
     options.out.mkdir(parents=True, exist_ok=True)
     rows = [measured(arm, seed, options) for seed in options.seeds for arm in ARMS]

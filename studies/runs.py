@@ -113,11 +113,17 @@ def searched_and_trained(
 ) -> Running[None]:
     """A search in `folder` and, by the settings `given`, the training of what it finds in `place`."""
     yield from gone_on(recipe, folder, deadline)
-    if not finished(folder) or finished(place) or deadline.passed:
+    if finished(folder):
+        yield from trained(Genotype.load(folder), place, given, deadline, folder.name)
+
+
+def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline: Deadline, name: str) -> Running[None]:
+    """The training of an architecture, or what is left of it, in `place`, by the settings `given`."""
+    if finished(place) or deadline.passed:
         return
-    begun, genotype = (place / "run.json").is_file(), Genotype.load(folder)
+    begun = (place / "run.json").is_file()
     how = stored_training(place, dict(given))[1] if begun else resolve_training(genotype, dict(given))
-    yield from training(genotype, how, place, resume=begun, on_event=deadline.watching(f"{folder.name}, trained"))
+    yield from training(genotype, how, place, resume=begun, on_event=deadline.watching(f"{name}, trained"))
 
 
 def entry(main: Callable[[], None]) -> None:

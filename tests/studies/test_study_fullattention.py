@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from search_toys import write_data
+from studies.fullattention import parsed
 from studies.runs import Deadline
 
 from softcell.data.guard import check_readable, test_set_sealed
 from softcell.engine.device import resolve_device
 from softcell.engine.events import Event, OnEvent, Stepped
 from softcell.engine.lanes import interleave
-from studies import fullattention
+from softcell.errors import UserError
+from studies import fullattention, recorded
 
 TINY = ["--first", "1", "--epochs", "1", "--train-epochs", "1", "--seeds", "1", "--channels", "16", "--device", "cpu"]
 TINY += [
@@ -78,6 +82,43 @@ def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path, mo
     with pytest.raises(RuntimeError, match="is broken"):
         fullattention.main([*TINY, *places])
     assert record()["rows"] == [both, alone]
+
+
+def test_searches_of_a_record_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_data(tmp_path / "toys.npz", train=32)
+    given = [*TINY, "--data", str(data), "--runs", str(tmp_path / "first"), "--out", str(tmp_path / "out")]
+    record = tmp_path / "out" / "phases-toys.json"
+    fullattention.main(given)
+    whole = json.loads(record.read_text())
+    assert "not measured" not in json.dumps(whole["rows"])
+
+    # One training is measured, the other was never finished, and the runs are gone.
+    left = json.loads(record.read_text())
+    left["rows"][1]["trained"], left["rows"][1]["epochs_done"][2] = "not measured", 7
+    record.write_text(json.dumps(left))
+    again = [*TINY, "--data", str(data), "--runs", str(tmp_path / "second"), "--out", str(tmp_path / "out")]
+    again += ["--searched", str(record)]
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "searched_and_trained", None)
+        fullattention.main(again)
+    found = json.loads(record.read_text())
+    for row, was in zip(found["rows"], whole["rows"], strict=True):
+        row["trained"].pop("seconds"), was["trained"].pop("seconds")
+    assert found["rows"] == whole["rows"]
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["alone-toys-0"]
+
+    # Trained by other settings, it is trained anew; searched by others, it is refused.
+    known = fullattention.known_of
+    given = argparse.Namespace(**{**vars(parsed(again)), "train_epochs": 2})
+    assert {row["trained"] for row in known(given).values()} == {"not measured"}
+    refused = rf"^{re.escape(str(record))} has \w+ with seed 0 by another recipe: .*"
+    for name, value in (("epochs", 2), ("precision", "bfloat16")):
+        with pytest.raises(UserError, match=refused + rf"\b{name}\b.* differ;"):
+            known(argparse.Namespace(**{**vars(parsed(again)), name: value}))
+    for text in ("", "[]", '{"rows": [{"arm": "both", "seed": 0, "search": {}}]}'):
+        record.write_text(text)
+        with pytest.raises(UserError, match="must name a record of this study"):
+            known(parsed(again))
 
 
 def test_a_run_that_is_over_may_look_at_the_test_set_while_others_go_on() -> None:

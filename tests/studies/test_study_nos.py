@@ -97,6 +97,22 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     assert "<svg" in (tmp_path / "results/nos/guidance-data.svg").read_text()
     assert "<svg" in (tmp_path / "results/nos/guided-data-1.svg").read_text()
 
+    # The runs are gone, and one training was never recorded: it alone is made again, nobody is taught.
+    left = json.loads(file.read_text())
+    left["rows"][1]["trained"], left["rows"][1]["epochs_done"][1] = "not measured", 9
+    file.write_text(json.dumps(left))
+    (tmp_path / "runs").rename(tmp_path / "gone")
+    nos_guidance.main([*arguments, "--searched", str(file)])
+    again = json.loads(file.read_text())
+    for row, was in zip(again["rows"], record["rows"], strict=True):
+        assert row["trained"].pop("seconds") > 0 and was["trained"].pop("seconds") > 0
+        assert row == was
+    assert again["teacher"] == record["teacher"]
+    made = {path.name: [entry.name for entry in path.iterdir()] for path in (tmp_path / "runs/nos-study").iterdir()}
+    assert made == {"guided-data-1": ["training"]}
+    with pytest.raises(UserError, match=r"guided with seed 1 by another recipe: guide differ"):
+        nos_guidance.main([*arguments, "--searched", str(file), "--teacher", "pyramidnet"])
+
 
 def test_arms_are_compared_at_the_same_seed_where_both_are_measured() -> None:
     accuracies = {

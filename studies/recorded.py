@@ -1,0 +1,80 @@
+"""Searches that a record tells of: where their runs are gone, what they found can still be trained.
+
+A row of such a record has an `arm`, a `seed`, a `search` with its `recipe` and `genotype`, and `trained` with its
+`recipe`; each of the two last may be 'not measured'.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from softcell.arch import Genotype
+from softcell.engine.lanes import Running
+from softcell.errors import UserError
+from softcell.evaluate import resolve as resolve_training
+from softcell.search import SearchRecipe
+from studies.runs import NOT_MEASURED, Deadline, placeless, searched_and_trained, trained
+
+Rows = dict[tuple[str, int], dict[str, Any]]  # by arm and seed
+WHERE = ("data_root", "device", "threads")  # settings that say where a run takes place, not what it does
+
+
+def recorded_searches(
+    file: Path, recipes: Mapping[tuple[str, int], SearchRecipe], training_of: Callable[[int], Mapping[str, Any]]
+) -> Rows:
+    """The rows of a record whose search is finished; one that was not searched by these recipes is refused.
+
+    Args:
+        recipes: what would be searched, by arm and seed; other rows of the record are left away.
+        training_of: the settings of the training for a seed. One by other settings counts as not measured.
+    """
+    try:
+        found = {(row["arm"], row["seed"]): dict(row) for row in json.loads(file.read_text())["rows"]}
+        found = {key: found[key] for key in recipes if key in found and found[key]["search"] != NOT_MEASURED}
+        for (arm, seed), row in found.items():
+            if other := differing(row["search"]["recipe"], recipes[arm, seed].to_dict()):
+                raise UserError(
+                    f"{file} has {arm} with seed {seed} by another recipe: {', '.join(other)} differ; give the same "
+                    f"settings, or leave --searched away to search anew"
+                )
+            now = resolve_training(Genotype.from_dict(row["search"]["genotype"]), training_of(seed)).to_dict()
+            if row["trained"] != NOT_MEASURED and differing(row["trained"]["recipe"], now):
+                row["trained"] = NOT_MEASURED
+    except UserError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"--searched must name a record of this study, but {file} is none: {error!r}") from error
+    return found
+
+
+def differing(recorded: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
+    """The settings that differ from a record's, but for those that say where a run takes place."""
+    was, now = (_comparable(settings) for settings in (recorded, recipe))
+    return sorted(key for key in {*was, *now} if was.get(key) != now.get(key))
+
+
+def _comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without places; of a teacher the name of its folder or file is kept."""
+    found = {key: value for key, value in placeless(recipe).items() if key not in WHERE}
+    if (found.get("guide") or {}).get("teacher"):
+        found["guide"] = {**found["guide"], "teacher": Path(found["guide"]["teacher"]).name}
+    return found
+
+
+def rest_of(
+    row: Mapping[str, Any] | None, recipe: SearchRecipe, folder: Path, given: Mapping[str, Any], deadline: Deadline
+) -> Running[None]:
+    """What is left to do of a search and the training of what it finds, in `folder` and `folder/training`.
+
+    Args:
+        row: the search, where a record has it.
+        given: settings of the training.
+    """
+    if row is None:
+        yield from searched_and_trained(recipe, folder, folder / "training", given, deadline)
+    elif row["trained"] == NOT_MEASURED:
+        genotype = Genotype.from_dict(row["search"]["genotype"])
+        yield from trained(genotype, folder / "training", given, deadline, folder.name)
