@@ -107,8 +107,8 @@ def _compiled() -> Any:
 
     if "flex" not in _KEPT:
         # One program for each size; when they were too many, torch would go on without a program and not say so.
-        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         _KEPT["flex"] = torch.compile(flex_attention, dynamic=False)
     return _KEPT["flex"]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,9 +20,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from studies.runs import write_record
+from torch import Tensor
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, players
+from softcell.search.steps import Players
 
 LIMIT = 0.05
 """What is aimed at, as a share of a step without credits."""
@@ -40,14 +43,18 @@ def on_cpu(base: Case, rounds: int) -> dict[str, float]:
     for actor in actors.values():
         once(actor, data, device, "single-level")
     return in_turns(
-        {way: lambda a=actor: 1e3 * once(a, data, device, "single-level").cpu_seconds for way, actor in actors.items()},
+        {way: partial(_cpu_milliseconds, actor, data, device) for way, actor in actors.items()},
         rounds,
     )
 
 
+def _cpu_milliseconds(actors: Players, data: tuple[Tensor, Tensor], device: torch.device) -> float:
+    return 1e3 * once(actors, data, device, "single-level").cpu_seconds
+
+
 def on_gpu(base: Case, rounds: int, precision: str) -> dict[str, float]:
     """Median milliseconds of recorded steps, drop-path and resource penalty included, as in the paper."""
-    from benchmarks.gpu import _milliseconds, made_data, made_search, started
+    from benchmarks.gpu import made_data, made_search, next_milliseconds, started
     from softcell.engine.capture import WARMUP
     from softcell.engine.session import open_session
 
@@ -61,7 +68,7 @@ def on_gpu(base: Case, rounds: int, precision: str) -> dict[str, float]:
             batches = started(task)
             for one in islice(batches, WARMUP + 3):
                 task.step(one)
-            steps[way] = lambda t=task, b=batches: _milliseconds(t, next(b))
+            steps[way] = partial(next_milliseconds, task, batches)
         return in_turns(steps, rounds)
 
 

@@ -95,9 +95,9 @@ def main() -> None:
     options = parser.parse_args()
     device, threads = machine(parser, options)
     console, base = Console(), (PAPER if options.paper else SMALL)[0]
+    engine = {"precision": options.precision, "fused": not options.modules}
     with console.status("steps") as status:
         if device.type == "cuda":
-            engine = {"precision": options.precision, "fused": not options.modules}
             found = on_gpu(base, options.batch_size, options.rounds, status.update, **engine)
         else:
             found = on_cpu(base, options.batch_size, options.rounds, status.update)
@@ -122,8 +122,8 @@ def main() -> None:
     console.print(table)
     if options.out is not None:
         case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
-        engine = {"precision": options.precision, "fused": not options.modules} if device.type == "cuda" else None
-        about = {"threads": threads, "device": device.type, "engine": engine, "case": case, "rounds": options.rounds}
+        how = engine if device.type == "cuda" else None
+        about = {"threads": threads, "device": device.type, "engine": how, "case": case, "rounds": options.rounds}
         write_record(options.out, "benchmarks.entrannas", **about, rows=rows)
         console.print(f"written: {options.out}")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.steps import PAPER, Case, batch, once, players
@@ -107,7 +108,7 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
         task.step(one)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()  # from here on steps are replayed
-    times = [_milliseconds(task, next(batches)) for _ in range(rounds)]
+    times = [next_milliseconds(task, batches) for _ in range(rounds)]
     held = torch.cuda.max_memory_reserved()
     events = _kernels(lambda: task.step(next(batches)))
     return {
@@ -138,11 +139,15 @@ def _milliseconds(task: Task, one: Any) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+def next_milliseconds(task: Task, batches: Iterator[Any]) -> float:
+    return _milliseconds(task, next(batches))
+
+
 def _kernels(work: Callable[[], object]) -> list[Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as record:
         work()
         torch.cuda.synchronize()
-    return [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e for e in record.events() if e.device_type == DeviceType.CUDA]
 
 
 def plain(case: Case, session: Session) -> dict[str, Any]:
@@ -192,7 +197,7 @@ def busy_share(task: Task, steps: int) -> float:
     wall = time.perf_counter() - began
     # By the profiler's own clock, which also slows the host down: the share of kernels in an unwatched run.
     busy = sum(e.device_time for e in _kernels(work)) / 1e6
-    return min(1.0, busy / wall)
+    return float(min(1.0, busy / wall))
 
 
 def together(data: str, case: Case, session: Session, count: int, seconds: float) -> float:

@@ -146,7 +146,8 @@ def main() -> None:
     cases = cases_of(base, options.batch_size)
     case = {"space": base.space, "settings": base.settings, "shape": base.shape, "batch": options.batch_size}
     about = {"case": case, "rounds": options.rounds, "device": device.type, "threads": threads}
-    first, rows = next(iter(cases)), []
+    first = next(iter(cases))
+    rows: list[dict[str, Any]] = []
     with console.status("steps") as status:
         if device.type == "cuda":
             found = on_gpu(cases, options.rounds, status.update, options.precision, compiles=options.compile)

@@ -48,9 +48,9 @@ NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.def
 """Operations that launch nothing though their schemas do not tell."""
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: Counter[str] = Counter()
         self.silent = False
 
@@ -167,9 +167,9 @@ class _Dynamic:
         return found if given[-1] else (*found[:2], None, None)
 
     def _gradients(self, *given: Any) -> tuple[Tensor, ...]:
-        own = [one.detach().requires_grad_() for one in given[:4]]
+        x, compressed, score, decode = own = [one.detach().requires_grad_() for one in given[:4]]
         with torch.enable_grad():
-            y = dynamic.dynamic_kernels_reference(*own, given[4])
+            y = dynamic.dynamic_kernels_reference(x, compressed, score, decode, given[4])
         return torch.autograd.grad(y, own, given[8])
 
 

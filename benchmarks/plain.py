@@ -6,6 +6,8 @@ multiplies zeros for `none`, and lets autograd keep every product.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
@@ -30,11 +32,11 @@ class PlainCell(nn.Module):
     def forward(self, states: list[Tensor], mix: WeightMix, site: int) -> list[Tensor]:
         values, weights = list(states), mix.weights(site)
         for node in range(self.inputs, max(self.table.targets) + 1):
-            arriving = []
+            arriving: list[Any] = []
             for index in self.table.incoming(node):
                 x = values[self.table.choices[index].source]
-                row = weights[index]
-                arriving.append(sum(w * op(x) for w, op in zip(row, self.edges[index], strict=False)))
+                row, edge = weights[index], cast(nn.ModuleList, self.edges[index])
+                arriving.append(sum(w * op(x) for w, op in zip(row, edge, strict=False)))
             values.append(sum(arriving))
         return values
 

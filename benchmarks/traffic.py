@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sums bytes of tensors that go into and come out of operations; views move nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,14 +36,14 @@ def traffic(step: Callable[[], object]) -> int:
     """Bytes that `step` moves, operation by operation."""
     with _Counter() as counter:
         step()
-    return counter.total
+    return int(counter.total)
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second of a large copy on the device, read and written."""
     source = torch.empty(1 << 28, device=device)
     target = torch.empty_like(source)
-    seconds = []
+    seconds: list[float] = []
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()

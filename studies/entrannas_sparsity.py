@@ -73,11 +73,11 @@ def main() -> None:
             recipe = resolve({**given, "method_settings": {**method, "sparsity": weight}})
             jobs[weight, seed] = recipe, options.runs / f"lambda-{weight:g}-{Path(options.data).stem}-{seed}"
     side_by_side(list(jobs.values()), Deadline(options.minutes), options.device, options.at_once)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (weight, seed), (_, folder) in jobs.items():
         found = measured(folder, RunFolder.open(folder).manifest) if finished(folder) else NOT_MEASURED
         rows.append({"lambda": weight, "seed": seed, "result": found})
-    summary = {}
+    summary: dict[str, Any] = {}
     for weight in WEIGHTS:
         done = [row["result"] for row in rows if row["lambda"] == weight and row["result"] != NOT_MEASURED]
         keys = ("connections_per_node", "mean_threshold", "supernet_accuracy", "derived_accuracy_bn")
@@ -86,9 +86,8 @@ def main() -> None:
     table = Table(title=f"EnTranNAS-DST on {options.data}, {options.seeds} seeds")
     for column in ("λ", "connections per node", "threshold", "supernet", "derived (norms re-estimated)"):
         table.add_column(column, justify="right")
-    for weight, row in summary.items():
-        cells = [NOT_MEASURED] * 4 if row == NOT_MEASURED else [_shown(value) for value in row.values()]  # type: ignore
-        table.add_row(weight, *cells)
+    for shown, row in summary.items():
+        table.add_row(shown, *([row] * 4 if isinstance(row, str) else [_shown(value) for value in row.values()]))
     Console().print(table)
 
 

@@ -60,6 +60,7 @@ class Read(ItMix):
         if all(x is None for x in outputs.values()):
             return None
         module = self._method.transformer(site, choice)
+        output: Tensor
         output, attention = module(outputs)
         if self._kind == "positions":
             attention = module.attend({k: None if x is None else torch.zeros_like(x) for k, x in outputs.items()})

@@ -78,10 +78,10 @@ def summarise_taus(rows: Sequence[dict[str, Any]], zero_cost: Mapping[str, Any])
                     values = [math.nan if v is None else v for v in own[column][ranking]]
                     found.setdefault((supernet, name, column, ranking), []).append(values)
     result = []
-    for (supernet, name, column, ranking), seeds in found.items():
+    for (supernet, name, column, order), seeds in found.items():
         edges = [mean_tau([one[edge] for one in seeds]) for edge in range(len(EDGES))]
         plain = [None if math.isnan(value) else value for value in (*edges, mean_tau(edges))]
-        about = {"supernet": supernet, "indicator": name, "column": column, "ranking": ranking, "n": len(seeds)}
+        about = {"supernet": supernet, "indicator": name, "column": column, "ranking": order, "n": len(seeds)}
         result.append({**about, "edges": plain[:-1], "mean": plain[-1]})
     return result
 
