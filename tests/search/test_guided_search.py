@@ -161,6 +161,8 @@ def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_pat
     register_teacher("wide", nn.Conv2d(9, 2, 3, padding=1))
     with pytest.raises(UserError, match="cannot read batches of 1x8x8 images"):
         search(guided(place, guide={"teacher": "wide"}), tmp_path / "run")
+    with pytest.raises(UserError, match=r"no teacher at 'nowhere\.pt'"):
+        find_teacher("nowhere.pt", classifier="resnet18")
     with pytest.raises(UserError, match="no teacher at 'nowhere'"):
         search(guided(place, guide={"teacher": "nowhere"}), tmp_path / "run")
     with pytest.raises(UserError, match=r"no teacher at 'resnet18'.*first `softcell teacher resnet18"):

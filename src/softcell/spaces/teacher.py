@@ -60,7 +60,7 @@ def find_teacher(
     """The teacher that `source` names; `classifier` says what a file's weights belong to, built in or registered."""
     path, about = Path(source), dict[str, Any]()
     is_weights = path.suffix in WEIGHT_FILES and path.is_file()
-    if classifier is not None and not is_weights:
+    if classifier is not None and not is_weights and (source in _REGISTERED or path.exists()):
         raise UserError(
             f"guide.classifier names the network of a file of weights, but {source!r} is no such file "
             f"({', '.join(WEIGHT_FILES)}); leave it away"
