@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from softcell.api import export
 from softcell.arch import sample
 from softcell.data import load
 from softcell.data.decode import square_around
@@ -16,6 +17,7 @@ from softcell.data.images import gathered
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.evaluate import resolve, train
+from softcell.export.python import import_file
 from softcell.spaces import build_space
 
 
@@ -157,3 +159,63 @@ def test_boxes_outside_their_image_are_refused(root: Path, box: str) -> None:
         load("cub200-boxes", root, image_size=8)
     file.write_text(file.read_text().replace(f"7 {box}", "7 -2 -2 8 4"))  # in part is enough
     assert load("cub200-boxes", root, image_size=8).shape == (3, 8, 8)
+
+
+def noise(root: Path) -> list[Path]:
+    """Pictures of 30 x 20 in which every pixel counts; by their number, from 1."""
+    folder, rng = root / "CUB_200_2011", np.random.default_rng(0)
+    files = [folder / "images" / line.split()[1] for line in (folder / "images.txt").read_text().splitlines()]
+    for file in files:
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(file)
+    return files
+
+
+def squared(file: Path, side: int) -> torch.Tensor:
+    with Image.open(file) as image:
+        return torch.from_numpy(np.array(image.resize((side, side), Image.Resampling.BILINEAR))).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_whole_images_are_scaled_whatever_their_aspect(root: Path, limit: int) -> None:
+    """Full-attention NAS, §IV-E: each image is resized; §IV-F: resized, and a part of it seen."""
+    files = noise(root)
+    plain = load("cub200", root, image_size=14, memory_limit=limit)
+    assert (plain.scaled_to, plain.whole) == ((14, 14), True) and plain.test is not None
+    for number in range(4):  # the third picture of each class
+        assert torch.equal(plain.test.fetch(torch.tensor([number]))[0], squared(files[3 * number + 2], 14))
+    wider = load("cub200", root, image_size=14, memory_limit=limit, scaled_to=16)
+    assert wider.shape == (3, 14, 14) and wider.scaled_to == (16, 16)
+    joined = gathered([(wider.train, torch.tensor([0, 1]))], is_test=False)
+    for images in (wider.train, joined):
+        assert torch.equal(images.fetch_stored(torch.tensor([1]))[0], squared(files[1], 16))
+        assert torch.equal(images.fetch(torch.tensor([1]))[0], squared(files[1], 16)[:, 1:15, 1:15])
+    with pytest.raises(UserError, match="at least the size that is seen, 14, but got 12"):
+        load("cub200", root, image_size=14, scaled_to=12)
+    with pytest.raises(UserError, match="scaled_to is for photographs of cub200 alone, but got 12 for digits"):
+        load("digits", scaled_to=12)
+
+
+def test_birds_are_retrieved_out_of_256_pixels_and_classified_by_all_that_is_seen() -> None:
+    genotype = sample(build_space("nb201", {}).layout(), 0)
+    for given, expected in (
+        ({"data": "cub200", "task": "retrieve"}, 256),
+        ({"data": "cub200-boxes", "task": "retrieve"}, 256),
+        ({"data": "cub200", "task": "retrieve", "image_size": 14}, 16),
+        ({"data": "cub200"}, None),
+        ({"data": "photos", "task": "retrieve"}, None),
+    ):
+        assert resolve(genotype, given).scaled_to == expected
+
+
+@pytest.mark.parametrize("task", ["classify", "retrieve"])
+def test_an_exported_file_prepares_pictures_as_training_did(root: Path, tmp_path: Path, task: str) -> None:
+    files, genotype = noise(root), sample(build_space("nb201", {}).layout(), 0)
+    given = {"data": "cub200", "data_root": str(root), "image_size": 14, "epochs": 1, "batch_size": 4, "device": "cpu"}
+    recipe = resolve(genotype, {**given, "task": task}, {"space": {"cells_per_stage": 1, "channels": 4}})
+    train(genotype, recipe, tmp_path / "run")
+    export(tmp_path / "run", "python", tmp_path / "out")
+    written = import_file(tmp_path / "out" / "model.py")
+    side = 16 if task == "retrieve" else 14
+    for file in files[:3]:
+        seen = squared(file, side)[:, (side - 14) // 2 :, (side - 14) // 2 :][:, :14, :14]
+        assert torch.equal(written.read_image(file)[0], seen / 255)

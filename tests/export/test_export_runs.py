@@ -16,6 +16,7 @@ from PIL import Image
 
 from softcell.api import Network, export, load_network, train
 from softcell.cli.main import run
+from softcell.data import load
 from softcell.errors import UserError
 from softcell.export import FORMATS, graph, python, read_model, write
 from softcell.export.source import Sources
@@ -104,6 +105,28 @@ def test_a_retrieval_is_exported_as_an_embedding(
     monkeypatch.setattr(sys, "argv", ["model.py"])
     runpy.run_path(str(out / "model.py"), run_name="__main__")
     assert capsys.readouterr().out == ""
+
+
+def test_pictures_are_prepared_as_the_test_set_was(tmp_path: Path) -> None:
+    """ImageNet is seen without the margin that training crops from."""
+    rng = np.random.default_rng(0)
+    for part in ("train", "val"):
+        for kind in ("n01", "n02"):
+            (tmp_path / "data" / part / kind).mkdir(parents=True)
+            for number in range(2):
+                pixels = rng.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / "data" / part / kind / f"{number}.png")
+    given = {"data": "imagenet", "data_root": str(tmp_path / "data"), "image_size": 28, "batch_size": 4}
+    train(CELL, epochs=1, out=tmp_path / "run", space_settings={"channels": 2, "cells_per_stage": 1}, **given)
+    for kind in ("python", "onnx"):
+        export(tmp_path / "run", kind, tmp_path / "out")
+    known = {entry.key: entry.value for entry in onnx.load(tmp_path / "out" / "model.onnx").metadata_props}
+    assert (json.loads(known["scaled_to"]), json.loads(known["whole"])) == ([32, 32], False)
+    written, test = python.import_file(tmp_path / "out" / "model.py"), load("imagenet", tmp_path / "data", 28).test
+    assert test is not None
+    for number, name in enumerate(("n01/0", "n01/1", "n02/0", "n02/1")):
+        read = written.read_image(tmp_path / "data" / "val" / f"{name}.png")
+        assert torch.equal(read, test.fetch(torch.tensor([number])) / 255)
 
 
 def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:

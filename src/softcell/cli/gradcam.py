@@ -122,6 +122,7 @@ def _pictures(found: Restored, image: list[int] | None, picture: list[Path] | No
     import torch
 
     from softcell.data.decode import decode
+    from softcell.data.images import centre_view
 
     part, (channels, height, width) = found.parts[found.recipe.measured_split], found.dataset.shape
     numbers = image if image is not None else ([] if picture else list(range(min(SHOWN, len(part)))))
@@ -132,7 +133,8 @@ def _pictures(found: Restored, image: list[int] | None, picture: list[Path] | No
     pixels, labels = [found.dataset.train.fetch(chosen).cpu()] if numbers else [], found.dataset.train.labels.cpu()
     titles, known = [f"image {n}" for n in numbers], labels[chosen].tolist() if numbers else []
     for path in picture or ():
-        pixels.append(torch.from_numpy(decode(path, channels, (height, width)).copy())[None])
+        read = decode(path, channels, found.dataset.scaled_to or (height, width), whole=found.dataset.whole)
+        pixels.append(centre_view(torch.from_numpy(read.copy())[None], found.dataset.shape))
         titles.append(path.name)
         known.append(-1)
     return torch.cat(pixels), titles, torch.tensor(known)

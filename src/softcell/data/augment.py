@@ -4,7 +4,7 @@ Order as in DARTS: crop, flip, (jitter,) normalise, cutout. The crop pads the ra
 zeroes the normalised image, that is, paints the mean colour.
 
 Deviation: a random resized crop is bilinear without antialiasing, on the stored image, and is not made while
-decoding; the part of a photograph outside its central square is never seen. In return the crop of a sample
+decoding; of ImageNet the part of a photograph outside its central square is never seen. In return the crop of a sample
 is a function of (seed, epoch, sample) alone and runs batched on the device.
 Deviation: jitter applies brightness, contrast and saturation in this order (not shuffled) and leaves hue
 alone.

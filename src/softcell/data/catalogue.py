@@ -58,32 +58,40 @@ def load(
     root: str | Path | None = None,
     image_size: int | None = None,
     memory_limit: int = MEMORY_LIMIT,
+    scaled_to: int | None = None,
 ) -> Dataset:
     """Load a dataset by its name in `datasets()`, or from a path to an image folder or an .npz file.
 
     root: the folder of a named dataset or the one above it; $SOFTCELL_DATA or ./data when None. A relative
         path is taken from `root` when that is given.
-    image_size: side of the square that images are scaled to (image folders and imagenet only).
+    image_size: side of the square that images are scaled to (image folders, imagenet and cub200 only).
+    scaled_to: side that photographs of cub200 are scaled to before a square of `image_size` is taken out of them.
     memory_limit: bytes of pixels up to which image folders are held in memory; beyond, files are decoded
         each time they are read.
     A name goes before a path: a folder that is called digits is ./digits.
     """
     if not _kept:
-        return _load(name_or_path, root, image_size, memory_limit)
-    key = (str(name_or_path), str(root), str(image_size), str(memory_limit), os.environ.get(_ROOT_VARIABLE, ""))
+        return _load(name_or_path, root, image_size, memory_limit, scaled_to)
+    asked = (name_or_path, root, image_size, memory_limit, scaled_to)
+    key = (*map(str, asked), os.environ.get(_ROOT_VARIABLE, ""))
     if key not in _kept[-1]:
-        _kept[-1][key] = _load(name_or_path, root, image_size, memory_limit)
+        _kept[-1][key] = _load(*asked)
     return _kept[-1][key]
 
 
-def _load(name_or_path: str | Path, root: str | Path | None, image_size: int | None, memory_limit: int) -> Dataset:
+def _load(
+    name_or_path: str | Path, root: str | Path | None, image_size: int | None, memory_limit: int, scaled_to: int | None
+) -> Dataset:
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)
     if name == "imagenet":
         return load_imagenet(_root(root), image_size, memory_limit)
     if name in ("cub200", "cub200-boxes"):
-        return load_cub(_root(root), image_size, memory_limit, boxed=name == "cub200-boxes")
+        boxed = name == "cub200-boxes"
+        return load_cub(_root(root), image_size, memory_limit, boxed=boxed, scaled_to=scaled_to)
+    if scaled_to is not None:
+        raise UserError(f"scaled_to is for photographs of cub200 alone, but got {scaled_to} for {name}; leave it out")
     if name in _DESCRIPTIONS:
         found = _load_fixed(name, root)
     else:

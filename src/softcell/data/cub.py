@@ -105,13 +105,16 @@ def check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path])
                 )
 
 
-def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bool = False) -> Dataset:
+def load_cub(
+    root: Path, image_size: int | None, memory_limit: int, *, boxed: bool = False, scaled_to: int | None = None
+) -> Dataset:
     """`root` is CUB_200_2011/ or the folder above it; the official split, its second part being the test set.
 
     Where all images are for training there is no test set.
-    The short side is scaled to 8/7 of the image size and the central square kept; evaluation sees the centre of that,
-    training takes random resized crops from it. `boxed`: of every image there is only the square around its bounding
-    box, an eighth of it as a margin, so that evaluation sees just the square.
+    Every whole image is scaled to a square of `scaled_to` pixels, which is the image size itself unless said otherwise
+    (full-attention NAS, §IV-E: 448; §IV-F: 256, of which 227 are seen). Evaluation sees the centre of that, training
+    takes random crops from all of it. `boxed`: of every image there is only the square around its bounding box, with
+    a margin (8/7 of it, unless said otherwise), so that evaluation sees just the square.
     """
     folder = root if (root / FILES[0]).is_file() else root / "CUB_200_2011"
     for name in (*FILES, BOXES) if boxed else FILES:
@@ -135,7 +138,9 @@ def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bo
     if boxes is not None:
         check_boxes(folder / BOXES, boxes, {key: folder / "images" / name for key, name in names.items()})
     size = image_size or _SIZE
-    stored = round(size * 8 / 7)
+    stored = scaled_to or (round(size * 8 / 7) if boxed else size)
+    if stored < size:
+        raise UserError(f"images must be scaled to at least the size that is seen, {size}, but got {stored}")
     resident = len(names) * 3 * stored * stored <= memory_limit
 
     def images(*, is_test: bool) -> Images:
@@ -144,7 +149,7 @@ def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bo
         own = None if boxes is None else np.array([boxes[key] for key in kept], np.float64).reshape(-1, 4)
         paths = tuple(names[key] for key in kept)
         scan = Scan(folder / "images", tuple(classes[key] for key in order), paths, numbers, own)
-        return images_of(scan, 3, (size, size), (stored, stored), is_test=is_test, resident=resident)
+        return images_of(scan, 3, (size, size), (stored, stored), is_test=is_test, resident=resident, whole=not boxed)
 
     return Dataset(
         "cub200-boxes" if boxed else "cub200",
@@ -155,5 +160,8 @@ def load_cub(root: Path, image_size: int | None, memory_limit: int, *, boxed: bo
         _STD,
         Augment(resized_crop=True, flip=True),
         "CUB-200-2011, Wah et al. 2011; the official split; "
-        + ("the square around every bounding box" if boxed else "bounding boxes not used"),
+        + ("the square around every bounding box" if boxed else "whole images, scaled to squares"),
+        # A picture from elsewhere has no box: whoever uses such a network gives it the square itself.
+        scaled_to=None if boxed else (stored, stored),
+        whole=not boxed,
     )

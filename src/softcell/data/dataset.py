@@ -26,6 +26,8 @@ class Dataset:
     mean, std: per channel over the training images, in 0..1 units; std is at least 1/255.
     augment: what suits these images in training. source: one line on where they come from.
     test: never read in a search; see `softcell.data.guard`.
+    scaled_to: (H', W') that a picture is scaled to before its centre is looked at, None where that is all of it.
+    whole: whether all of a picture is scaled to that, whatever its aspect, or a central part of that aspect.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Dataset:
     std: tuple[float, ...]
     augment: Augment
     source: str
+    scaled_to: tuple[int, int] | None = None
+    whole: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:

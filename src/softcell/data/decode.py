@@ -124,16 +124,25 @@ def square_around(box: Box, width: int, height: int, margin: float) -> tuple[int
 
 
 def decode(
-    path: Path, channels: int, size: tuple[int, int], box: Box | None = None, margin: float = 1.0
+    path: Path,
+    channels: int,
+    size: tuple[int, int],
+    box: Box | None = None,
+    margin: float = 1.0,
+    *,
+    whole: bool = False,
 ) -> NDArray[np.uint8]:
     """The image at `path`, upright, uint8 [channels, H, W] for `size` (H, W); a centre crop keeps the aspect.
 
     box: only the square around it is taken (see `square_around`).
+    whole: all of the image is scaled to `size` instead, whatever its aspect.
     """
     with _opened(path) as image:
         upright = ImageOps.exif_transpose(image)
         if box is not None:
             upright = upright.crop(square_around(box, upright.width, upright.height, margin))
-        fitted = _fit(_to_mode(upright, channels, path), *size)
+        converted, (height, width) = _to_mode(upright, channels, path), size
+        # Pillow gives the image itself back where it has this size already.
+        fitted = converted.resize((width, height), Image.Resampling.BILINEAR) if whole else _fit(converted, *size)
         pixels = np.array(fitted, np.uint8)
     return pixels.reshape(*size, channels).transpose(2, 0, 1)

@@ -107,8 +107,9 @@ def images_of(
     *,
     is_test: bool,
     resident: bool,
+    whole: bool = False,
 ) -> Images:
-    """The scanned images decoded to `stored` and seen at `size`, in memory if `resident`."""
+    """The scanned images decoded to `stored`, all of each if `whole`, and seen at `size`, in memory if `resident`."""
     labels = torch.from_numpy(part.labels)
     if not resident:
         return Files(
@@ -120,12 +121,14 @@ def images_of(
             stored=stored,
             is_test=is_test,
             boxes=part.boxes,
+            whole=whole,
         )
     pixels = np.empty((len(part.names), channels, *stored), np.uint8)
     margin = stored[0] / size[0]
 
     def fill(number: int) -> None:
-        pixels[number] = decode(part.root / part.names[number], channels, stored, box_of(part.boxes, number), margin)
+        box = box_of(part.boxes, number)
+        pixels[number] = decode(part.root / part.names[number], channels, stored, box, margin, whole=whole)
 
     # Threads, because decoders release the interpreter lock; `map` raises the first error in file order.
     with ThreadPoolExecutor() as pool:

@@ -49,6 +49,7 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int) -> Data
         _STD,
         Augment(resized_crop=True, flip=True, jitter=0.4),
         "ImageNet ILSVRC 2012, https://www.image-net.org (for non-commercial research); val/ is the test set",
+        scaled_to=(stored, stored),
     )
 
 

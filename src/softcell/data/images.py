@@ -115,6 +115,7 @@ class Files(Images):
     names: paths relative to `root`, one per image. labels: int64 [N]. channels: 1 or 3.
     size: (H, W) as a network sees them. stored: the size decoded to before that centre is taken.
     boxes: float [N, 4], what of each image is looked at (`softcell.data.decode.Box`); its square fills `size`.
+    whole: all of an image is scaled to `stored`, whatever its aspect; else a central part of that aspect.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Files(Images):
         stored: tuple[int, int] | None = None,
         is_test: bool = False,
         boxes: NDArray[np.float64] | None = None,
+        whole: bool = False,
     ) -> None:
         assert labels.dtype == torch.int64 and labels.shape == (len(names),)
         self.root = root
@@ -138,6 +140,7 @@ class Files(Images):
         self.shape = (channels, *size)
         self.stored = stored or size
         self._boxes = boxes
+        self._whole = whole
         self.is_test = is_test
 
     def path(self, index: int) -> Path:
@@ -157,7 +160,8 @@ class Files(Images):
         """
         out = np.empty((len(indices), self.shape[0], *self.stored), np.uint8)
         for row, index in enumerate(indices.tolist()):
-            out[row] = decode(self.path(index), self.shape[0], self.stored, *self._looked_at(index))
+            at = self._looked_at(index)
+            out[row] = decode(self.path(index), self.shape[0], self.stored, *at, whole=self._whole)
         return torch.from_numpy(out)
 
 
@@ -183,4 +187,5 @@ def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images
         stored=first.stored,
         is_test=is_test,
         boxes=np.concatenate(boxes) if boxes else None,
+        whole=first._whole,
     )

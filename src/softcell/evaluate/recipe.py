@@ -82,6 +82,13 @@ class TrainRecipe:
                 f"must hold, but got holdout={self.holdout}"
             )
 
+    @property
+    def scaled_to(self) -> int | None:
+        """What photographs of birds are scaled to before they are cropped; None where a dataset knows by itself."""
+        if self.task != "retrieve" or self.data not in BIRDS:
+            return None
+        return round((self.image_size or RETRIEVED_SIZE) * RETRIEVED_FROM / RETRIEVED_SIZE)
+
     def to_dict(self) -> dict[str, Any]:
         result = to_dict(self)
         assert isinstance(result, dict)
@@ -180,8 +187,8 @@ SIZES = {
 
 
 BIRDS = ("cub200", "cub200-boxes")
-RETRIEVED_SIZE = 227
-"""Of photographs of birds, 448×448 where they are classified (full-attention NAS, §IV-F)."""
+RETRIEVED_SIZE, RETRIEVED_FROM = 227, 256
+"""Photographs of birds are scaled to 256×256 and seen at 227×227; 448×448 to classify them (§IV-E and F)."""
 
 
 def default_recipe(data: str, space: str = "") -> str:

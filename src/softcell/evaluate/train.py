@@ -129,7 +129,7 @@ def _train(
 ) -> Running[TrainResult]:
     world = session.world
     with test_set_sealed():
-        dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+        dataset = load(recipe.data, recipe.data_root, recipe.image_size, scaled_to=recipe.scaled_to)
         space = build_space(genotype.space, recipe.space_settings)
         retrieving = recipe.task == "retrieve"
         if retrieving:
@@ -234,7 +234,7 @@ def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mappi
 def augment_of(dataset: Dataset, recipe: TrainRecipe) -> Augment:
     """What training images go through."""
     augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
-    if recipe.task == "retrieve" and augment.resized_crop:  # the paper's: scaled to 256, then cropped to 227 at random
+    if recipe.task == "retrieve" and augment.resized_crop:  # §IV-F: scaled to 256, then cropped to 227 at random
         return replace(augment, resized_crop=False, window=True)
     return augment
 
@@ -257,6 +257,8 @@ def facts_of(dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) ->
             "mean": list(dataset.mean),
             "std": list(dataset.std),
             "source": dataset.source,
+            "scaled_to": list(dataset.scaled_to or dataset.shape[1:]),
+            "whole": dataset.whole,
         },
     }
 

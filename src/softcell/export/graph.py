@@ -53,7 +53,8 @@ def write_onnx(model: Model, file: Path) -> None:
         )
     assert made is not None
     learnt = "classes" if model.output == "logits" else "seen_classes"
-    known = {learnt: model.classes, "mean": model.mean, "std": model.std, "shape": model.shape}
+    known: dict[str, object] = {learnt: model.classes, "mean": model.mean, "std": model.std, "shape": model.shape}
+    known |= {"scaled_to": model.scaled_to or model.shape[1:], "whole": model.whole}
     made.model.metadata_props.update({key: json.dumps(value) for key, value in known.items()})
     made.model.metadata_props.update(model.about)
     made.save(file, external_data=False)

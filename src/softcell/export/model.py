@@ -26,6 +26,7 @@ class Model:
     """A network in eval mode on the CPU.
 
     `mean` and `std` are per channel in 0..1 units. `about` is what is known of its training, for people to read.
+    A picture is scaled to `scaled_to`, all of it if `whole` and else a central part of that aspect; its centre is seen.
     `output`: `logits` of the classes, or an `embedding` that was learnt from them, compared by cosine similarity.
     """
 
@@ -36,6 +37,8 @@ class Model:
     std: tuple[float, ...]
     about: Mapping[str, str]
     output: Literal["logits", "embedding"] = "logits"
+    scaled_to: tuple[int, int] | None = None
+    whole: bool = False
 
     def normalised(self) -> nn.Module:
         """The network behind the normalisation: pixels in 0..1 [n, c, h, w] to its output [n, d]."""
@@ -64,6 +67,7 @@ def read_model(folder: str | Path) -> Model:
     description = read_description(place)
     data = description["data"]
     channels, height, width = data["shape"]
+    rows, columns = data.get("scaled_to", (height, width))
     return Model(
         Network.from_pretrained(place),
         (channels, height, width),
@@ -72,6 +76,8 @@ def read_model(folder: str | Path) -> Model:
         tuple(data["std"]),
         description.get("about", {}),
         "embedding" if description.get("task") == "retrieve" else "logits",
+        (int(rows), int(columns)),
+        data.get("whole", False),
     )
 
 

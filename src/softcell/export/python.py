@@ -86,7 +86,7 @@ def read_image(file: str | Path) -> Tensor:
 
     channels, height, width = SHAPE
     image = ImageOps.exif_transpose(Image.open(file)).convert("L" if channels == 1 else "RGB")
-    image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+    image = SCALED
     return torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
 '''
 CLASSIFY = '''
@@ -157,7 +157,10 @@ def to_python(model: Model, module: str = "model") -> str:
             _constants(model),
             PART + (HAVING if "having(" in functions else ""),
             definitions + "\n",
-            functions + "\n\n" + FOOTER + (CLASSIFY if model.output == "logits" else RETRIEVE),
+            functions
+            + "\n\n"
+            + FOOTER.replace("    image = SCALED\n", _scaled(model))
+            + (CLASSIFY if model.output == "logits" else RETRIEVE),
         )
     )
     return "\n".join(line.rstrip() for line in body.splitlines()) + "\n"
@@ -187,6 +190,17 @@ def _constants(model: Model) -> str:
         f"SHAPE = {model.shape!r}  # of an image: channels, height, width\n"
         f"MEAN = {model.mean!r}\nSTD = {model.std!r}\n{comment}CLASSES = (\n{classes}\n)"
     )
+
+
+def _scaled(model: Model) -> str:
+    """The lines that bring a picture to its size as it was in training: scaled, and the centre taken."""
+    (_, height, width), (rows, columns) = model.shape, model.scaled_to or model.shape[1:]
+    how = "image.resize(" if model.whole else "ImageOps.fit(image, "
+    lines = [f"image = {how}({columns}, {rows}), Image.Resampling.BILINEAR)"]
+    if (rows, columns) != (height, width):
+        lines.append(f"left, top = {(columns - width) // 2}, {(rows - height) // 2}  # only the centre is seen")
+        lines.append("image = image.crop((left, top, left + width, top + height))")
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _function(name: str, expression: Expression) -> str:
