@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, derive, sample
-from softcell.export import graph, python
+from softcell.export import by_image, graph, python
 from softcell.export.model import Model
 from softcell.nn.candidates import Spec, get_candidate, known_candidates
 from softcell.spaces import SPACES, Shape, Space, build_space
@@ -244,4 +244,4 @@ def test_onnx_computes_kernels_per_image_at_any_batch(tmp_path: Path) -> None:
 
 
 def test_a_convolution_with_constant_groups_is_left_alone() -> None:
-    assert graph.grouped_by_image(torch.rand(1, 4, 3, 3), torch.rand(4, 1, 3, 3), groups=4) is NotImplemented
+    assert by_image.grouped_by_image(torch.rand(1, 4, 3, 3), torch.rand(4, 1, 3, 3), groups=4) is NotImplemented
