@@ -11,6 +11,8 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.mix import Live
+from softcell.data import Batch
+from softcell.search.child import norms_measured_anew
 from softcell.spaces import build_space, cell
 from softcell.spaces.fused import Departures, OutputsApart, literal, modules_only
 
@@ -124,6 +126,37 @@ def test_a_mix_that_wants_each_output_gets_what_modules_give(case: str, some: bo
         expected = outcome(name, settings, dropping=True, some=some, singly=True)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # drop-path's factors are float32
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["planned before", "planned then"])
+@pytest.mark.parametrize("singly", [False, True], ids=["summed", "singly"])
+@pytest.mark.parametrize("case", ["darts", "nb201", "nos"])
+def test_norms_measured_anew_are_plain_means_and_leave_cells_as_they_were(
+    case: str, singly: bool, before: bool, planned: list[bool]
+) -> None:
+    name, settings = APART[case]
+
+    def measured() -> tuple[list[Tensor], list[Tensor], Tensor]:
+        torch.manual_seed(0)
+        supernet = build_space(name, settings).supernet((3, 8, 8), 5).double()
+        layout = supernet.layout
+        tables = {t.name: torch.randn(len(t), t.width, dtype=torch.float64).softmax(1) for t in layout.tables}
+        mix = (Singly if singly else WeightMix)(layout, tables, None)
+        images = torch.randn(4, 6, 3, 8, 8, dtype=torch.float64)
+        with torch.no_grad():
+            if before:
+                supernet(images[0], mix)
+            with norms_measured_anew(supernet, mix, [Batch(x, torch.zeros(6), torch.arange(6)) for x in images[1:]]):
+                inside = [b.clone() for b in supernet.buffers()]
+            after = supernet(images[0], mix)
+        return inside, [b.clone() for b in supernet.buffers()], after
+
+    found = measured()
+    assert not planned or all(planned), "a cell that is planned while norms are measured is fused for good"
+    with modules_only():
+        expected = measured()
+    for a, b in zip((*found[0], *found[1], found[2]), (*expected[0], *expected[1], expected[2]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -49,8 +49,7 @@ class FusedCell:
     program: Program
     recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
     convolutions: tuple[nn.Conv2d, ...]
-    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm)
-    momentum: float
+    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all of one momentum
 
     def __call__(
         self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
@@ -94,14 +93,24 @@ class FusedCell:
 
     @torch.no_grad()
     def _update_running(self, moments: Tensor, rows: int) -> None:
-        """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does."""
+        """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does.
+
+        Without a momentum it is the plain mean over all batches. Asked every time: whoever measures norms anew takes it
+        away for a while, from cells that were planned before.
+        """
         means = [moments[0, plane] for plane, _ in self.norms]
         unbiased = moments[2] * (rows / (rows - 1))
         variances = [unbiased[plane] for plane, _ in self.norms]
         running = [_present(m.running_mean) for _, m in self.norms] + [_present(m.running_var) for _, m in self.norms]
-        torch._foreach_mul_(running, 1 - self.momentum)
-        torch._foreach_add_(running, means + variances, alpha=self.momentum)
-        torch._foreach_add_([_present(m.num_batches_tracked) for _, m in self.norms], 1)
+        seen = [_present(m.num_batches_tracked) for _, m in self.norms]
+        torch._foreach_add_(seen, 1)
+        momentum = self.norms[0][1].momentum
+        if momentum is None:
+            for old, new, count in zip(running, means + variances, seen + seen, strict=True):
+                old.add_((new - old) / count)
+            return
+        torch._foreach_mul_(running, 1 - momentum)
+        torch._foreach_add_(running, means + variances, alpha=momentum)
 
 
 _POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}

@@ -138,7 +138,7 @@ class _Planner:
             )
             for sources_, first, second, pools, inner, measured, measured_second in drafts
         )
-        eps, momentum = self._norm_settings()
+        eps = self._eps()
         size = sum(len(stages) * self._length(key) for key, stages in self.kinds.items())
         nodes = tuple(range(self.inputs, self.nodes))
         program = Program(
@@ -156,7 +156,7 @@ class _Planner:
             finished=tuple(planes for wave in waves for planes in _outermost(wave)) if apart else (),
         )
         convolutions = [conv for stages in self.kinds.values() for stage in stages for conv in stage.factors]
-        return FusedCell(program, self._recipes(), tuple(convolutions), tuple(self.norms), momentum)
+        return FusedCell(program, self._recipes(), tuple(convolutions), tuple(self.norms))
 
     def _recipes(self) -> tuple[Recipe, ...]:
         """Factors lie in the order of the flat weights, a depthwise one before its pointwise one."""
@@ -294,15 +294,16 @@ class _Planner:
             total += len(stages) * self._length(key)
         return offsets
 
-    def _norm_settings(self) -> tuple[float, float]:
+    def _eps(self) -> float:
+        """That of all norms, which must be alike."""
         norms = [norm for _, norm in self.norms]
-        if any(n.affine or not n.track_running_stats or n.momentum is None for n in norms):
-            raise Unfit("a batch-norm has scale and shift, keeps no running statistics, or averages them plainly")
+        if any(n.affine or not n.track_running_stats for n in norms):
+            raise Unfit("a batch-norm has scale and shift, or keeps no running statistics")
         if len({(n.eps, n.momentum) for n in norms}) > 1:
             raise Unfit("the batch-norms differ in eps or momentum")
         if len({n.training for n in norms}) > 1:
             raise Unfit("some batch-norms are in training and some are not")
-        return norms[0].eps, float(norms[0].momentum or 0.0)
+        return norms[0].eps
 
 
 def _outermost(wave: Wave) -> list[range]:
