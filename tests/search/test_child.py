@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from softcell.arch import WeightMix, sample
 from softcell.data import Batch
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
-from softcell.search.child import measure_child, reestimate_
+from softcell.search.child import measure_child, norms_measured_anew, reestimate_
+from softcell.search.several import score
 from softcell.testing import one_hot, tiny_space
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
@@ -115,3 +117,66 @@ def test_new_statistics_stay_in_the_child() -> None:
     anew = measure_child(supernet, genotype, held, ALONE, reestimate=batches(4, seed=5))
     assert anew.loss != plain.loss
     assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
+
+
+def test_norms_measured_anew_are_means_over_batches_and_everything_is_put_back() -> None:
+    torch.manual_seed(0)
+    supernet = tiny_space("nb201").supernet((3, 8, 8), 4).double()
+    supernet.use_drop_path(0.5)
+    supernet.drop_path.set_fraction(0.6)
+    layout = supernet.layout
+    mix = WeightMix(layout, {t.name: torch.rand(t.shape, dtype=torch.float64).softmax(1) for t in layout.tables})
+    looked = batches(5, 1)
+    norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
+    supernet(looked[0].images, mix)
+    before = {name: value.clone() for name, value in supernet.state_dict().items()}
+    chance, drawn = supernet.drop_path.current.clone(), torch.random.get_rng_state()
+
+    twin = copy.deepcopy(supernet)
+    twin.use_drop_path(0.0)
+    sums: dict[int, list[torch.Tensor]] = {}
+    for number, norm in enumerate(m for m in twin.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.register_forward_pre_hook(
+            lambda module, given, number=number: sums.setdefault(number, []).append(given[0].detach())
+        )
+    with torch.no_grad():
+        for batch in looked:
+            twin(batch.images, mix)
+    with norms_measured_anew(supernet, mix, looked):
+        for number, norm in enumerate(norms):
+            if number in sums:  # each batch-norm is run once per batch
+                assert len(sums[number]) == len(looked)
+                means = torch.stack([x.mean((0, 2, 3)) for x in sums[number]]).mean(0)
+                variances = torch.stack([x.transpose(0, 1).flatten(1).var(1) for x in sums[number]]).mean(0)
+                torch.testing.assert_close(norm.running_mean, means)
+                torch.testing.assert_close(norm.running_var, variances)
+    assert sums
+    assert torch.equal(torch.random.get_rng_state(), drawn) and torch.equal(supernet.drop_path.current, chance)
+    assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
+    assert {norm.momentum for norm in norms} == {0.1} and supernet.training
+
+    with (
+        pytest.raises(RuntimeError),
+        norms_measured_anew(supernet, mix, [Batch(torch.zeros(1), *looked[0].images[:2])]),
+    ):
+        raise AssertionError("such images cannot be looked at")
+    assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
+    assert {norm.momentum for norm in norms} == {0.1} and torch.equal(supernet.drop_path.current, chance)
+
+
+@pytest.mark.parametrize("method", DIFFERENTIABLE)
+def test_methods_of_many_cells_end_with_norms_of_their_own(
+    method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = METHODS.get(method)
+    given = settings("nb201", data, method=method, epochs=3, drop_path=0.3, evolution={"generations": 0})
+    result = search(resolve(given), tmp_path / "run")
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert [row["epoch"] for row in result.metrics if "val_accuracy_bn" in row] == [2] * kind.many_cells
+    assert results.get("val_accuracy_bn") == result.metrics[-1].get("val_accuracy_bn")
+    assert score(result) == result.metrics[-1].get("val_accuracy_bn", result.metrics[-1]["val_accuracy"])
+    assert kind.many_cells == (method in ("snas", "spos", "entrannas", "entrannas-dst"))
+    if kind.many_cells:
+        monkeypatch.setattr(kind, "many_cells", False)
+        search(resolve(given), tmp_path / "plain")
+        assert same(state_of(tmp_path / "run"), state_of(tmp_path / "plain")), "measuring changes nothing"

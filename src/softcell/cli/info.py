@@ -100,7 +100,7 @@ def describe_network(
 
 def describe_run(out: Console, manifest: dict[str, Any], folder: Path) -> None:
     from softcell.cli.console import percent
-    from softcell.cli.results import facts
+    from softcell.cli.results import facts, supernet_accuracy
 
     recipe, results = manifest["recipe"], manifest["results"]
     facts(
@@ -115,7 +115,7 @@ def describe_run(out: Console, manifest: dict[str, Any], folder: Path) -> None:
         shares = ", ".join(f"@{k} {percent(results[f'recall_at_{k}'])}" for k in (1, 2, 4, 8))
         facts(out, recall=f"{shares} among images of {results['split']} ({results['count']:,} images)")
     elif results.get("val_accuracy") is not None:
-        facts(out, supernet=f"{percent(results['val_accuracy'])} on the {results['val_split']} split")
+        facts(out, supernet=supernet_accuracy(results))
 
 
 def describe_space(out: Console, name: str, settings: dict[str, Any], classes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def show_search(out: Console, result: SearchResult) -> None:
     if "best_val_accuracy" in last:
         facts(out, accuracy=f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one")
     elif last:
-        facts(out, supernet=f"{percent(last['val_accuracy'])} on the {last['val_split']} split")
+        facts(out, supernet=supernet_accuracy(last))
         results = RunFolder.open(result.folder).manifest["results"]
         if (
             "child_accuracy" in results
@@ -48,6 +49,13 @@ def show_search(out: Console, result: SearchResult) -> None:
     if filled is not None:
         facts(out, filled_in=f"{filled} (what context auto-regression made of hidden parts)")
     facts(out, report=str(result.folder / "report.html"))
+
+
+def supernet_accuracy(measured: Mapping[str, Any]) -> str:
+    """What is known of a supernet after its last validation, for people to read."""
+    text = f"{percent(measured['val_accuracy'])} on the {measured['val_split']} split"
+    anew = measured.get("val_accuracy_bn")
+    return text if anew is None else f"{text}, {percent(anew)} with norms measured anew"
 
 
 def show_seeds(out: Console, result: SeveralResult) -> None:

@@ -186,6 +186,7 @@ class EnTranNasDstSettings(EnTranNasSettings):
 class _EngineTransit(Method):
     """Engine cells that weigh with `probabilities`, transit cells that run what is derived from them."""
 
+    many_cells: ClassVar[bool] = True
     regime: ClassVar[Regime] = "bilevel"
 
     temperature: Tensor

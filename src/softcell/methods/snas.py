@@ -83,6 +83,7 @@ class Snas(Method):
 
     name: ClassVar[str] = "snas"
     about: ClassVar[str] = "SNAS: concrete samples, annealed; single-level (bilevel with --set regime=bilevel)"
+    many_cells: ClassVar[bool] = True
     regime: ClassVar[Regime] = "single-level"
     rule: ClassVar[Rule] = StrongestEach()
     Settings: ClassVar[type] = SnasSettings

@@ -42,6 +42,7 @@ class Spos(Method):
     name: ClassVar[str] = "spos"
     about: ClassVar[str] = "SPOS: one uniformly drawn architecture per step trains the supernet, evolution selects"
     learns: ClassVar[bool] = False
+    many_cells: ClassVar[bool] = True
     regime: ClassVar[Regime] = "single-level"
     home: ClassVar[str] = "proxyless"
     recipes: ClassVar[dict[str, dict[str, Any]]] = {

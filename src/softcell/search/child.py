@@ -15,6 +15,7 @@ from softcell.arch import Genotype, Mix
 from softcell.data import Batch
 from softcell.engine.distributed import World
 from softcell.engine.meter import Measured, measure
+from softcell.nn.drop import Dropout, DropPath
 from softcell.spaces import Network, Supernet
 
 
@@ -44,21 +45,32 @@ def measure_child(
 
 @contextmanager
 def norms_measured_anew(supernet: Supernet, mix: Mix, batches: Iterable[Batch]) -> Iterator[None]:
-    """Within this context all batch-norms have the plain mean of their statistics over `batches` under `mix`."""
+    """Within this context all batch-norms have the plain mean of their statistics over `batches` under `mix`.
+
+    Nothing is dropped meanwhile, as nothing is in evaluation; random numbers that are drawn are given back.
+    """
+    drops = [module for module in supernet.modules() if isinstance(module, DropPath | Dropout)]
+    chances = [drop.current.clone() for drop in drops]
+    device = next(supernet.parameters()).device
     norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
     kept = [({k: v.clone() for k, v in norm.state_dict().items()}, norm.momentum) for norm in norms]
     was_training = supernet.training
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
+    for drop in drops:
+        drop.set_fraction(0.0)
     supernet.train()
-    with torch.no_grad():
-        for batch in batches:
-            supernet(batch.images, mix)
-    supernet.train(was_training)
     try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for batch in batches:
+                supernet(batch.images, mix)
+        supernet.train(was_training)
         yield
     finally:
+        supernet.train(was_training)
+        for drop, chance in zip(drops, chances, strict=True):
+            drop.current.copy_(chance)
         for norm, (state, momentum) in zip(norms, kept, strict=True):
             norm.load_state_dict(state)
             norm.momentum = momentum

@@ -264,6 +264,7 @@ def _search(
             "finished",
             stopped=outcome.reason,
             val_accuracy=last.get("val_accuracy"),
+            **{key: last[key] for key in ("val_accuracy_bn",) if key in last},
             val_split=recipe.measured_split,
             seconds=sum(row["seconds"] for row in outcome.metrics),
             **results,

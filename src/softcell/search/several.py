@@ -100,8 +100,8 @@ def search_seeds(
 
 
 def score(result: SearchResult) -> float | None:
-    """What seeds are compared by: the last validation accuracy of the search."""
-    return _last(result, "best_val_accuracy", "val_accuracy")
+    """What seeds are compared by: the last validation accuracy of the search, with norms of its own where measured."""
+    return _last(result, "best_val_accuracy", "val_accuracy_bn", "val_accuracy")
 
 
 def loss(result: SearchResult) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Genotype
+from softcell.arch import Genotype, Mix
 from softcell.arch.simplex import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
@@ -343,7 +343,9 @@ class SearchTask:
             if looking is not None and self._look is not None:
                 self._look(looking)
             together = looking is not None and self._look is None
-            held = self._measure(looking if looking is not None and together else self.method.relax())
+            mix = looking if looking is not None and together else self.method.relax()
+            held = self._measure(mix)
+            anew = self._measure_anew(mix) if last and self.method.many_cells else {}
             if last:
                 self._look_in_turn()
             for sums in self.method.looked():
@@ -353,7 +355,14 @@ class SearchTask:
             "val_accuracy": held.accuracy,
             "val_split": self.recipe.measured_split,
             "val_count": held.count,
+            **anew,
         }
+
+    def _measure_anew(self, mix: Mix) -> dict[str, float]:
+        """The same with batch-norm's statistics of this very mix, over a few training batches."""
+        batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
+        with norms_measured_anew(self.supernet, mix, batches):
+            return {"val_accuracy_bn": self._measure(mix).accuracy}
 
     @torch.no_grad()
     def _validate_objective(self, last: bool) -> dict[str, Any]:

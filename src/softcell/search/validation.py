@@ -91,6 +91,6 @@ def doubt(trained: float | None, held: float | None) -> str | None:
     return (
         f"the supernet is right for {held:.1%} of the images it is validated on, in training for {trained:.1%}. Where "
         "a method samples cells or replaces them, batch-norm's running statistics were gathered over many and may not "
-        "fit the one of the moment: the figure then says little of the search, nor does choosing by it (--keep best). "
-        "What such methods derive does not depend on it."
+        "fit the one of the moment: the figure then says little of the search, and what is derived does not depend on "
+        "it. After the last epoch such methods are also validated with norms measured anew; --keep best goes by that."
     )
