@@ -86,6 +86,8 @@ def test_a_teacher_takes_operations_of_a_plugin(
     # As in another process, which knows of the operation by the run alone.
     monkeypatch.setattr(candidates, "_REGISTRY", dict(before))
     monkeypatch.delitem(sys.modules, "softcell_plugin_own")
+    other = call("teacher", "pyramidnet", "--resume", "--out", "teacher")
+    assert other.code == 2 and "keeps its network, resnet18, but got pyramidnet" in " ".join(other.error.split())
     again = call("teacher", "--resume", "teacher")
     assert again.code == 0, again.error
 

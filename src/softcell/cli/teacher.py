@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from softcell.cli import options as o
+from softcell.errors import UserError
 
 EPILOG = o.examples(
     "softcell teacher pyramidnet --data cifar10 --data-root ~/data --out teachers/pyramidnet",
@@ -71,6 +72,8 @@ def teacher(
     )
     going_on = out is not None and resume
     full = stored_teacher(str(out), given) if going_on else resolve_teacher(name or "pyramidnet", given)
+    if name not in (None, full.classifier):
+        raise UserError(f"a resumed run keeps its network, {full.classifier}, but got {name}; leave the name away")
     screen = console()
     with api.joined(full.device, full.deterministic) as world:
         folder = api.agreed_folder(out, world, "teacher", full.classifier, full.data)
