@@ -8,8 +8,8 @@ the same command goes on. What is unfinished is recorded as not measured. Where 
 finished searches from a record that is left and trains what they found.
 
 python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 --minutes 9
-python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 \\
-    --searched results/fullattention/phases-cifar10.json
+python -m studies.fullattention --data-root DIR --first 4 --epochs 7 --train-epochs 10 --channels 80 \\
+    --precision bfloat16 --seeds 2 --searched results/fullattention/phases-cifar10.json
 python -m studies.fullattention --data digits --first 1 --epochs 1 --train-epochs 1 --seeds 1      # a rehearsal
 """
 
@@ -41,6 +41,7 @@ from studies.runs import (
     interleaved,
     print_arms,
     spread,
+    training_results,
     write_record,
 )
 
@@ -82,7 +83,11 @@ def training_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
 def known_of(options: argparse.Namespace) -> Rows:
     """The searches that --searched has."""
     recipes = {(arm, seed): recipe_of(arm, seed, options) for seed in range(options.seeds) for arm in options.arms}
-    return recorded_searches(options.searched, recipes, partial(training_of, options=options))
+    return recorded_searches(options.searched, recipes, partial(training_of, options=options), record_of(options))
+
+
+def record_of(options: argparse.Namespace) -> Path:
+    return Path(options.out) / f"phases-{Path(options.data).stem}.json"
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -109,11 +114,9 @@ def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
     place = folder_of(arm, seed, options) / "training"
     own = epochs_of(place)
     row["epochs_done"][2] = len(own)
-    if finished(place):
-        manifest = RunFolder.open(place).manifest
-        kept = ("accuracy", "split", "count", "parameters", "multiply_adds", "seconds")
-        row["trained"] = {key: manifest["results"][key] for key in kept}
-        row["trained"] |= {key: manifest[key] for key in ("recipe", "hardware", "versions")}
+    kept = ("accuracy", "split", "count", "parameters", "multiply_adds", "seconds")
+    row["trained"] = training_results(place, kept)
+    if row["trained"] != NOT_MEASURED:
         row["trained"]["curves"] = {key: [r.get(key) for r in own] for key in ("train_loss", "train_accuracy")}
     return row
 
@@ -229,7 +232,7 @@ def record(options: argparse.Namespace) -> None:
     summary = summarise(rows, options.arms)
     draw(rows, options)
     published = "CIFAR-10 error at 80 channels, 500 epochs: 4.38 tied and alone, 4.08 alone, 3.70 both"
-    file = options.out / f"phases-{Path(options.data).stem}.json"
+    file = record_of(options)
     seconds = "by the clock; runs that share a device (--at-once) wait for each other, so compare epochs"
     write_record(file, "studies.fullattention", rows=rows, summary=summary, seconds=seconds, published=published)
     print_arms(f"{options.data}: with and without phase 1, mean over seeds", rows, summary, file)

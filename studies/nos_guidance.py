@@ -40,6 +40,7 @@ from studies.runs import (
     interleaved,
     print_arms,
     spread,
+    training_results,
     write_record,
 )
 
@@ -114,7 +115,7 @@ def check(options: argparse.Namespace) -> None:
 def known_of(options: argparse.Namespace) -> Rows:
     """The searches that --searched has."""
     recipes = {(arm, seed): recipe_of(arm, seed, options) for seed in options.seeds for arm in ARMS}
-    return recorded_searches(options.searched, recipes, partial(training_of, options=options))
+    return recorded_searches(options.searched, recipes, partial(training_of, options=options), record_of(options))
 
 
 def run_all(options: argparse.Namespace) -> None:
@@ -143,11 +144,7 @@ def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
         return row
     place = folder / "training"
     row["epochs_done"][1] = len(epochs_of(place))
-    if finished(place):
-        manifest = RunFolder.open(place).manifest
-        kept = ("accuracy", "split", "parameters", "multiply_adds", "seconds")
-        row["trained"] = {key: manifest["results"][key] for key in kept}
-        row["trained"] |= {key: manifest[key] for key in ("recipe", "hardware", "versions")}
+    row["trained"] = training_results(place, ("accuracy", "split", "parameters", "multiply_adds", "seconds"))
     return row
 
 

@@ -15,7 +15,7 @@ from softcell.arch import Genotype
 from softcell.engine.lanes import Running
 from softcell.errors import UserError
 from softcell.evaluate import resolve as resolve_training
-from softcell.search import SearchRecipe
+from softcell.search import SearchRecipe, resolve
 from studies.runs import NOT_MEASURED, Deadline, placeless, searched_and_trained, trained
 
 Rows = dict[tuple[str, int], dict[str, Any]]  # by arm and seed
@@ -23,30 +23,46 @@ WHERE = ("data_root", "device", "threads")  # settings that say where a run take
 
 
 def recorded_searches(
-    file: Path, recipes: Mapping[tuple[str, int], SearchRecipe], training_of: Callable[[int], Mapping[str, Any]]
+    file: Path,
+    recipes: Mapping[tuple[str, int], SearchRecipe],
+    training_of: Callable[[int], Mapping[str, Any]],
+    target: Path,
 ) -> Rows:
     """The rows of a record whose search is finished; one that was not searched by these recipes is refused.
 
     Args:
         recipes: what would be searched, by arm and seed; other rows of the record are left away.
         training_of: the settings of the training for a seed. One by other settings counts as not measured.
+        target: where the new record goes; nothing that the old one has may be lost by it.
     """
     try:
-        found = {(row["arm"], row["seed"]): dict(row) for row in json.loads(file.read_text())["rows"]}
-        found = {key: found[key] for key in recipes if key in found and found[key]["search"] != NOT_MEASURED}
+        rows = {(row["arm"], row["seed"]): dict(row) for row in json.loads(file.read_text())["rows"]}
+        found = {key: rows[key] for key in recipes if key in rows and rows[key]["search"] != NOT_MEASURED}
+        lost = [f"{arm} with seed {seed}" for arm, seed in rows if (arm, seed) not in recipes]
         for (arm, seed), row in found.items():
-            if other := differing(row["search"]["recipe"], recipes[arm, seed].to_dict()):
+            row["epochs_done"] = [int(number) for number in row["epochs_done"]]
+            own, genotype = row["search"]["recipe"], Genotype.from_dict(row["search"]["genotype"])
+            # As the settings of a run that is resumed: those that came later have their defaults.
+            if other := differing(resolve(own).to_dict(), recipes[arm, seed].to_dict()):
                 raise UserError(
                     f"{file} has {arm} with seed {seed} by another recipe: {', '.join(other)} differ; give the same "
                     f"settings, or leave --searched away to search anew"
                 )
-            now = resolve_training(Genotype.from_dict(row["search"]["genotype"]), training_of(seed)).to_dict()
-            if row["trained"] != NOT_MEASURED and differing(row["trained"]["recipe"], now):
-                row["trained"] = NOT_MEASURED
+            if row["trained"] != NOT_MEASURED:
+                before, now = (
+                    resolve_training(genotype, given) for given in (row["trained"]["recipe"], training_of(seed))
+                )
+                if differing(before.to_dict(), now.to_dict()):
+                    row["trained"] = NOT_MEASURED
+                    lost.append(f"the training of {arm} with seed {seed}, by other settings")
     except UserError:
         raise
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"--searched must name a record of this study, but {file} is none: {error!r}") from error
+    if not found:
+        raise UserError(f"{file} has no finished search of these arms and seeds; leave --searched away to search anew")
+    if lost and file.resolve() == target.resolve():
+        raise UserError(f"{file} would lose {', '.join(lost)}; write the new record elsewhere, by --out")
     return found
 
 

@@ -119,10 +119,16 @@ def searched_and_trained(
 
 def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline: Deadline, name: str) -> Running[None]:
     """The training of an architecture, or what is left of it, in `place`, by the settings `given`."""
+    begun = (place / "run.json").is_file()
+    if begun:
+        # The recipe that was begun with is kept; another one, or another architecture, in the same place is refused.
+        kept, how = stored_training(place, {k: v for k, v in given.items() if k != "threads"})
+        if (kept.space, kept.cells) != (genotype.space, genotype.cells):
+            raise UserError(f"{place} holds the training of another architecture; take another folder by --runs")
+    else:
+        how = resolve_training(genotype, dict(given))
     if finished(place) or deadline.passed:
         return
-    begun = (place / "run.json").is_file()
-    how = stored_training(place, dict(given))[1] if begun else resolve_training(genotype, dict(given))
     yield from training(genotype, how, place, resume=begun, on_event=deadline.watching(f"{name}, trained"))
 
 
@@ -133,6 +139,15 @@ def entry(main: Callable[[], None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def training_results(place: Path, kept: Sequence[str]) -> dict[str, Any] | str:
+    """What is kept of a finished training, with its recipe and where it ran; else that it is not measured."""
+    if not finished(place):
+        return NOT_MEASURED
+    manifest = RunFolder.open(place).manifest
+    about = {key: manifest[key] for key in ("recipe", "hardware", "versions")}
+    return {**{key: manifest["results"][key] for key in kept}, **about}
 
 
 def epochs_of(folder: Path) -> list[dict[str, Any]]:

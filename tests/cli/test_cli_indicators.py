@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_calls import TINY, Softcell
-from PIL import Image
+from PIL import Image, ImageOps
 
+from softcell.cli.gradcam import _pictures
 from softcell.cli.main import run
+from softcell.search.restored import restore
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,23 @@ def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path
     assert "* selected" in answer.out
     with Image.open(tmp_path / "c.png") as drawn:
         assert drawn.width > 5 * 128
+
+
+@pytest.mark.parametrize(("scaled", "whole"), [(None, False), ((10, 10), False), ((8, 8), True), ((10, 10), True)])
+def test_a_picture_is_prepared_as_the_dataset_is(
+    found: Path, tmp_path: Path, scaled: tuple[int, int] | None, whole: bool
+) -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 20), dtype=np.uint8))
+    picture.save(tmp_path / "noise.png")
+    restored = restore(found)
+    dataset = replace(restored.dataset, scaled_to=scaled, whole=whole)
+    pixels, _, _ = _pictures(replace(restored, dataset=dataset), None, [tmp_path / "noise.png"])
+    side = 8 if scaled is None else scaled[0]
+    fitted = picture.resize((side, side), Image.Resampling.BILINEAR)
+    if not whole:
+        fitted = ImageOps.fit(picture, (side, side), Image.Resampling.BILINEAR)
+    edge = (side - 8) // 2
+    assert np.array_equal(pixels[0, 0].numpy(), np.array(fitted)[edge : edge + 8, edge : edge + 8])
 
 
 @pytest.mark.parametrize(

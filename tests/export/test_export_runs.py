@@ -129,6 +129,29 @@ def test_pictures_are_prepared_as_the_test_set_was(tmp_path: Path) -> None:
         assert torch.equal(read, test.fetch(torch.tensor([number])) / 255)
 
 
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "I;16", "P"])
+def test_pictures_of_any_mode_are_read_as_the_test_set_was(mode: str, tmp_path: Path) -> None:
+    """Transparency is laid over white, and 16 bits are scaled to eight."""
+    rng = np.random.default_rng(0)
+    for kind in ("one", "two"):
+        (tmp_path / "data" / kind).mkdir(parents=True)
+        for number in range(4):
+            if mode == "I;16":
+                image = Image.fromarray(rng.integers(0, 65536, (9, 12), dtype=np.uint16))
+            else:
+                image = Image.fromarray(rng.integers(0, 256, (9, 12, 4), dtype=np.uint8)).convert(mode)
+            image.save(tmp_path / "data" / kind / f"{number}.png", **({"transparency": 3} if mode == "P" else {}))
+    given = {"data": str(tmp_path / "data"), "image_size": 8, "batch_size": 4}
+    train(CELL, epochs=1, out=tmp_path / "run", space_settings={"channels": 2, "cells_per_stage": 1}, **given)
+    export(tmp_path / "run", "python", tmp_path / "out")
+    written, data = python.import_file(tmp_path / "out" / "model.py"), load(tmp_path / "data", image_size=8)
+    assert data.test is not None
+    read = {tuple(written.read_image(file).flatten().tolist()) for file in (tmp_path / "data").rglob("*.png")}
+    for images in (data.train, data.test):
+        seen = images.fetch(torch.arange(len(images))) / 255
+        assert all(tuple(one.flatten().tolist()) in read for one in seen)
+
+
 def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:
     export(trained, "python", tmp_path)
     (tmp_path / "model.py").write_text("mine")

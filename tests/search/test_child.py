@@ -21,7 +21,9 @@ from softcell.data import Batch
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
 from softcell.search.child import measure_child, norms_measured_anew, reestimate_
-from softcell.search.several import score
+from softcell.search.several import ANEW, figure, score, search_seeds
+from softcell.spaces import Supernet
+from softcell.spaces.fused import literal
 from softcell.testing import one_hot, tiny_space
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
@@ -172,11 +174,54 @@ def test_methods_of_many_cells_end_with_norms_of_their_own(
     given = settings("nb201", data, method=method, epochs=3, drop_path=0.3, evolution={"generations": 0})
     result = search(resolve(given), tmp_path / "run")
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
-    assert [row["epoch"] for row in result.metrics if "val_accuracy_bn" in row] == [2] * kind.many_cells
+    many = method in ("snas", "spos", "entrannas", "entrannas-dst")
+    assert [row["epoch"] for row in result.metrics if "val_accuracy_bn" in row] == [2] * many
     assert results.get("val_accuracy_bn") == result.metrics[-1].get("val_accuracy_bn")
-    assert score(result) == result.metrics[-1].get("val_accuracy_bn", result.metrics[-1]["val_accuracy"])
-    assert kind.many_cells == (method in ("snas", "spos", "entrannas", "entrannas-dst"))
-    if kind.many_cells:
-        monkeypatch.setattr(kind, "many_cells", False)
+    assert figure([result]) == ("val_accuracy_bn" if many else "val_accuracy")
+    if many:
+        monkeypatch.setattr(kind, "many_cells", property(lambda self: False))
         search(resolve(given), tmp_path / "plain")
         assert same(state_of(tmp_path / "run"), state_of(tmp_path / "plain")), "measuring changes nothing"
+
+
+@pytest.mark.parametrize("paths", ["all", "single", "pairwise"])
+def test_the_indicator_token_learns_in_many_cells_where_steps_run_paths(paths: str, data: Path, tmp_path: Path) -> None:
+    given = settings("nb201", data, method="itnas", epochs=1, method_settings={"paths": paths})
+    result = search(resolve(given), tmp_path / "run")
+    assert ("val_accuracy_bn" in result.metrics[-1]) == (paths != "all")
+
+
+def test_norms_are_measured_as_steps_are_made(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Module by module where that is asked for, and in the precision of the search."""
+    seen: list[tuple[bool, bool]] = []
+    original = Supernet.forward
+
+    def forward(self: Supernet, *given: Any) -> Any:
+        if any(module.momentum is None for module in self.modules() if isinstance(module, nn.BatchNorm2d)):
+            seen.append((literal(), torch.is_autocast_enabled("cpu")))
+        return original(self, *given)
+
+    monkeypatch.setattr(Supernet, "forward", forward)
+    for fused in (True, False):
+        for precision in ("float32", "bfloat16"):
+            seen.clear()
+            given = settings("nb201", data, method="snas", epochs=1, fused=fused, precision=precision)
+            search(resolve(given), tmp_path / f"{fused}-{precision}")
+            assert set(seen) == {(not fused, precision == "bfloat16")}
+
+
+def test_seeds_are_compared_by_a_figure_that_all_of_them_have(data: Path, tmp_path: Path) -> None:
+    recipe = resolve(settings("nb201", data, method="snas", epochs=1))
+    found = search_seeds(recipe, tmp_path / "runs", [0, 1])
+    last = {seed: one.metrics[-1] for seed, one in found.results.items()}
+    listed = {row["seed"]: row for row in json.loads((tmp_path / "runs" / "seeds.json").read_text())["seeds"]}
+    for seed, row in last.items():
+        assert (listed[seed]["val_accuracy"], listed[seed]["val_accuracy_bn"]) == (
+            row["val_accuracy"],
+            row["val_accuracy_bn"],
+        )
+    results = list(found.results.values())
+    assert figure(results) == "val_accuracy_bn" and found.best == max(last, key=lambda s: (last[s][ANEW], -s))
+    del results[0].metrics[-1]["val_accuracy_bn"]  # finished before there was such a figure
+    assert figure(results) == "val_accuracy"
+    assert [score(one, figure(results)) for one in results] == [row["val_accuracy"] for row in last.values()]

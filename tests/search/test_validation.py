@@ -105,6 +105,9 @@ def test_float64_stays_float64() -> None:
 
 @pytest.mark.parametrize(("trained", "held", "doubted"), [(0.62, 0.1, True), (0.3, 0.1, False), (0.9, 0.84, False)])
 def test_only_what_is_far_below_training_is_doubted(trained: float, held: float, doubted: bool) -> None:
-    text = doubt(trained, held)
+    text = doubt(trained, held, again=True)
     assert (text is not None) == doubted
+    for again in (True, False):
+        told = doubt(trained, held, again=again)
+        assert told is None or ("measured once more" in told) == again
     assert text is None or (f"{held:.1%}" in text and f"{trained:.1%}" in text)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +107,55 @@ def test_searches_of_a_record_are_not_repeated(tmp_path: Path, monkeypatch: pyte
     assert found["rows"] == whole["rows"]
     assert [path.name for path in (tmp_path / "second").iterdir()] == ["alone-toys-0"]
 
-    # Trained by other settings, it is trained anew; searched by others, it is refused.
+    # What lies in the folder of the runs must be what would be trained there.
+    changed = json.loads(record.read_text())
+    changed["rows"][1]["trained"] = "not measured"
+    changed["rows"][1]["search"]["genotype"] = changed["rows"][0]["search"]["genotype"] | {"cells": flipped(changed)}
+    record.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="the training of another architecture"):
+        fullattention.main(again)
+    changed["rows"][1]["search"]["genotype"] = found["rows"][1]["search"]["genotype"]
+    record.write_text(json.dumps(changed))
+    with pytest.raises(UserError, match="epochs"):
+        fullattention.main([*again, "--train-epochs", "2", "--out", str(tmp_path / "elsewhere")])
+    record.write_text(json.dumps(found))
+
+    # Trained by other settings, it is trained anew; searched by others, it is refused; nothing is lost.
     known = fullattention.known_of
-    given = argparse.Namespace(**{**vars(parsed(again)), "train_epochs": 2})
-    assert {row["trained"] for row in known(given).values()} == {"not measured"}
+    elsewhere = {**vars(parsed(again)), "out": tmp_path / "elsewhere"}
+    assert all(isinstance(row["trained"], dict) for row in known(Namespace(**elsewhere)).values())
+    assert {row["trained"] for row in known(Namespace(**{**elsewhere, "train_epochs": 2})).values()} == {"not measured"}
+    with pytest.raises(UserError, match="would lose the training of both with seed 0, by other settings"):
+        known(Namespace(**{**vars(parsed(again)), "train_epochs": 2}))
+    with pytest.raises(UserError, match="would lose alone with seed 0; write the new record elsewhere"):
+        known(Namespace(**{**vars(parsed(again)), "arms": ["both"]}))
     refused = rf"^{re.escape(str(record))} has \w+ with seed 0 by another recipe: .*"
     for name, value in (("epochs", 2), ("precision", "bfloat16")):
         with pytest.raises(UserError, match=refused + rf"\b{name}\b.* differ;"):
-            known(argparse.Namespace(**{**vars(parsed(again)), name: value}))
-    for text in ("", "[]", '{"rows": [{"arm": "both", "seed": 0, "search": {}}]}'):
+            known(Namespace(**{**vars(parsed(again)), name: value}))
+    for row in found["rows"]:  # from before there was such a setting
+        del row["search"]["recipe"]["collapse"], row["search"]["recipe"]["space_settings"]["norm"]
+        del row["trained"]["recipe"]["nesterov"]
+    record.write_text(json.dumps(found))
+    assert all(isinstance(row["trained"], dict) for row in known(parsed(again)).values())
+    record.write_text('{"rows": []}')
+    with pytest.raises(UserError, match="no finished search of these arms and seeds"):
+        known(parsed(again))
+    row = {"arm": "both", "seed": 0, "epochs_done": [1], "trained": "not measured"}
+    wrong = [row | {"search": {}}, row | {"search": {**found["rows"][0]["search"], "recipe": "x"}}, {"arm": "both"}]
+    for text in ("", "[]", *(json.dumps({"rows": [one]}) for one in wrong)):
         record.write_text(text)
-        with pytest.raises(UserError, match="must name a record of this study"):
+        with pytest.raises(UserError):
             known(parsed(again))
+
+
+def flipped(record: dict[str, Any]) -> dict[str, Any]:
+    """Cells of another architecture than any of the record's."""
+    cells: dict[str, Any] = json.loads(json.dumps(record["rows"][1]["search"]["genotype"]["cells"]))
+    for cell in cells.values():
+        for edge in cell["edges"]:
+            edge[2] = "non_local_sa" if edge[2] == "local_sa_k3_h4" else "local_sa_k3_h4"
+    return cells
 
 
 def test_a_run_that_is_over_may_look_at_the_test_set_while_others_go_on() -> None:

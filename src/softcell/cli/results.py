@@ -62,16 +62,18 @@ def show_seeds(out: Console, result: SeveralResult) -> None:
     """What each seed reached, with mean and spread; the best one is named."""
     import statistics
 
-    from softcell.search.several import loss, score
+    from softcell.search.several import ANEW, figure, loss, score
 
     out.print()
     reached: list[float] = []
+    by = figure(result.results.values())
+    where = "on the validation split" + (", norms measured anew" if by == ANEW else "")
     for seed, one in result.results.items():
-        value = score(one)
+        value = score(one, by)
         if value is not None and one.genotype is not None:
             reached.append(value)
         state = "" if one.genotype is not None else ", unfinished"
-        text = "not measured" if value is None else f"{percent(value)} on the validation split"
+        text = "not measured" if value is None else f"{percent(value)} {where}"
         if value is None and (wrong := loss(one)) is not None:
             text = f"loss {wrong:.4f} on the validation split"
         facts(out, **{f"seed {seed}": f"{text}{state}{'  (best)' if seed == result.best else ''}"})

@@ -85,13 +85,13 @@ def _load(
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)
+    if scaled_to is not None and name not in ("cub200", "cub200-boxes"):
+        raise UserError(f"scaled_to is for photographs of cub200 alone, but got {scaled_to} for {name}; leave it out")
     if name == "imagenet":
         return load_imagenet(_root(root), image_size, memory_limit)
     if name in ("cub200", "cub200-boxes"):
         boxed = name == "cub200-boxes"
         return load_cub(_root(root), image_size, memory_limit, boxed=boxed, scaled_to=scaled_to)
-    if scaled_to is not None:
-        raise UserError(f"scaled_to is for photographs of cub200 alone, but got {scaled_to} for {name}; leave it out")
     if name in _DESCRIPTIONS:
         found = _load_fixed(name, root)
     else:

@@ -85,7 +85,13 @@ def read_image(file: str | Path) -> Tensor:
     from PIL import Image, ImageOps
 
     channels, height, width = SHAPE
-    image = ImageOps.exif_transpose(Image.open(file)).convert("L" if channels == 1 else "RGB")
+    image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode.startswith("I"):  # 16 bits
+        image = Image.fromarray(((numpy.asarray(image).astype("int64") * 255 + 32767) // 65535).astype("uint8"))
+    if "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):  # laid over white
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("L" if channels == 1 else "RGB")
     image = SCALED
     return torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
 '''

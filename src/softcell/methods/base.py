@@ -36,9 +36,7 @@ class Method(nn.Module, ABC):
     others of its own, such as a dataset's name) to what its recipe changes in the defaults of `SearchRecipe`; settings
     of a space in it hold for spaces that have them. `excludes` names candidates that the method leaves out of its
     tables wherever an edge has others. `learns` is False where there are no parameters at all. `home` names the space
-    that is searched when none is asked for; None leaves it to the recipe's default. `many_cells` is True where weights
-    learn in other cells than the one that is validated (samples, or the cell of the moment): batch-norm's running
-    statistics are then those of no cell, and the last validation is made with norms measured anew, too.
+    that is searched when none is asked for; None leaves it to the recipe's default.
 
     A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
     what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
@@ -59,7 +57,6 @@ class Method(nn.Module, ABC):
         True  # what is penalised sums to 1 per choice, so that samples of it mean something
     )
     home: ClassVar[str | None] = None
-    many_cells: ClassVar[bool] = False
     needs_shapes: ClassVar[bool] = False
     rule: ClassVar[Rule | None] = None
     Settings: ClassVar[type] = NoSettings
@@ -88,6 +85,15 @@ class Method(nn.Module, ABC):
     def derive(self) -> Genotype:
         """The architecture found so far; by default the method's or the space's rule on the probabilities."""
         return derive(self.layout, self.probabilities(), self.rule, about={"method": self.name})
+
+    @property
+    def many_cells(self) -> bool:
+        """Whether weights learn in other cells than the one that is validated (samples, or the cell of the moment).
+
+        Batch-norm's running statistics are then those of no cell: the last validation is made with norms measured anew,
+        too.
+        """
+        return False
 
     def looking(self) -> Mix | None:
         """The mix for a pass over the validation split that `derive` rests on, begun anew; None: it needs none."""

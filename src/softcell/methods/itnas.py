@@ -274,6 +274,10 @@ class ItNas(Method):
     def relax(self) -> Mix:
         return ItMix(self, plan=None if self.settings.paths == "all" else self.planned())
 
+    @property
+    def many_cells(self) -> bool:
+        return bool(self.settings.paths != "all")
+
     def looking(self) -> Mix | None:
         return ItMix(self, self.moments.begun_anew()) if self.settings.paths == "all" else None
 

@@ -83,7 +83,6 @@ class Snas(Method):
 
     name: ClassVar[str] = "snas"
     about: ClassVar[str] = "SNAS: concrete samples, annealed; single-level (bilevel with --set regime=bilevel)"
-    many_cells: ClassVar[bool] = True
     regime: ClassVar[Regime] = "single-level"
     rule: ClassVar[Rule] = StrongestEach()
     Settings: ClassVar[type] = SnasSettings
@@ -125,6 +124,10 @@ class Snas(Method):
     def begin_epoch(self, progress: float) -> None:
         s = self.settings
         self.temperature.fill_(temperature_at(progress, s.first_temperature, s.last_temperature, s.schedule))
+
+    @property
+    def many_cells(self) -> bool:
+        return True
 
     def relax(self) -> Mix:
         return WeightMix(self.layout, {name: self._sample(name) for name in self.log_alpha})

@@ -42,7 +42,6 @@ class Spos(Method):
     name: ClassVar[str] = "spos"
     about: ClassVar[str] = "SPOS: one uniformly drawn architecture per step trains the supernet, evolution selects"
     learns: ClassVar[bool] = False
-    many_cells: ClassVar[bool] = True
     regime: ClassVar[Regime] = "single-level"
     home: ClassVar[str] = "proxyless"
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
@@ -91,6 +90,10 @@ class Spos(Method):
 
     def plan(self, reading: Tensor) -> Plan:
         return self._path(str(int(reading)))
+
+    @property
+    def many_cells(self) -> bool:
+        return True
 
     def relax(self) -> Mix:
         weights = self.probabilities()

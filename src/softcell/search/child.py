@@ -5,8 +5,8 @@ SNAS, Table 1: how far a derived network falls behind the supernet it comes from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -44,10 +44,16 @@ def measure_child(
 
 
 @contextmanager
-def norms_measured_anew(supernet: Supernet, mix: Mix, batches: Iterable[Batch]) -> Iterator[None]:
+def norms_measured_anew(
+    supernet: Supernet,
+    mix: Mix,
+    batches: Iterable[Batch],
+    surroundings: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[None]:
     """Within this context all batch-norms have the plain mean of their statistics over `batches` under `mix`.
 
     Nothing is dropped meanwhile, as nothing is in evaluation; random numbers that are drawn are given back.
+    surroundings: entered around these forwards; whoever evaluates in lower precision measures in it, too.
     """
     drops = [module for module in supernet.modules() if isinstance(module, DropPath | Dropout)]
     chances = [drop.current.clone() for drop in drops]
@@ -62,7 +68,8 @@ def norms_measured_anew(supernet: Supernet, mix: Mix, batches: Iterable[Batch]) 
         drop.set_fraction(0.0)
     supernet.train()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        drawing = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with torch.no_grad(), drawing, surroundings():
             for batch in batches:
                 supernet(batch.images, mix)
         supernet.train(was_training)

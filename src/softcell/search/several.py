@@ -7,7 +7,7 @@ one's `genotype.json`. Resuming goes on with what is unfinished and repeats noth
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,9 +99,18 @@ def search_seeds(
     return SeveralResult(folder, results, errors, best, exit_code(stopped) if stopped else int(bool(errors)))
 
 
-def score(result: SearchResult) -> float | None:
-    """What seeds are compared by: the last validation accuracy of the search, with norms of its own where measured."""
-    return _last(result, "best_val_accuracy", "val_accuracy_bn", "val_accuracy")
+ANEW = "val_accuracy_bn"
+
+
+def figure(results: Iterable[SearchResult]) -> str:
+    """What seeds are compared by: the accuracy with norms measured anew where every finished one has it."""
+    done = [result for result in results if result.genotype is not None]
+    return ANEW if done and all(_last(result, ANEW) is not None for result in done) else "val_accuracy"
+
+
+def score(result: SearchResult, figure: str = "val_accuracy") -> float | None:
+    """The last validation accuracy of a search by the figure named; of one without a supernet, of its best network."""
+    return _last(result, "best_val_accuracy", figure)
 
 
 def loss(result: SearchResult) -> float | None:
@@ -114,8 +123,8 @@ def _last(result: SearchResult, *keys: str) -> float | None:
 
 
 def _best(results: dict[int, SearchResult]) -> int | None:
-    done = {seed: result for seed, result in results.items() if result.genotype is not None}
-    ranks = {seed: value for seed, one in done.items() if (value := score(one)) is not None}
+    done, by = {seed: one for seed, one in results.items() if one.genotype is not None}, figure(results.values())
+    ranks = {seed: value for seed, one in done.items() if (value := score(one, by)) is not None}
     ranks = ranks or {seed: -value for seed, one in done.items() if (value := loss(one)) is not None}
     return max(ranks, key=lambda seed: (ranks[seed], -seed), default=None)
 
@@ -164,6 +173,7 @@ def _write(
                 "folder": _place(folder, seed).name,
                 "status": status,
                 "val_accuracy": None if result is None else score(result),
+                ANEW: None if result is None else _last(result, ANEW),
                 "val_loss": None if result is None else loss(result),
                 "error": None if error is None else str(error),
             }

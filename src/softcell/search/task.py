@@ -206,7 +206,7 @@ class SearchTask:
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate(last)
-            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"))
+            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), again=self.method.many_cells)
             if text is not None:
                 self._tell_doubt(text)
         genotype = self.method.derive()
@@ -334,6 +334,13 @@ class SearchTask:
         with self._cells(), computing_in(self.recipe.precision, self.world.device):
             yield
 
+    @contextmanager
+    def _measuring_norms(self) -> Iterator[None]:
+        """As in a step, but not compiled: means over batches would be compiled anew, for a handful of them."""
+        eager = torch.compiler.set_stance("force_eager") if self.recipe.engine == "compile" else nullcontext()
+        with self._surroundings(), eager:
+            yield
+
     def _validate(self, last: bool) -> dict[str, Any]:
         """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
         if not self.objective.supervised:
@@ -345,7 +352,7 @@ class SearchTask:
             together = looking is not None and self._look is None
             mix = looking if looking is not None and together else self.method.relax()
             held = self._measure(mix)
-            anew = self._measure_anew(mix) if last and self.method.many_cells else {}
+            anew = self._measure_anew(mix) if last and self.method.many_cells and looking is None else {}
             if last:
                 self._look_in_turn()
             for sums in self.method.looked():
@@ -361,7 +368,7 @@ class SearchTask:
     def _measure_anew(self, mix: Mix) -> dict[str, float]:
         """The same with batch-norm's statistics of this very mix, over a few training batches."""
         batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
-        with norms_measured_anew(self.supernet, mix, batches):
+        with norms_measured_anew(self.supernet, mix, batches, self._measuring_norms):
             return {"val_accuracy_bn": self._measure(mix).accuracy}
 
     @torch.no_grad()
@@ -397,7 +404,7 @@ class SearchTask:
             self._tell(f"selection in {len(pairs)} passes over the validation split")
         for plain, mix in pairs:
             batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
-            with norms_measured_anew(self.supernet, plain, batches):
+            with norms_measured_anew(self.supernet, plain, batches, self._measuring_norms):
                 (self._look or self._measure)(mix)
 
 

@@ -79,10 +79,10 @@ DOUBTED = 3.0
 """How many times better in training a supernet must be for its accuracy on the validation split to be doubted."""
 
 
-def doubt(trained: float | None, held: float | None) -> str | None:
+def doubt(trained: float | None, held: float | None, *, again: bool) -> str | None:
     """What to tell of an accuracy on held-out images that is far below the one in training; None where it is not.
 
-    None: it was not measured.
+    None: it was not measured. again: whether the last one is measured with norms of its own, too.
 
     Seen in NAS-Bench-201 with SNAS and EnTranNAS: 62% in training, and 10%, which is guessing, on other images.
     """
@@ -92,5 +92,10 @@ def doubt(trained: float | None, held: float | None) -> str | None:
         f"the supernet is right for {held:.1%} of the images it is validated on, in training for {trained:.1%}. Where "
         "a method samples cells or replaces them, batch-norm's running statistics were gathered over many and may not "
         "fit the one of the moment: the figure then says little of the search, and what is derived does not depend on "
-        "it. After the last epoch such methods are also validated with norms measured anew; --keep best goes by that."
+        "it. "
+        + (
+            "After the last epoch it is measured once more, with norms measured anew; --keep best goes by that."
+            if again
+            else "Choosing by it (--keep best) says as little."
+        )
     )
