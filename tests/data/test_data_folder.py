@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from softcell.data import Augment, Files, Resident, load
-from softcell.data.decode import decode
+from softcell.data.decode import _fit, decode
 from softcell.data.folder import choose_size
 from softcell.errors import UserError
 
@@ -279,6 +279,16 @@ def test_other_files_in_a_class_folder_are_ignored_with_a_warning(tmp_path):
     (tmp_path / "a" / "notes.txt").write_text("x")
     with pytest.warns(UserWarning, match=r"1 entries .* first a/notes\.txt"):
         assert len(load(tmp_path).train) == 4
+
+
+@pytest.mark.parametrize("size", [(28, 28), (100, 130), (224, 224), (3, 7)])
+def test_a_picture_of_any_size_is_fitted(size):
+    """By rounding the central box may lie outside by 1e-14, which Pillow refuses."""
+    for side in range(1, 700, 3):
+        for other in (side, side + 38, 2 * side + 1):
+            for width, height in ((side, other), (other, side)):
+                fitted = _fit(Image.new("L", (width, height), 77), *size)
+                assert fitted.size == (size[1], size[0]) and fitted.getextrema() == (77, 77)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])

@@ -431,21 +431,22 @@ def test_dst_leaves_none_out_wherever_there_is_something_else() -> None:
     assert float(p[2, 0]) == 0.0
 
 
-def test_transit_cells_stay_whole_where_none_would_cut_them() -> None:
-    """NAS-Bench-201's rule may pick `none` everywhere; transit cells of that kind would end all learning."""
+@pytest.mark.parametrize("cut", ["none", "noise"])
+def test_transit_cells_stay_whole_where_nothing_or_noise_would_cut_them(cut: str) -> None:
+    """NAS-Bench-201's rule may pick `none` everywhere, S4's noise; such transit cells would end all learning."""
     table = Table(
-        "cell", tuple(Choice(s, t, ("none", "skip_connect", "nor_conv_1x1")) for t in (1, 2) for s in range(t)), (2,)
+        "cell", tuple(Choice(s, t, (cut, "skip_connect", "nor_conv_1x1")) for t in (1, 2) for s in range(t)), (2,)
     )
     layout = Layout("toy", (table,), ("cell", "cell"), StrongestEach())
     method = EnTranNas(layout, EnTranNasSettings())
     with torch.no_grad():
         method.alpha["cell"].copy_(torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.0, 1.0], [0.0, 9.0, 1.0]]))
-    assert [pick.op for pick in method.derive().cells["cell"].picks] == ["none", "none", "skip_connect"]
+    assert [pick.op for pick in method.derive().cells["cell"].picks] == [cut, cut, "skip_connect"]
     assert method.planned()[1] == ((1,), (2,), (1,))
     assert not reaches_output(table, method.derive().cells["cell"].picks)
     with torch.no_grad():
         method.alpha["cell"][1, 2] = 12.0
-    assert method.planned()[1] == ((0,), (2,), (1,)), "a whole cell runs as derived, its `none` included"
+    assert method.planned()[1] == ((0,), (2,), (1,)), "a whole cell runs as derived, what cuts included"
 
 
 @pytest.mark.parametrize(

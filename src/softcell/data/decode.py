@@ -101,8 +101,8 @@ def _fit(image: Image.Image, height: int, width: int) -> Image.Image:
     if image.size == (width, height):
         return image
     scale = min(image.width / width, image.height / height)
-    left, top = (image.width - width * scale) / 2, (image.height - height * scale) / 2
-    # Rounding must not push the box past the border, which Pillow refuses.
+    # Rounding must not push the box past a border, on no side: Pillow refuses that.
+    left, top = max(0.0, (image.width - width * scale) / 2), max(0.0, (image.height - height * scale) / 2)
     right, bottom = min(left + width * scale, image.width), min(top + height * scale, image.height)
     return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
 

@@ -34,6 +34,7 @@ from softcell.arch.simplex import masked_softmax
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
+from softcell.nn.candidates import get_candidate, known_candidates
 from softcell.settings import not_negative, positive
 
 Engines = Literal["first", "last", "all"] | tuple[int, ...]
@@ -137,9 +138,17 @@ def reaches_output(table: Table, picks: tuple[Pick, ...]) -> bool:
     """Whether anything flows from the cell's inputs to its output."""
     reached = set(table.sources) - set(table.targets)
     for pick in sorted(picks, key=lambda pick: (pick.target, pick.source)):
-        if pick.op != "none" and pick.source in reached:
+        if not cuts(pick.op) and pick.source in reached:
             reached.add(pick.target)
     return bool(reached & set(table.output))
+
+
+def cuts(op: str) -> bool:
+    """Whether nothing of its input is in what a candidate gives: nothing at all, or noise."""
+    if op not in known_candidates():
+        return op == "none"
+    found = get_candidate(op)
+    return found.zero or found.blind
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,6 @@ class EnTranNasDstSettings(EnTranNasSettings):
 class _EngineTransit(Method):
     """Engine cells that weigh with `probabilities`, transit cells that run what is derived from them."""
 
-    many_cells: ClassVar[bool] = True
     regime: ClassVar[Regime] = "bilevel"
 
     temperature: Tensor
@@ -228,6 +236,10 @@ class _EngineTransit(Method):
         }
         return tuple(None if site in self.engines else lives[name] for site, name in enumerate(self.layout.sites))
 
+    @property
+    def many_cells(self) -> bool:
+        return True
+
     def relax(self) -> Mix:
         weights = self.probabilities()
         if len(self.engines) == len(self.layout.sites):
@@ -246,9 +258,11 @@ class _EngineTransit(Method):
         strengths = strengths.nan_to_num()  # a search that has diverged is told by its loss, with the step
         picks = derive_picks(self.layout, table, strengths, self.rule)
         if not reaches_output(table, picks):
-            # Deviation: where `none` may be picked a cell can break in two; its transit twins would end all learning,
-            # so they run the strongest other candidates until it is whole again.
-            whole = strengths.masked_fill(table.columns("none"), -torch.inf)
+            # Deviation: where `none` or noise may be picked a cell can break in two; its transit twins would end all
+            # learning, so they run the strongest other candidates until it is whole again.
+            whole = strengths
+            for op in {op for choice in table.choices for op in choice.candidates if cuts(op)}:
+                whole = whole.masked_fill(table.columns(op), -torch.inf)
             picks = derive_picks(self.layout, table, whole, self.rule)
         return live_of(table, picks)
 
