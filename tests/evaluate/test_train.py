@@ -308,8 +308,8 @@ def test_the_test_set_is_read_only_after_the_last_epoch(
     ended: list[Any] = []
     watched: list[Watched] = []
 
-    def watching(*arguments: Any) -> Dataset:
-        found = load(*arguments)
+    def watching(*arguments: Any, **options: Any) -> Dataset:
+        found = load(*arguments, **options)
         assert found.test is not None
         watched.append(Watched(found.test, ended))
         return Dataset(
