@@ -6,8 +6,6 @@ its own kernel. (Products and sums over the taps need a graph of hundreds of nod
 of matrices over windows seven times that.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.export import ExportedProgram
 from softcell.errors import UserError
 
 
+# Annotations as they are, not as text: the operation's schema is read from them, and not every torch reads text.
 @torch.library.custom_op("softcell::conv_by_image", mutates_args=())
 def conv_by_image(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
