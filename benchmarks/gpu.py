@@ -131,16 +131,13 @@ def _longest(events: list[Any], count: int = 25) -> list[dict[str, Any]]:
     return [{"kernel": name, "ms": ms, "calls": calls[name]} for name, ms in spent.most_common(count)]
 
 
-def _milliseconds(task: Task, one: Any) -> float:
+def next_milliseconds(task: Task, batches: Iterator[Any]) -> float:
+    one = next(batches)
     torch.cuda.synchronize()
     began = time.perf_counter()
     task.step(one)
     torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - began)
-
-
-def next_milliseconds(task: Task, batches: Iterator[Any]) -> float:
-    return _milliseconds(task, next(batches))
 
 
 def _kernels(work: Callable[[], object]) -> list[Any]:

@@ -27,11 +27,10 @@ from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.report import curves_svg
-from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.search.phases import FIRST
 from softcell.settings import assignments
-from studies.recorded import Rows, recorded_searches, rest_of
+from studies.recorded import Rows, recorded_searches, rest_of, with_training
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -41,7 +40,6 @@ from studies.runs import (
     interleaved,
     print_arms,
     spread,
-    training_results,
     write_record,
 )
 
@@ -104,19 +102,14 @@ def run_all(options: argparse.Namespace) -> None:
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """What one search and its training gave, or how far they have come."""
-    row = options.known.get((arm, seed)) or searched(arm, seed, options)
-    if row["search"] == NOT_MEASURED:
-        return row
-    genotype = Genotype.from_dict(row["search"]["genotype"])
-    atomic_write_text(options.out / f"{arm}-{seed}.svg", to_svg(genotype, f"{arm} on {options.data}, seed {seed}"))
-    if row["trained"] != NOT_MEASURED:
-        return row
-    place = folder_of(arm, seed, options) / "training"
-    own = epochs_of(place)
-    row["epochs_done"][2] = len(own)
+    row, place = (
+        options.known.get((arm, seed)) or searched(arm, seed, options),
+        folder_of(arm, seed, options) / "training",
+    )
     kept = ("accuracy", "split", "count", "parameters", "multiply_adds", "seconds")
-    row["trained"] = training_results(place, kept)
-    if row["trained"] != NOT_MEASURED:
+    row = with_training(row, place, kept, options.out / f"{arm}-{seed}.svg", f"{arm} on {options.data}, seed {seed}")
+    if row["trained"] != NOT_MEASURED and "curves" not in row["trained"]:
+        own = epochs_of(place)
         row["trained"]["curves"] = {key: [r.get(key) for r in own] for key in ("train_loss", "train_accuracy")}
     return row
 
@@ -199,12 +192,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
-    parser.add_argument(
-        "--searched",
-        type=Path,
-        metavar="FILE",
-        help="train what finished searches of this record found",
-    )
+    parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
     parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")
     options = parser.parse_args(arguments)

@@ -26,11 +26,10 @@ from softcell.engine.files import atomic_write_text
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.report import curves_svg
-from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces import build_space
-from studies.recorded import Rows, recorded_searches, rest_of
+from studies.recorded import Rows, recorded_searches, rest_of, with_training
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -40,7 +39,6 @@ from studies.runs import (
     interleaved,
     print_arms,
     spread,
-    training_results,
     write_record,
 )
 
@@ -118,12 +116,16 @@ def known_of(options: argparse.Namespace) -> Rows:
     return recorded_searches(options.searched, recipes, partial(training_of, options=options), record_of(options))
 
 
+def all_taught(options: argparse.Namespace) -> bool:
+    """Whether --searched has all guided searches, so that nobody is left to be taught."""
+    return all(("guided", seed) in options.known for seed in options.seeds)
+
+
 def run_all(options: argparse.Namespace) -> None:
     """Goes on with everything that is not finished, side by side, until it is or the time is over."""
     check(options)
     deadline, starts = Deadline(options.minutes), []
-    alone = all(("guided", seed) in options.known for seed in options.seeds)  # nobody is left to be taught
-    if not (alone or teach(options, deadline)) or deadline.passed:
+    if not (all_taught(options) or teach(options, deadline)) or deadline.passed:
         return
     for seed in options.seeds:
         own = training_of(seed, options)
@@ -136,16 +138,9 @@ def run_all(options: argparse.Namespace) -> None:
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """What one search and its training gave, or how far they have come."""
     row, folder = options.known.get((arm, seed)) or searched(arm, seed, options), folder_of(arm, seed, options)
-    if row["search"] == NOT_MEASURED:
-        return row
-    genotype = Genotype.from_dict(row["search"]["genotype"])
-    atomic_write_text(options.out / f"{folder.name}.svg", to_svg(genotype, f"{arm} on {options.data}, seed {seed}"))
-    if row["trained"] != NOT_MEASURED:
-        return row
-    place = folder / "training"
-    row["epochs_done"][1] = len(epochs_of(place))
-    row["trained"] = training_results(place, ("accuracy", "split", "parameters", "multiply_adds", "seconds"))
-    return row
+    kept = ("accuracy", "split", "parameters", "multiply_adds", "seconds")
+    drawing, title = options.out / f"{folder.name}.svg", f"{arm} on {options.data}, seed {seed}"
+    return with_training(row, folder / "training", kept, drawing, title)
 
 
 def searched(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -170,7 +165,7 @@ def taught(options: argparse.Namespace) -> dict[str, Any]:
     """The teacher, with its own accuracy."""
     folder, about = teacher_of(options), {"architecture": options.teacher}
     if not finished(folder):
-        if options.known:  # whoever taught what is taken from a record
+        if all_taught(options):  # by the teacher of the record
             known: dict[str, Any] = json.loads(options.searched.read_text())["teacher"]
             return known
         return {**about, "epochs_done": len(epochs_of(folder)), "test_accuracy": NOT_MEASURED}
@@ -243,12 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--precision", help="auto, float32 or bfloat16")
     parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
     parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
-    parser.add_argument(
-        "--searched",
-        type=Path,
-        metavar="FILE",
-        help="train what finished searches of this record found",
-    )
+    parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
     parser.add_argument("--runs", type=Path, default=Path("runs/nos-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/nos"), help="where record and curves go")
     options = parser.parse_args(arguments)

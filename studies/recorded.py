@@ -7,16 +7,26 @@ A row of such a record has an `arm`, a `seed`, a `search` with its `recipe` and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from softcell.arch import Genotype
+from softcell.engine.files import atomic_write_text
 from softcell.engine.lanes import Running
 from softcell.errors import UserError
 from softcell.evaluate import resolve as resolve_training
+from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
-from studies.runs import NOT_MEASURED, Deadline, placeless, searched_and_trained, trained
+from studies.runs import (
+    NOT_MEASURED,
+    Deadline,
+    epochs_of,
+    placeless,
+    searched_and_trained,
+    trained,
+    training_results,
+)
 
 Rows = dict[tuple[str, int], dict[str, Any]]  # by arm and seed
 WHERE = ("data_root", "device", "threads")  # settings that say where a run takes place, not what it does
@@ -78,6 +88,21 @@ def _comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
     if (found.get("guide") or {}).get("teacher"):
         found["guide"] = {**found["guide"], "teacher": Path(found["guide"]["teacher"]).name}
     return found
+
+
+def with_training(row: dict[str, Any], place: Path, kept: Sequence[str], drawing: Path, title: str) -> dict[str, Any]:
+    """A search's row with what its training in `place` gave, or how far that has come; what was found is drawn.
+
+    Args:
+        kept: results of the training that are recorded.
+    """
+    if row["search"] == NOT_MEASURED:
+        return row
+    atomic_write_text(drawing, to_svg(Genotype.from_dict(row["search"]["genotype"]), title))
+    if row["trained"] == NOT_MEASURED:
+        row["epochs_done"][-1] = len(epochs_of(place))
+        row["trained"] = training_results(place, kept)
+    return row
 
 
 def rest_of(

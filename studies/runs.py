@@ -122,7 +122,7 @@ def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline:
     begun = (place / "run.json").is_file()
     if begun:
         # The recipe that was begun with is kept; another one, or another architecture, in the same place is refused.
-        kept, how = stored_training(place, {k: v for k, v in given.items() if k != "threads"})
+        kept, how = stored_training(place, given)
         if (kept.space, kept.cells) != (genotype.space, genotype.cells):
             raise UserError(f"{place} holds the training of another architecture; take another folder by --runs")
     else:

@@ -53,8 +53,9 @@ def show_search(out: Console, result: SearchResult) -> None:
 
 def supernet_accuracy(measured: Mapping[str, Any]) -> str:
     """What is known of a supernet after its last validation, for people to read."""
-    text = f"{percent(measured['val_accuracy'])} on the {measured['val_split']} split"
-    anew = measured.get("val_accuracy_bn")
+    from softcell.search.validation import ANEW
+
+    text, anew = f"{percent(measured['val_accuracy'])} on the {measured['val_split']} split", measured.get(ANEW)
     return text if anew is None else f"{text}, {percent(anew)} with norms measured anew"
 
 
@@ -62,7 +63,8 @@ def show_seeds(out: Console, result: SeveralResult) -> None:
     """What each seed reached, with mean and spread; the best one is named."""
     import statistics
 
-    from softcell.search.several import ANEW, figure, loss, score
+    from softcell.search.several import figure, loss, score
+    from softcell.search.validation import ANEW
 
     out.print()
     reached: list[float] = []

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from softcell.data import cub
 from softcell.data.arrays import load_npz
 from softcell.data.cifar import load_cifar
-from softcell.data.cub import load_cub
 from softcell.data.dataset import Dataset, check_fixed_size
 from softcell.data.digits import load_digits
 from softcell.data.folder import load_folder
@@ -85,13 +85,12 @@ def _load(
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)
-    if scaled_to is not None and name not in ("cub200", "cub200-boxes"):
+    if scaled_to is not None and name not in cub.NAMES:
         raise UserError(f"scaled_to is for photographs of cub200 alone, but got {scaled_to} for {name}; leave it out")
     if name == "imagenet":
         return load_imagenet(_root(root), image_size, memory_limit)
-    if name in ("cub200", "cub200-boxes"):
-        boxed = name == "cub200-boxes"
-        return load_cub(_root(root), image_size, memory_limit, boxed=boxed, scaled_to=scaled_to)
+    if name in cub.NAMES:
+        return cub.load_cub(_root(root), image_size, memory_limit, boxed=name == cub.BOXED, scaled_to=scaled_to)
     if name in _DESCRIPTIONS:
         found = _load_fixed(name, root)
     else:

@@ -21,6 +21,7 @@ from softcell.data.folder import Scan, images_of
 from softcell.data.images import Images
 from softcell.errors import UserError
 
+WHOLE, BOXED = NAMES = ("cub200", "cub200-boxes")
 FILES = ("images.txt", "image_class_labels.txt", "classes.txt", "train_test_split.txt")
 BOXES = "bounding_boxes.txt"
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the field uses
@@ -152,7 +153,7 @@ def load_cub(
         return images_of(scan, 3, (size, size), (stored, stored), is_test=is_test, resident=resident, whole=not boxed)
 
     return Dataset(
-        "cub200-boxes" if boxed else "cub200",
+        BOXED if boxed else WHOLE,
         tuple(classes[key] for key in order),
         images(is_test=False),
         None if all(part.values()) else images(is_test=True),

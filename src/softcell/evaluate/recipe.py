@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from softcell.arch import Genotype
+from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
 from softcell.evaluate.fixed import settled
 from softcell.settings import build, merge, not_negative, positive, to_dict
@@ -186,7 +187,6 @@ SIZES = {
 """By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
 
 
-BIRDS = ("cub200", "cub200-boxes")
 RETRIEVED_SIZE, RETRIEVED_FROM = 227, 256
 """Photographs of birds are scaled to 256×256 and seen at 227×227; 448×448 to classify them (§IV-E and F)."""
 

@@ -55,32 +55,38 @@ def norms_measured_anew(
     Nothing is dropped meanwhile, as nothing is in evaluation; random numbers that are drawn are given back.
     surroundings: entered around these forwards; whoever evaluates in lower precision measures in it, too.
     """
-    drops = [module for module in supernet.modules() if isinstance(module, DropPath | Dropout)]
-    chances = [drop.current.clone() for drop in drops]
-    device = next(supernet.parameters()).device
     norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
     kept = [({k: v.clone() for k, v in norm.state_dict().items()}, norm.momentum) for norm in norms]
-    was_training = supernet.training
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None
-    for drop in drops:
-        drop.set_fraction(0.0)
-    supernet.train()
     try:
-        drawing = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with torch.no_grad(), drawing, surroundings():
+        with torch.no_grad(), _training_without_drops(supernet), surroundings():
             for batch in batches:
                 supernet(batch.images, mix)
-        supernet.train(was_training)
         yield
+    finally:
+        for norm, (state, momentum) in zip(norms, kept, strict=True):
+            norm.load_state_dict(state)
+            norm.momentum = momentum
+
+
+@contextmanager
+def _training_without_drops(supernet: Supernet) -> Iterator[None]:
+    """The supernet in training, but that nothing is dropped; mode, chances and random numbers are given back."""
+    drops = [module for module in supernet.modules() if isinstance(module, DropPath | Dropout)]
+    chances = [drop.current.clone() for drop in drops]
+    was_training, device = supernet.training, next(supernet.parameters()).device
+    supernet.train()
+    for drop in drops:
+        drop.set_fraction(0.0)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
     finally:
         supernet.train(was_training)
         for drop, chance in zip(drops, chances, strict=True):
             drop.current.copy_(chance)
-        for norm, (state, momentum) in zip(norms, kept, strict=True):
-            norm.load_state_dict(state)
-            norm.momentum = momentum
 
 
 @torch.no_grad()

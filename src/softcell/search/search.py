@@ -47,6 +47,7 @@ from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
+from softcell.search.validation import ANEW
 from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Space, build_space
 from softcell.spaces.costs import count_candidates
@@ -264,7 +265,7 @@ def _search(
             "finished",
             stopped=outcome.reason,
             val_accuracy=last.get("val_accuracy"),
-            **{key: last[key] for key in ("val_accuracy_bn",) if key in last},
+            **({ANEW: last[ANEW]} if ANEW in last else {}),
             val_split=recipe.measured_split,
             seconds=sum(row["seconds"] for row in outcome.metrics),
             **results,

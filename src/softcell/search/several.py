@@ -24,6 +24,7 @@ from softcell.errors import UserError
 from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe
 from softcell.search.search import SearchResult, searching
+from softcell.search.validation import ANEW
 
 SEEDS = "seeds.json"
 Keep = Literal["all", "best"]
@@ -97,9 +98,6 @@ def search_seeds(
     if keep == "best" and whole and best is not None:
         _drop_checkpoints(folder, [seed for seed in seeds if seed != best])
     return SeveralResult(folder, results, errors, best, exit_code(stopped) if stopped else int(bool(errors)))
-
-
-ANEW = "val_accuracy_bn"
 
 
 def figure(results: Iterable[SearchResult]) -> str:

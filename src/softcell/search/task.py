@@ -36,7 +36,7 @@ from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.steps import Players, bilevel, single_level, unrolled
-from softcell.search.validation import Validation, doubt
+from softcell.search.validation import ANEW, Validation, doubt
 from softcell.spaces import Bound, Supernet
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.fused import can_fuse, modules_only
@@ -369,7 +369,7 @@ class SearchTask:
         """The same with batch-norm's statistics of this very mix, over a few training batches."""
         batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
         with norms_measured_anew(self.supernet, mix, batches, self._measuring_norms):
-            return {"val_accuracy_bn": self._measure(mix).accuracy}
+            return {ANEW: self._measure(mix).accuracy}
 
     @torch.no_grad()
     def _validate_objective(self, last: bool) -> dict[str, Any]:

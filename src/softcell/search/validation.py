@@ -75,6 +75,8 @@ class Validation:
         self._meter.judge(logits, batch.labels)
 
 
+ANEW = "val_accuracy_bn"
+"""The accuracy once more, with batch-norm's statistics measured anew for the cell that is validated."""
 DOUBTED = 3.0
 """How many times better in training a supernet must be for its accuracy on the validation split to be doubted."""
 
