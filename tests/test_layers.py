@@ -19,7 +19,7 @@ ORDER = (
     {"methods"},
     {"search", "evaluate"},
     {"report", "export"},
-    {"drawings"},
+    {"drawings", "sources"},
     {"api"},
     {"baseline"},
     {"sweep", "pipeline"},

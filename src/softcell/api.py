@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from softcell import drawings
-from softcell.arch import Genotype, notation
+from softcell.arch import Genotype
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
 from softcell.engine.events import OnEvent
 from softcell.engine.migrate import FORMAT, migrate
@@ -40,6 +40,7 @@ from softcell.search.search import search as run_search
 from softcell.search.several import Keep, SeveralResult, read_seeds
 from softcell.search.several import search_seeds as run_seeds
 from softcell.settings import merge
+from softcell.sources import read_genotype, run_of
 from softcell.spaces import SPACES, Network, build_space
 from softcell.spaces.teacher import register_teacher
 
@@ -101,7 +102,8 @@ def train(
 ) -> TrainResult:
     """Trains the network of a genotype from scratch and measures it once on the test set.
 
-    genotype: a `Genotype`, its file, a run folder or any notation; None where `config` is an earlier training's run.
+    genotype: a `Genotype`, its file, a run folder, RUN@EPOCH or any notation; None where `config` is the run of an
+        earlier training.
     recipe: `small`, `cifar` or `imagenet`; the one that suits the data when None.
     settings: keys of `TrainRecipe`, such as `epochs=5, space_settings={"cells": 8}`; they win over `config`.
     out: a new folder; `runs/train-<space>-<data>-<n>` when None. `resume` goes on with the run in it.
@@ -287,43 +289,6 @@ def compare_indicators(
     return {**about, **_indicators.summary(found.supernet.layout, values)}
 
 
-def read_genotype(source: Genotype | str | Path) -> Genotype:
-    """A genotype from itself, a file in any notation, a run folder, or the notation as text."""
-    if isinstance(source, Genotype):
-        return source
-    text = str(source).strip()
-    if is_notation(text):
-        return notation.parse(text)
-    path = Path(source)
-    if path.is_dir():
-        if not (path / "genotype.json").exists() and (path / "run.json").exists():
-            status = RunFolder.open(path).manifest["status"]
-            raise UserError(
-                f"{path}: this run has no genotype yet (status {status!r}); `softcell search --resume {path}` goes on"
-            )
-        return Genotype.load(path)
-    if not path.exists():
-        raise UserError(
-            f"no genotype at {text[:80]!r}: give a file, a run folder, DARTS notation (Genotype(...)) or a "
-            "NAS-Bench-201 string (|op~0|+...)"
-        )
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text ({error})") from error
-    if content.strip().startswith("{"):
-        return Genotype.loads(content, str(path))
-    try:
-        return notation.parse(content)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def is_notation(text: str) -> bool:
-    """Whether `text` is an architecture itself and not the name of a file."""
-    return text.lstrip().startswith(("{", "|")) or "Genotype(" in text
-
-
 def free_folder(*parts: str) -> Path:
     """`runs/<parts>-<n>` with the first n that is free."""
     stem = "-".join(re.sub(r"[^\w.]+", "-", Path(part).name).strip("-.") or "data" for part in parts)
@@ -388,15 +353,6 @@ def _config(path: str | Path, kind: str) -> tuple[dict[str, Any], Genotype | Non
         raise UserError(f"--config of a {kind} must be a {kind} run, but {path} is a {manifest['kind']} run")
     stored = manifest["results"].get("genotype")
     return manifest["recipe"], None if stored is None else Genotype.from_dict(stored, f"{path}: genotype")
-
-
-def run_of(source: str | Path | None) -> Path | None:
-    """The run folder that an argument names, directly or by its genotype file."""
-    if source is None or is_notation(str(source)):
-        return None
-    path = Path(source)
-    folder = path if path.is_dir() else path.parent
-    return folder if path.exists() and (folder / "run.json").is_file() else None
 
 
 def _inherited(source: str | Path | None) -> dict[str, Any]:

@@ -50,6 +50,15 @@ def test_show_draws_in_the_terminal_and_as_svg(call: Softcell, searched: Path, t
     ET.parse(tmp_path / "cell.svg")
 
 
+def test_commands_take_the_architecture_of_an_epoch(call: Softcell, searched: Path) -> None:
+    found = json.loads(call("convert", f"{searched}@last", "--to", "json").out)
+    assert found["cells"] == json.loads((searched / "genotype.json").read_text())["cells"]
+    assert call("show", f"{searched}@1").code == call("info", f"{searched}@1").code == 0
+    answer = call("show", f"{searched}@99")
+    assert answer.code == 2
+    assert "after @ stands an epoch" in answer.error
+
+
 def test_info_counts_the_published_darts_network(call: Softcell) -> None:
     answer = call("info", DARTS_V2, "--cells", "20", "--channels", "36")
     assert "3,349,342" in answer.out

@@ -58,11 +58,11 @@ def render(genotype: Genotype, to: o.Notation) -> str:
 
 def _other(content: str, genotype: Genotype) -> o.Notation:
     """The notation that is not the input's."""
-    from softcell.api import is_notation
+    from softcell.sources import is_notation
 
     if is_notation(content):
         is_json = content.lstrip().startswith("{")
     else:
         path = Path(content)
-        is_json = path.is_dir() or path.read_text(encoding="utf-8").lstrip().startswith("{")
+        is_json = not path.is_file() or path.read_text(encoding="utf-8").lstrip().startswith("{")
     return ("nb201" if set(genotype.cells) == {"cell"} else "darts") if is_json else "json"

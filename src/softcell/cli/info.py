@@ -57,7 +57,6 @@ def info(
 def describe_network(
     out: Console, what: str, settings: dict[str, Any], image: Shape | None, classes: int | None
 ) -> None:
-    from softcell.api import run_of
     from softcell.cli import inputs
     from softcell.cli.results import facts
     from softcell.engine import RunFolder
@@ -65,6 +64,7 @@ def describe_network(
     from softcell.evaluate.fixed import settled
     from softcell.registry import load_plugin
     from softcell.settings import merge
+    from softcell.sources import run_of
     from softcell.spaces import SPACES, build_space
 
     folder = run_of(what)

@@ -25,7 +25,7 @@ def from_stdin(text: str | None) -> str | None:
 
 
 def genotype(text: str) -> Genotype:
-    from softcell.api import read_genotype
+    from softcell.sources import read_genotype
 
     content = from_stdin(text)
     assert content is not None

@@ -182,10 +182,10 @@ def show_network(
 
 
 def _network(what: str, recipe: str, settings: dict[str, Any], image: Shape, classes: int) -> Network:
-    from softcell.api import run_of
     from softcell.cli import inputs
     from softcell.evaluate.fixed import settled
     from softcell.export import trained_folder
+    from softcell.sources import run_of
     from softcell.spaces import Network
 
     if run_of(what) is not None and not settings:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from softcell.arch import Genotype
-from softcell.arch.genotype import FORMAT, VERSION
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table
@@ -21,6 +20,7 @@ from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
 from softcell.report.curves import curves_svg
 from softcell.report.runs import find_runs, is_table, read_run
 from softcell.report.stats import Summary, summarise
+from softcell.search.history import genotype_of
 
 SPACE = "nb201"
 
@@ -91,8 +91,7 @@ def _trajectory(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[di
     found: list[dict[str, float]] = []
     best = -math.inf
     for row in rows:
-        cells = {"format": FORMAT, "version": VERSION, "space": SPACE, "cells": row["genotype"]}
-        genotype = Genotype.from_dict(cells, "architecture.jsonl")
+        genotype = genotype_of(row, SPACE)
         score = float(row.get("val_accuracy", math.inf))
         if "tables" in row or score > best:
             best = max(best, score)

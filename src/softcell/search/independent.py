@@ -23,6 +23,7 @@ from softcell.methods import Sampler
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Evaluated, Objective
 from softcell.search.guide import probe, read_gauges
+from softcell.search.history import line
 from softcell.search.recipe import SearchRecipe
 from softcell.spaces import Network, Shape, Space
 
@@ -118,13 +119,7 @@ class IndependentTask:
                 "val_split": self.recipe.measured_split,
                 "val_count": held.count,
                 "best_val_accuracy": max(self._scores),
-                "_records": {
-                    "architecture": {
-                        "epoch": epoch,
-                        "val_accuracy": held.accuracy,
-                        "genotype": self._genotypes[number].to_dict()["cells"],
-                    }
-                },
+                "_records": {"architecture": line(epoch, self._genotypes[number], val_accuracy=held.accuracy)},
             }
         return metrics
 

@@ -31,6 +31,7 @@ from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.collapse import SKIP, CollapseWatch, share
 from softcell.search.evolution import select
 from softcell.search.guide import probe, read_gauges
+from softcell.search.history import line
 from softcell.search.hypergradient import Unrolling
 from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
@@ -224,11 +225,9 @@ class SearchTask:
         if stop is not None:
             metrics["_stop"] = stop
         metrics["_records"] = {
-            "architecture": {
-                "epoch": epoch,
-                "tables": {name: table.tolist() for name, table in probabilities.items()},
-                "genotype": genotype.to_dict()["cells"],
-            },
+            "architecture": line(
+                epoch, genotype, tables={name: table.tolist() for name, table in probabilities.items()}
+            ),
             **self._diagnosed(epoch),
         }
         return metrics

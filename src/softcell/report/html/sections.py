@@ -15,6 +15,7 @@ from softcell.report.html.weights import weights
 from softcell.report.runs import Run, mapping, number
 from softcell.report.svg import to_svg
 from softcell.report.theme import inside_page
+from softcell.search.history import genotype_of
 
 STATUS = {"finished": "✓ finished", "running": "▶ running", "interrupted": "❚❚ interrupted", "failed": "✕ failed"}
 
@@ -101,10 +102,8 @@ def cells(run: Run) -> Html | None:
     """Each cell drawn on its own, so that it fits a narrow screen."""
     genotype, note = run.genotype, None
     if genotype is None and run.architecture:
-        row = run.architecture[-1]
-        form = {"format": "softcell-genotype", "version": 1, "space": run.space, "cells": row.get("genotype")}
         try:
-            genotype = Genotype.from_dict(form)
+            genotype = genotype_of(run.architecture[-1], run.space)
         except UserError:
             return None
         note = el("p", "Not final: derived from the weights so far.", class_="quiet")
