@@ -96,10 +96,10 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
 
     `peak_gb`: most that tensors of a step occupy, in one that is not recorded yet. `held_gb`: what the process
     keeps of the device while the recording is replayed: weights, the recording's own pool, what is cached.
+    `first_ms`: the very first step, in which kernels that no earlier run of this machine has left are compiled.
     """
     batches = started(task)
-    task.step(next(batches))
-    torch.cuda.synchronize()
+    first = next_milliseconds(task, batches)
     torch.cuda.reset_peak_memory_stats()
     task.step(next(batches))
     torch.cuda.synchronize()
@@ -113,6 +113,7 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
     events = _kernels(lambda: task.step(next(batches)))
     return {
         "ms": statistics.median(times),
+        "first_ms": first,
         "busy_ms": sum(e.device_time for e in events) / 1e3,
         "kernels": len(events),
         "peak_gb": peak / 1e9,
@@ -220,7 +221,7 @@ def together(data: str, case: Case, session: Session, count: int, seconds: float
     return 1e3 * (time.perf_counter() - began) / done
 
 
-def _forget() -> None:
+def forget() -> None:
     """Gives back what earlier measurements left behind: recordings hang in cycles, and hold their memory."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -233,10 +234,10 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
     with opened as session, made_data() as data:
         for case in (case for case in PAPER if case.space in spaces):
             found["floor"][case.space] = floor(case, session)
-            _forget()
+            forget()
             rows = {"plain": plain(case, session)}
             for name, settings in VARIANTS.items():
-                _forget()
+                forget()
                 rows[name] = measure(made_search(data, case, session, **settings), rounds)
             for name, row in rows.items():
                 found["steps"].append({"space": case.space, "variant": name, **row})
@@ -246,7 +247,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             found["busy_share"][case.space] = busy_share(task, 40)
             del task
             for count in (1, 2, 4, 8):
-                _forget()
+                forget()
                 each = together(data, case, session, count, 3.0)
                 found["together"].append({"space": case.space, "searches": count, "ms_per_step": each})
                 say(f"{case.space}, {count} at once: {each:.2f} ms per step")
@@ -257,7 +258,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             ("graph, channels-first", {"engine": "graph", "precision": "float32", "channels_first": True}),
             ("graph bf16, channels-first", {"engine": "graph", "precision": "bfloat16", "channels_first": True}),
         ):
-            _forget()
+            forget()
             task = made_training(data, session, **settings)
             row = measure(task, rounds)
             row["images_per_second"] = 1e3 * task.recipe.batch_size / row["ms"]

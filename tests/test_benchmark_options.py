@@ -6,6 +6,9 @@ import importlib
 
 import pytest
 from benchmarks import __main__ as benchmarks
+from benchmarks import methods
+
+from softcell.search import resolve
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,7 @@ def test_wrong_options_are_told(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas"])
+@pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas", "methods"])
 def test_so_are_those_of_every_benchmark(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,3 +40,12 @@ def test_so_are_those_of_every_benchmark(
         importlib.import_module(f"benchmarks.{name}").main()
     assert ended.value.code == 2
     assert "but got 'tpu'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "space"), methods.SPACE_OF.items())
+def test_every_method_can_search_where_it_is_measured(method: str, space: str) -> None:
+    for way in methods.WAYS.values():
+        recipe = resolve(
+            {"method": method, "space": space, "data": "digits", "scale": "paper", "batch_size": 64, **way}
+        )
+        assert (recipe.method, recipe.space, recipe.engine) == (method, space, way["engine"])
