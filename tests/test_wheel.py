@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import softcell
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,6 +21,9 @@ def test_the_wheel_holds_the_package(tmp_path: Path) -> None:
         capture_output=True,
     )
     (wheel,) = tmp_path.glob("softcell-*.whl")
+    version = softcell.__version__  # which run folders record, too
+    assert wheel.name.startswith(f"softcell-{version}-")
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     names = set(zipfile.ZipFile(wheel).namelist())
     package = ROOT / "src" / "softcell"
     wanted = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import softcell
 from softcell.engine import provenance
 from softcell.engine.migrate import VERSION, migrate
 from softcell.engine.runfolder import MANIFEST, RunFolder, new_manifest
@@ -28,6 +29,7 @@ def test_a_manifest_tells_where_a_run_comes_from(tmp_path: Path) -> None:
     assert manifest["recipe"] == RECIPE
     assert manifest["results"] == {}
     assert set(manifest["versions"]) == {"python", "torch", "numpy", "softcell"}
+    assert manifest["versions"]["softcell"] == softcell.__version__, "of the code that runs, installed or not"
     assert set(manifest["hardware"]) == {"cpu", "cores", "memory", "gpus"}
     assert manifest["created"].endswith("+00:00")
     assert manifest["finished"] is None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from softcell import __version__
+
 
 def now() -> str:
     """Return the time in UTC, as ISO 8601 to the second."""
@@ -23,7 +25,7 @@ def versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),  # the build too, which the installed version may leave out
         "numpy": _installed("numpy"),
-        "softcell": _installed("softcell"),
+        "softcell": __version__,  # of the code that runs, installed or not
     }
 
 
