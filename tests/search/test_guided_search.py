@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,13 +26,18 @@ from softcell.data import Batch
 from softcell.engine.events import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
+from softcell.kernels.backend import runs_triton
+from softcell.methods import METHODS, fitted
 from softcell.nn.classifiers import PyramidNet, ResNet18
 from softcell.nn.guide import Guided, Tapped, attention_vector, transfer_loss
 from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
-from softcell.search.guide import Guide, _pair, probe
+from softcell.search.guide import Guide, _pair, probe, supernet_maps
+from softcell.settings import build
 from softcell.spaces import Bound
+from softcell.spaces.fused import literal
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
+from softcell.testing import tiny_space
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +142,46 @@ def test_the_gradient_norms_are_those_of_both_parts_over_four_batches(form: Any)
     assert found == pytest.approx({f"gradient_norm_{name}": value for name, value in expected.items()})
     assert all(torch.equal(before[name], value) for name, value in one.supernet.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()) and float(guided.sums[1]) == 0
+
+
+@pytest.mark.parametrize("method", ["nos", "random"])
+def test_norms_are_measured_as_steps_are_made(
+    method: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run's precision and by its kernels: others would first have to be compiled, for half a minute on a GPU."""
+    seen: list[tuple[bool, bool]] = []
+
+    def watched(*given: Any) -> dict[str, float]:
+        seen.append((torch.is_autocast_enabled("cpu"), literal()))
+        return probe(*given)
+
+    module = "task" if method == "nos" else "independent"
+    monkeypatch.setattr(f"softcell.search.{module}.probe", watched)
+    for precision in ("bfloat16", "float32"):
+        for fused in (True, False):
+            search(guided(place, method, "nos", precision=precision, fused=fused), tmp_path / f"{precision}-{fused}")
+    plain = method == "nos"  # derived networks have no fused cells
+    assert seen == [(True, False), (True, plain), (False, False), (False, plain)]
+
+
+@pytest.mark.parametrize("space", ["nos", "fullattention"])
+def test_sizes_of_maps_are_found_without_kernels(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be compiled for one image, and never be used again."""
+    supernet = tiny_space(space).supernet((3, 8, 8), 3)
+    method = fitted(METHODS.get("darts"), build(METHODS.get("darts").Settings, {}), supernet)
+    expected = [tuple(m.shape[1:]) for m in supernet.features(torch.zeros(2, 3, 8, 8), method.relax())]
+    forward, seen = supernet.features, list[tuple[bool, bool]]()
+    monkeypatch.setattr("softcell.kernels.backend.has_triton", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that kernels would be asked for on a CPU
+
+    def watched(image: Tensor, mix: Any) -> Any:
+        seen.append((literal(), runs_triton(image)))
+        return forward(image, mix)
+
+    monkeypatch.setattr(supernet, "features", watched)
+    assert supernet_maps(supernet, method) == expected
+    assert seen == [(True, False)]
+    assert runs_triton(torch.ones(1)) and not literal(), "only there"
 
 
 def test_second_order_searches_are_guided_too(place: Path, tmp_path: Path) -> None:

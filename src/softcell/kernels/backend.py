@@ -6,12 +6,16 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_TWINS_ONLY: ContextVar[bool] = ContextVar("twins_only", default=False)
 
 
 @functools.cache
@@ -19,8 +23,20 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@contextmanager
+def twins_only() -> Iterator[None]:
+    """Within this context no kernel of Triton's runs: compiling it takes longer than what happens once is worth."""
+    token = _TWINS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _TWINS_ONLY.reset(token)
+
+
 def runs_triton(x: Tensor) -> bool:
     """Whether operations on `x` go to Triton. Its interpreter (`TRITON_INTERPRET=1`) also takes CPU tensors."""
+    if not torch.compiler.is_compiling() and _TWINS_ONLY.get():  # which a compiler cannot read, nor has to
+        return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (x.device.type == "cuda" or interpreted) and x.dtype in (torch.float32, torch.bfloat16) and has_triton()
 

@@ -16,12 +16,14 @@ from softcell.data import Batch
 from softcell.engine.distributed import World, average_, sum_
 from softcell.engine.session import Session
 from softcell.errors import UserError
+from softcell.kernels.backend import twins_only
 from softcell.methods import Method
 from softcell.nn.classifiers import ARCHITECTURES
 from softcell.nn.guide import Form, Guided, pair_stages
 from softcell.nn.objective import CrossEntropy, Objective
 from softcell.settings import positive
 from softcell.spaces import Shape, Supernet
+from softcell.spaces.fused import modules_only
 from softcell.spaces.teacher import FoundTeacher, find_teacher
 
 TRIED = (2, 3)
@@ -87,12 +89,15 @@ def supernet_stages(supernet: Supernet, method: Method) -> list[tuple[int, int]]
 
 
 def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
-    """Channels, heights and widths of the stages, from one image; running statistics stay as they are."""
+    """Channels, heights and widths of the stages, from one image; running statistics stay as they are.
+
+    Without kernels that would first have to be compiled: no step has such a shape, and only sizes are asked for.
+    """
     parameter = next(supernet.parameters())
     image = torch.zeros(1, *supernet.shape, device=parameter.device, dtype=parameter.dtype)
     was_training = supernet.training
     supernet.eval()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), modules_only(), twins_only():
         maps = supernet.features(image, method.relax())
     supernet.train(was_training)
     return [(m.shape[1], m.shape[2], m.shape[3]) for m in maps]

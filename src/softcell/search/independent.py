@@ -16,7 +16,7 @@ from softcell.engine.distributed import broadcast_module
 from softcell.engine.meter import measure
 from softcell.engine.optim import apply_gradients, load_optimiser, sgd
 from softcell.engine.schedule import rate_at, set_lr
-from softcell.engine.session import Session, in_precision
+from softcell.engine.session import Session, computing_in, in_precision
 from softcell.engine.tally import Tally
 from softcell.engine.watch import Failure
 from softcell.methods import Sampler
@@ -108,7 +108,8 @@ class IndependentTask:
         }
         if epoch == 0 and isinstance(self.objective, Guided):
             network = self._network
-            metrics |= probe(self.objective, network, lambda: network, (), self._weights.epoch(0), self.world)
+            with computing_in(self.recipe.precision, self.world.device):
+                metrics |= probe(self.objective, network, lambda: network, (), self._weights.epoch(0), self.world)
         if own + 1 == self.recipe.epochs:
             self._network.eval()
             held = measure(self._network, self._held.epoch(0), self.world)

@@ -196,14 +196,15 @@ class SearchTask:
         metrics |= read_gauges(self.objective, self.world)
         if epoch == 0 and isinstance(self.objective, Guided):
             supernet, method = self.supernet, self.method
-            metrics |= probe(
-                self.objective,
-                supernet,
-                lambda: Bound(supernet, method.relax()),
-                self.players.architecture(),
-                self._weights.epoch(0),
-                self.world,
-            )
+            with self._surroundings():  # as in a step, whose kernels are compiled
+                metrics |= probe(
+                    self.objective,
+                    supernet,
+                    lambda: Bound(supernet, method.relax()),
+                    self.players.architecture(),
+                    self._weights.epoch(0),
+                    self.world,
+                )
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate(last)
