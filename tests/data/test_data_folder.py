@@ -29,6 +29,18 @@ def fill(root, counts, make=lambda: noise(8, 8)):
     return root
 
 
+@pytest.mark.parametrize("machine", [None, 2**34])
+def test_images_too_large_for_the_memory_are_refused_with_size_need_and_option(tmp_path, monkeypatch, machine):
+    # None: the system does not tell, and the allocation itself fails.
+    monkeypatch.setattr("softcell.data.images._memory", lambda: machine)
+    fill(tmp_path / "pets", {"dog": 5, "cat": 5})
+    why = "so much is not free" if machine is None else "the machine has 16.0 GiB"
+    with pytest.raises(
+        UserError, match=rf"8 images of 3000000x3000000 pixels need 201,\d+.\d GiB and {why}.*--image-size"
+    ):
+        load(tmp_path / "pets", image_size=3_000_000)
+
+
 def test_a_plain_folder_is_read_with_classes_sorted_and_a_test_set_held_out(tmp_path):
     fill(tmp_path / "pets", {"dog": 10, "cat": 20, "Eel": 5})
     (tmp_path / "pets" / ".DS_Store").write_bytes(b"x")

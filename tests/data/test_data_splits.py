@@ -95,7 +95,7 @@ def test_fingerprint_is_of_the_values_and_their_order():
         ({"a": 1.5}, "give a count as an int"),
         ({"a": True}, "'a' is True"),
         ({"a": float("nan")}, "'a' is nan"),
-        ({"a": 0.96, "b": 0.04}, "'b' would get none"),
+        ({"a": 0.96, "b": 0.04}, "'b' would get none .* add images"),
     ],
 )
 def test_wrong_parts_are_named(fractions, message):

@@ -1,12 +1,14 @@
 """The first non-finite loss is kept, whatever comes after."""
 
 import math
+from pathlib import Path
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softcell.engine.watch import LossWatch
+from softcell.engine import checkpoint
+from softcell.engine.watch import DivergedError, Failure, LossWatch
 
 
 @given(losses=st.lists(st.floats(width=32) | st.sampled_from([1.0, math.nan, math.inf, -math.inf]), max_size=8))
@@ -42,3 +44,14 @@ def test_buffers_stay_in_place_and_out_of_the_state() -> None:
     watch.update(torch.tensor(float("nan")), 3)
     assert (watch.step.data_ptr(), watch.value.data_ptr()) == before
     assert watch.state_dict() == {}
+
+
+def test_advice_names_a_checkpoint_only_where_there_is_one_and_sends_nobody_to_resume(tmp_path: Path) -> None:
+    failure = Failure(5, math.nan)
+    without = str(DivergedError(0, failure, tmp_path))
+    assert "checkpoint" not in without
+    assert "--resume would go on as before, to the same loss." in without
+    for way in ("--set weights.lr=", "--set lr=", "another --out", "--overwrite"):
+        assert way in without
+    checkpoint.save(tmp_path, {"epoch": 1})
+    assert str(DivergedError(1, failure, tmp_path)).endswith(f"{tmp_path} keeps its last good checkpoint.")

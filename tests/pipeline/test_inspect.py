@@ -40,9 +40,21 @@ def test_every_broken_file_is_named_and_left_out(tmp_path: Path) -> None:
     (root / "class-1" / "half.jpg").write_bytes(whole[: len(whole) // 2])
     found = inspect_folder(root)
     assert [name for name, _ in found.broken] == ["class-0/empty.jpg", "class-1/cut.png", "class-1/half.jpg"]
-    assert "3 broken files" in "\n".join(found.lines())
+    text = "\n".join(found.lines())
+    assert "3 broken files" in text and all(name in text for name, _ in found.broken) and "plan.json" not in text
     links = make_links(found, tmp_path / "links")
     assert len(load(links).train) + len(load(links).test) == 24
+
+
+def test_of_many_broken_files_some_are_shown_and_all_are_kept(tmp_path: Path) -> None:
+    root = folder(tmp_path / "a")
+    for number in range(7):
+        (root / "class-0" / f"bad-{number}.png").write_bytes(b"x")
+    found = inspect_folder(root)
+    (line,) = (line for line in found.lines() if "broken" in line)
+    assert line.startswith("7 broken files are left out: class-0/bad-0.png (") and "bad-4.png" in line
+    assert "bad-5.png" not in line and line.endswith("all are named in plan.json")
+    assert [name for name, _ in found.to_dict()["broken"]] == [f"class-0/bad-{number}.png" for number in range(7)]
 
 
 def test_every_mode_is_read(tmp_path: Path) -> None:
@@ -116,7 +128,8 @@ def test_nothing_to_use_is_an_error(tmp_path: Path) -> None:
         inspect_folder(tmp_path)
     paint(tmp_path / "only" / "0.png", 0, 0)
     paint(tmp_path / "only" / "1.png", 0, 1)
-    with pytest.raises(UserError, match="at least 2 classes need 2 readable images or more, but only 'only' has"):
+    told = "at least 2 classes need 2 readable images or more, but only 'only' has; .* together need 8 or more"
+    with pytest.raises(UserError, match=told):
         inspect_folder(tmp_path)
     for number in range(3):
         paint(tmp_path / "flat" / f"{number}.png", 0, number)

@@ -134,6 +134,16 @@ def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: p
     assert waiting == pytest.approx(SAFE * 120 - MOST_RESERVED)
 
 
+def test_a_finished_run_spends_no_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.create(tmp_path / "run", Wishes("digits"))
+    monkeypatch.setattr("time.perf_counter", lambda: plan.began + 20.0)
+    plan.finish()
+    monkeypatch.setattr("time.perf_counter", lambda: plan.began + 50.0)
+    again = Plan.open(plan.folder)
+    again.began -= 30.0
+    assert plan.used() == again.used() == pytest.approx(20.0)
+
+
 def test_epochs_that_fit_never_exceed_the_time() -> None:
     found = Pace(2.0, 3.0, 1.0)
     for seconds in (0.0, 3.0, 5.9, 6.0, 100.0):

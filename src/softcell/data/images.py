@@ -1,5 +1,6 @@
 """Labelled images, either resident in memory as one uint8 tensor or decoded from files on demand."""
 
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -39,6 +40,38 @@ class Images(ABC):
     def fetch(self, indices: Tensor) -> Tensor:
         """The images at `indices` int64 [n], uint8 [n, C, H, W]: the centre of what is stored."""
         return centre_view(self.fetch_stored(indices), self.shape)
+
+
+def check_memory(count: int, shape: tuple[int, int, int], bytes_each: int = 1) -> None:
+    """Raises UserError unless `count` images of `shape` (C, H, W) fit into this machine's memory at all.
+
+    bytes_each: of one value of a pixel.
+    """
+    channels, height, width = shape
+    needed, there = count * channels * height * width * bytes_each, _memory()
+    if there is not None and needed > there:
+        raise _too_large(count, shape, needed, f"the machine has {_gib(there)}")
+
+
+def _memory() -> int | None:
+    """Bytes of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _too_large(count: int, shape: tuple[int, int, int], needed: int, why: str) -> UserError:
+    _, height, width = shape
+    images = "image" if count == 1 else "images"
+    return UserError(
+        f"images that are read together must fit into memory, but {count} {images} of {height}x{width} pixels need "
+        f"{_gib(needed)} and {why}; give a smaller --image-size"
+    )
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB"
 
 
 def centre_view(stored: Tensor, shape: tuple[int, int, int]) -> Tensor:
@@ -158,11 +191,20 @@ class Files(Images):
 
         Only for worker processes, which cannot see the seal of their parent; the parent checks it.
         """
-        out = np.empty((len(indices), self.shape[0], *self.stored), np.uint8)
+        out = self._room(len(indices))
         for row, index in enumerate(indices.tolist()):
             at = self._looked_at(index)
             out[row] = decode(self.path(index), self.shape[0], self.stored, *at, whole=self._whole)
         return torch.from_numpy(out)
+
+    def _room(self, count: int) -> NDArray[np.uint8]:
+        """Memory for `count` images as they are stored, uint8 [count, C, H', W']."""
+        shape = (self.shape[0], *self.stored)
+        check_memory(count, shape)
+        try:
+            return np.empty((count, *shape), np.uint8)
+        except MemoryError as error:  # taken by others, or a limit of this process
+            raise _too_large(count, shape, count * math.prod(shape), "so much is not free") from error
 
 
 def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images:

@@ -54,7 +54,7 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
         if size == 0:
             raise UserError(
                 f"every part of a split must get an image, but {name!r} would get none of {total} with "
-                f"{dict(fractions)}; make it larger"
+                f"{dict(fractions)}; add images, or make its share of `split` larger"
             )
     return sizes
 

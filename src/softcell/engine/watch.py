@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from softcell.engine import checkpoint
 from softcell.errors import UserError
 
 
@@ -24,10 +25,13 @@ class DivergedError(UserError):
     def __init__(self, epoch: int, failure: Failure, folder: str | os.PathLike[str]) -> None:
         self.epoch = epoch
         self.failure = failure
+        # A resumed run keeps its recipe: with the same rate it comes to the same loss, so no one is sent there.
+        kept = f" {Path(folder)} keeps its last good checkpoint." if checkpoint.exists(folder) else ""
         super().__init__(
             f"every loss must be finite, but it became {failure.value} in epoch {epoch + 1} at step {failure.step}. "
-            f"Lower the learning rate, clip the gradients, or check the data for values that are not finite; then "
-            f"resume from the last good checkpoint in {Path(folder)}, which is untouched, or start again."
+            "Lower the learning rate (--set weights.lr=... for a search, --set lr=... for a training), clip the "
+            "gradients, or check the data for values that are not finite, and start again in another --out, or here "
+            f"with --overwrite; --resume would go on as before, to the same loss.{kept}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from softcell.arch import Genotype, notation, sample
 from softcell.errors import UserError
 from softcell.pipeline.inspect import Inspection
-from softcell.pipeline.plan import Wishes
+from softcell.pipeline.wishes import LEAST_BATCH, Wishes
 from softcell.settings import to_dict
 from softcell.spaces import SPACES, Shape, build_space
 from softcell.spaces.count import Cost, count_genotype
@@ -57,7 +57,7 @@ def choose(inspection: Inspection, wishes: Wishes, *, is_gpu: bool, is_resizable
     shape = (inspection.channels, side, side)
     name = wishes.space or (LARGE_SPACE if is_gpu else SMALL_SPACE)
     method = wishes.method or ("darts" if name == LARGE_SPACE else "snas")
-    batch = max(4, min(96 if is_gpu else 64, inspection.num_train // 10))
+    batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
     search_space, network = _sizes(name, wishes, is_gpu=is_gpu)
     made = Choice(name, method, size, shape, batch, search_space, network, ("", ""))
     limits = wishes.limits()

@@ -30,8 +30,9 @@ REPORT = "report.html"
 def summarise(plan: Plan, screen: Screen, rows: list[dict[str, Any]], inspection: Inspection) -> Summary:
     """What the trained networks came to, in `summary.json`."""
     with screen.working("measuring latencies") as step:
-        latencies = _latencies(resolve_device(plan.wishes.device), [Path(row["folder"]) for row in rows], step)
-    named = {row["name"]: Row(**row, latency=latencies[Path(row["folder"])]) for row in rows}
+        folders = [plan.folder / row["name"] for row in rows]
+        latencies = _latencies(resolve_device(plan.wishes.device), folders, step)
+    named = {row["name"]: Row.inside(plan.folder, {**row, "latency": latencies[row["name"]]}) for row in rows}
     random = tuple(row for name, row in named.items() if name.startswith("random-"))
     manifest = json.loads((plan.folder / "train" / "run.json").read_text(encoding="utf-8"))
     summary = Summary(named["train"], random, named["plain"], manifest["results"]["count"], inspection.most_frequent)
@@ -41,9 +42,9 @@ def summarise(plan: Plan, screen: Screen, rows: list[dict[str, Any]], inspection
     return summary
 
 
-def _latencies(device: torch.device, folders: list[Path], step: Callable[[int, int, str], None]) -> dict[Path, float]:
-    """Milliseconds for one image: the median of rounds in which every network has its turn, so that a busy moment
-    of the machine does not fall on one of them alone."""
+def _latencies(device: torch.device, folders: list[Path], step: Callable[[int, int, str], None]) -> dict[str, float]:
+    """Milliseconds for one image, by name of the folder: the median of rounds in which every network has its turn, so
+    that a busy moment of the machine does not fall on one of them alone."""
     found: dict[Path, list[float]] = {folder: [] for folder in folders}
     networks = {folder: Network.from_pretrained(folder).to(device) for folder in folders}
     for turn in range(LATENCY_ROUNDS):
@@ -51,11 +52,11 @@ def _latencies(device: torch.device, folders: list[Path], step: Callable[[int, i
             step(turn * len(folders) + number, LATENCY_ROUNDS * len(folders), folder.name)
             image = torch.rand(1, *network.shape, device=device)
             found[folder].append(measure_module(network, image, samples=7).median)
-    return {folder: statistics.median(times) for folder, times in found.items()}
+    return {folder.name: statistics.median(times) for folder, times in found.items()}
 
 
 def finish(plan: Plan, screen: Screen, summary: Summary) -> None:
-    """Report and exports; both are made anew when a run is resumed here."""
+    """Report and exports; both are made anew when a run that was stopped here goes on."""
     folder = plan.folder
     with screen.working("writing the report"):
         rows = (summary.found, summary.plain, *summary.random)

@@ -19,6 +19,8 @@ from typing import Any
 from softcell.data import Dataset
 from softcell.data.decode import SUFFIXES, Header, decode, read_header
 from softcell.errors import UserError
+from softcell.pipeline.enough import LEAST_TRAINING, least_images
+from softcell.pipeline.plan import PLAN
 
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation", "dev")
 SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # what systems leave behind
@@ -83,9 +85,10 @@ class Inspection:
             f"{low:,} ({least}) to {high:,} ({most}) images per class" if low < high else f"{low:,} images per class",
         ]
         if self.broken:
-            first, reason = self.broken[0]
+            named = ", ".join(f"{name} ({reason})" for name, reason in self.broken[:SHOWN])
             files = "1 broken file is" if len(self.broken) == 1 else f"{len(self.broken)} broken files are"
-            found.append(f"{files} left out: {first} ({reason}){', ...' if len(self.broken) > 1 else ''}")
+            more = f", ...; all are named in {PLAN}" if len(self.broken) > SHOWN else ""
+            found.append(f"{files} left out: {named}{more}")
         return found + self.notes
 
     def to_dict(self) -> dict[str, Any]:
@@ -256,9 +259,10 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
         few = ", ".join(f"{label} ({counts[label]})" for label in rare[:SHOWN]) + (", ..." if len(rare) > SHOWN else "")
         notes.append(f"fewer than {RARE} training images: {few}")
     if len(labels) - len(small) < 2:
+        in_all = LEAST_TRAINING if has_test else least_images(2)
         raise UserError(
             f"at least 2 classes need {counted(least, 'readable image')} or more, but only {_named(labels, small)}; a "
-            "class is a folder of images"
+            f"class is a folder of images, and all of them together need {in_all} or more"
         )
     usable = [image for image in images if image.label not in small]
     high, low = max(counts.values()), min(counts[label] for label in labels if label not in small)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from softcell.arch import Genotype
-from softcell.data import datasets
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate import resolve as resolve_training
 from softcell.methods import METHODS, Method
 from softcell.pipeline.choose import Choice
-from softcell.pipeline.plan import Plan, Wishes
+from softcell.pipeline.plan import Plan
 from softcell.search import SearchRecipe, resolve
 
 HOLDOUT = 0.1
 """Of the training images: watched during a training, never learnt from."""
-
-
-def place(wishes: Wishes) -> Path:
-    """Where the images lie, if they are a folder."""
-    return (Path(wishes.data_root or ".") / wishes.data).expanduser()
-
-
-def is_folder(wishes: Wishes) -> bool:
-    """Whether the data are a folder of images, and no dataset that is known by name."""
-    return wishes.data not in datasets() and place(wishes).is_dir()
 
 
 def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
@@ -41,7 +29,7 @@ def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
             "method": choice.method,
             "space": choice.space,
             "data": str(plan.data),
-            "data_root": None if is_folder(plan.wishes) else wishes.data_root,
+            "data_root": None if wishes.is_folder() else wishes.data_root,
             "image_size": choice.image_size,
             "scale": "small",
             "epochs": epochs,
@@ -65,7 +53,7 @@ def train_recipe(plan: Plan, choice: Choice, genotype: Genotype, settings: dict[
         {
             "recipe": "small",
             "data": str(plan.data),
-            "data_root": None if is_folder(plan.wishes) else wishes.data_root,
+            "data_root": None if wishes.is_folder() else wishes.data_root,
             "image_size": choice.image_size,
             "space_settings": settings,
             "epochs": epochs,

@@ -8,30 +8,32 @@ more are left out, and said so.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from softcell.api import search_with, train_with
-from softcell.arch import Genotype, sample
-from softcell.baseline import STRIDE
+from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.data.dataset import TEST_FRACTION
-from softcell.engine import RunFolder, resolve_device
+from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.events import EpochEnded, Event, OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, count_genotype
 from softcell.pipeline.choose import Choice, cheaper, choose, explained, fit, plain_network
+from softcell.pipeline.draws import random_others
+from softcell.pipeline.early import TimeIsUpError, ending, extent, num_networks, shortened
 from softcell.pipeline.ending import finish, summarise
+from softcell.pipeline.enough import check_enough
 from softcell.pipeline.inspect import Inspection, counted, inspect_dataset, inspect_folder, make_links
 from softcell.pipeline.pace import Pace, probe, slowness
-from softcell.pipeline.plan import Plan
-from softcell.pipeline.recipes import HOLDOUT, is_folder, place, search_recipe, train_recipe
-from softcell.pipeline.screen import Screen, clock
+from softcell.pipeline.plan import LINKS, Plan
+from softcell.pipeline.recipes import HOLDOUT, search_recipe, train_recipe
+from softcell.pipeline.screen import Screen, clock, without_foreign_options
 from softcell.pipeline.summary import Summary
 from softcell.search import SearchRecipe
 from softcell.settings import build
@@ -71,27 +73,10 @@ class _StoppedError(Exception):
         self.exit_code = exit_code
 
 
-class _TimeIsUpError(Exception):
-    """A search has used its time and more; `epochs` of it are done and saved."""
-
-    def __init__(self, epochs: int) -> None:
-        super().__init__(epochs)
-        self.epochs = epochs
-
-
-def _ending(shown: OnEvent, is_late: Callable[[], bool], num_epochs: int) -> OnEvent:
-    """Passes events on; ends a job that is late after the epoch it is in, which is saved by then."""
-
-    def event(happened: Event) -> None:
-        shown(happened)
-        if isinstance(happened, EpochEnded) and happened.epoch + 1 < num_epochs and is_late():
-            raise _TimeIsUpError(happened.epoch + 1)
-
-    return event
-
-
 def run(plan: Plan, screen: Screen) -> Outcome:
-    """Goes on with a plan to its end, or to a signal."""
+    """Goes on with a plan to its end, or to a signal; of a finished one it gives what came out."""
+    if plan.status == "finished" and plan.summary is not None:
+        return Outcome(0, Summary.from_dict(plan.summary, plan.folder))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             "`softcell run` plans the time of one process; under torchrun use `softcell search` and `train`"
@@ -105,12 +90,14 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         plan.status = "interrupted"
         plan.save()
         return Outcome(stopped.exit_code, None)
-    except UserError:
+    except UserError as error:
         if plan.choice is None:
             plan.discard()
         else:
             plan.status = "failed"
             plan.save()
+        if isinstance(error, DivergedError):
+            raise UserError(_diverged(error)) from error
         raise
     except BaseException as error:
         plan.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -118,18 +105,30 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         raise
 
 
+def _diverged(error: DivergedError) -> str:
+    """A run chooses rates itself and has no option for them: what can be done about a loss here is something else."""
+    failure = error.failure
+    return (
+        f"every loss must be finite, but it became {failure.value} in epoch {error.epoch + 1} at step {failure.step}, "
+        "and going on would lead there again. Start anew with another --seed, --method or --image-size; or search and "
+        "train by hand with smaller rates: `softcell search --set weights.lr=...`, `softcell train --set lr=...`"
+    )
+
+
 class _Run:
     def __init__(self, plan: Plan, screen: Screen) -> None:
         self.plan, self.screen, self.wishes = plan, screen, plan.wishes
         self.device = resolve_device(plan.wishes.device)
-        self.is_folder = is_folder(plan.wishes)
-        self.root = place(plan.wishes)
+        self.is_folder = plan.wishes.is_folder()
+        self.root = plan.wishes.place()
 
     @property
     def usable(self) -> float:
         """Seconds up to which jobs may run: the time, less a margin and what report and export need."""
-        time = self.wishes.time
-        return SAFE * time - min(MOST_RESERVED, max(ENDING * slowness(self.plan.began), 0.03 * time))
+        return SAFE * self.wishes.time - self._reserved()
+
+    def _reserved(self) -> float:
+        return min(MOST_RESERVED, max(ENDING * slowness(self.plan.began), 0.03 * self.wishes.time))
 
     def whole(self) -> Summary:
         plan = self.plan
@@ -140,8 +139,7 @@ class _Run:
         rows = self.train(choice, genotype, inspection)
         summary = summarise(plan, self.screen, rows, inspection)
         finish(plan, self.screen, summary)
-        plan.status = "finished"
-        plan.save()
+        plan.finish()
         return summary
 
     def inspect(self) -> Inspection:
@@ -151,7 +149,7 @@ class _Run:
         with self.screen.working("looking at the images") as step:
             if self.is_folder:
                 found = inspect_folder(self.root, step)
-                place = make_links(found, plan.folder / "data") if found.needs_links else self.root
+                place = make_links(found, plan.folder / LINKS) if found.needs_links else self.root
                 plan.data = str(place.resolve())
             else:
                 found = inspect_dataset(load(self.wishes.data, self.wishes.data_root))
@@ -159,6 +157,7 @@ class _Run:
         plan.inspection = found.to_dict()
         plan.save()
         self.screen.say("data", *(f"  {line}" for line in found.lines()), "")
+        check_enough(found)
         return found
 
     def choose(self, inspection: Inspection) -> Choice:
@@ -172,34 +171,43 @@ class _Run:
             with self.screen.working(f"measuring the steps of a search at {choice.shape[1]}x{choice.shape[2]}"):
                 pace = self._search_pace(choice)
             room = self.usable - plan.used()
-            epochs = min(MOST_SEARCH_EPOCHS, pace.epochs_in(SEARCH_SHARE * room))
+            networks = num_networks(search_recipe(plan, choice, MANY))
+            epochs = min(MOST_SEARCH_EPOCHS, pace.epochs_in(SEARCH_SHARE * room) // networks)
             smaller = cheaper(choice, is_resizable=self.is_folder and self.wishes.image_size is None)
             if epochs >= 1 and (epochs >= 5 or smaller is None or plan.used() > 0.2 * self.wishes.time):
                 break
             if smaller is None or room <= 0:
-                raise UserError(
-                    f"{self.wishes.time:.0f} s are too short: a single epoch of the smallest search takes "
-                    f"{pace.epoch:.0f} s here; give at least --time {self._enough(pace)}"
-                )
+                raise UserError(self._too_short(pace, networks, room))
             choice = smaller
         choice = explained(choice, inspection, self.wishes, is_gpu=is_gpu)
         plan.choice = choice.to_dict()
-        expected = pace.total(epochs)
-        plan.search = {"recipe": search_recipe(plan, choice, epochs).to_dict(), "expected": expected}
+        expected, recipe = pace.total(epochs * networks), search_recipe(plan, choice, epochs)
+        plan.search = {"recipe": recipe.to_dict(), "expected": expected}
         plan.save()
         self.screen.say("choice", *(f"  {line}" for line in choice.why), "")
         rest = self.usable - plan.used() - expected
         self.screen.say(
             f"plan for {clock(self.wishes.time)}, from measured steps",
-            f"  search   {counted(epochs, 'epoch')} of {pace.epoch:.1f} s, about {clock(expected)}",
+            f"  search   {extent(recipe)}, each {pace.epoch:.1f} s, about {clock(expected)}",
             f"  train    the found network, a plain one and {self.wishes.random} random ones, all alike, about "
             f"{clock(rest)}",
             "",
         )
         return choice
 
-    def _enough(self, pace: Pace) -> str:
-        return f"{max(1, round((pace.startup + 2 * pace.epoch) * 6 / SEARCH_SHARE / 60 + 0.5))}m"
+    def _too_short(self, pace: Pace, networks: int, room: float) -> str:
+        """Why the time does not do, and how much would."""
+        used, reserved, least = self.plan.used(), self._reserved(), pace.total(networks)
+        jobs = 6 * (least + networks * pace.epoch) / SEARCH_SHARE  # twice the least search, and trainings in proportion
+        enough = math.ceil((used + reserved + jobs) / SAFE / 60)
+        why = (
+            f"starting and looking at the images took {used:.0f} s, and latencies, report and exports need about "
+            f"{reserved:.0f} s more"
+            if room <= 0
+            else f"the smallest search takes {least:.1f} s here, and of the {room:.0f} s that are left for jobs "
+            f"{SEARCH_SHARE * room:.1f} s are the search's"
+        )
+        return f"--time {self.wishes.time:.0f}s is too short: {why}; give at least --time {enough}m"
 
     def _search_pace(self, choice: Choice) -> Pace:
         recipe = search_recipe(self.plan, choice, MANY)
@@ -222,20 +230,18 @@ class _Run:
         plan = self.plan
         assert plan.search is not None
         folder = plan.folder / "search"
-        recipe = build(SearchRecipe, plan.search["recipe"], "plan: search")
-        heading = (
-            f"search {choice.method} in space {choice.space}, {counted(recipe.epochs, 'epoch')} ({self._standing()})"
-        )
+        recipe = build(SearchRecipe, {**plan.search["recipe"], "data": plan.data}, "plan: search")
+        heading = f"search {choice.method} in space {choice.space}, {extent(recipe)} ({self._standing()})"
         until = plan.search.setdefault("until", plan.used() + OVERRUN * plan.search["expected"])
         plan.save()
         try:
             with self.screen.job(heading) as shown:
-                watched = self._saving(_ending(shown, lambda: plan.used() > until, recipe.epochs))
+                watched = self._saving(ending(shown, lambda: plan.used() > until, recipe))
                 result = search_with(recipe, folder, resume=_begun(folder), on_event=watched)
-        except _TimeIsUpError as late:
+        except TimeIsUpError as late:
             # Steps have become slower than those that were measured. What was learned is kept: the search ends here.
-            self.screen.say(f"the search ends after {late.epochs} of {recipe.epochs} epochs: its time is up")
-            shorter = replace(recipe, epochs=late.epochs)
+            shorter = shortened(recipe, late.epochs)
+            self.screen.say(f"the search is cut from {extent(recipe)} to {extent(shorter)}: its time is up")
             plan.search["recipe"] = shorter.to_dict()
             RunFolder.open(folder).update(recipe=shorter.to_dict())
             plan.save()
@@ -264,8 +270,7 @@ class _Run:
         cost = count_genotype(build_space(choice.space, found), genotype, choice.shape, classes)
         networks: list[tuple[str, Genotype, dict[str, Any]]] = [("train", genotype, found)]
         networks.append(("plain", *plain_network(cost, choice.shape, classes, limits)))
-        for number in range(1, wishes.random + 1):
-            other = sample(layout, wishes.seed * STRIDE + number)
+        for number, other in enumerate(random_others(genotype, layout, wishes.seed, wishes.random), 1):
             networks.append((f"random-{number}", other, fit(choice, other, classes, limits)))
         jobs: list[dict[str, Any]] = []
         with self.screen.working("measuring the steps of the trainings") as step:
@@ -314,7 +319,7 @@ class _Run:
     def _train_one(self, job: dict[str, Any]) -> None:
         plan = self.plan
         folder, genotype = plan.folder / job["name"], Genotype.from_dict(job["genotype"])
-        recipe = build(TrainRecipe, job["recipe"], f"plan: {job['name']}")
+        recipe = build(TrainRecipe, {**job["recipe"], "data": plan.data}, f"plan: {job['name']}")
         titles = {"train": "the found network", "plain": "a plain residual network of similar size"}
         title = titles.get(job["name"], f"random architecture {job['name'].removeprefix('random-')}")
         heading = f"train {title}, {counted(recipe.epochs, 'epoch')} ({self._standing()})"
@@ -327,7 +332,6 @@ class _Run:
             raise UserError(f"{self.wishes.data} has no test images, so networks cannot be compared; add a test set")
         job["row"] = {
             "name": job["name"],
-            "folder": str(folder),
             "accuracy": result.accuracy,
             "parameters": result.cost.parameters,
             "multiply_adds": result.cost.multiply_adds,
@@ -353,7 +357,7 @@ class _Run:
         """Passes events on, and keeps the time spent after every epoch: a killed run has not forgotten it."""
 
         def event(happened: Event) -> None:
-            shown(happened)
+            shown(without_foreign_options(happened))
             if isinstance(happened, EpochEnded):
                 self.plan.save()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol
 
-from softcell.engine.events import OnEvent
+from softcell.engine.events import Event, Note, OnEvent
 
 
 class Screen(Protocol):
@@ -20,6 +22,14 @@ class Screen(Protocol):
 
     def job(self, heading: str) -> AbstractContextManager[OnEvent]:
         """A search or training."""
+
+
+_KEEPING = re.compile(r"[;.] [^;.]*--keep best[^;.]*(?=\.)")
+
+
+def without_foreign_options(event: Event) -> Event:
+    """The event without what its words say of `--keep best`: an option of `softcell search` that a run has not."""
+    return replace(event, text=_KEEPING.sub("", event.text)) if isinstance(event, Note) else event
 
 
 def clock(seconds: float) -> str:

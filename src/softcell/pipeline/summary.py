@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from softcell.settings import to_dict
@@ -22,6 +24,11 @@ class Row:
     latency: float
     epochs: int
     seconds: float
+
+    @classmethod
+    def inside(cls, folder: Path, stored: Mapping[str, Any]) -> Row:
+        """A row of the run in `folder`, wherever that lay when the row was stored."""
+        return cls(**{**stored, "folder": str(folder / stored["name"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +50,19 @@ class Summary:
         return statistics.stdev(row.accuracy for row in self.random) if len(self.random) > 1 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """For files; folders of rows are relative to that of the run, which may be moved."""
         worth, lines = verdict(self)
-        return {**to_dict(self), "worth_it": worth, "verdict": lines}
+        data = to_dict(self)
+        for row in (data["found"], data["plain"], *data["random"]):
+            row["folder"] = row["name"]
+        return {**data, "worth_it": worth, "verdict": lines}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], folder: Path) -> Summary:
+        """What `to_dict` gave of the run that is in `folder` now."""
+        found, plain = (Row.inside(folder, data[key]) for key in ("found", "plain"))
+        random = tuple(Row.inside(folder, row) for row in data["random"])
+        return cls(found, random, plain, data["count"], data["most_frequent"])
 
 
 def noise(first: float, second: float, count: int) -> float:
