@@ -32,9 +32,29 @@ def test_indicators_are_compared_and_written(call: Softcell, found: Path, tmp_pa
     record = json.loads((tmp_path / "i.json").read_text())
     assert set(record["values"]) == {"attention", "perturbation", "perturbation_loss"}
     assert len(record["values"]["attention"]["cell"]) == 6
+    assert record["images"] == record["baseline"]["images"] == 32
+    assert f"{record['baseline']['accuracy']:.1%} of 32 images, with norms measured anew" in answer.out
     again = call("indicators", found, "--out", "i.json")
     assert again.code == 2
     assert "exists already" in again.error
+
+
+def test_ties_and_a_supernet_at_chance_are_told(call: Softcell, tmp_path: Path) -> None:
+    few = ("--set", "split.weights=128", "--set", "split.validation=64")
+    nothing = ("--set", "weights.lr=1e-9", "--set", "weights.lr_min=0")
+    searched = call("search", "spos", *TINY, *few, *nothing, "--epochs", "1", "--out", "spos", "--quiet")
+    assert searched.code == 0, searched.error
+    answer = call("indicators", "spos", "--by", "alpha", "--by", "perturbation")
+    assert answer.code == 0, answer.error
+    lines = [line.split("  ") for line in answer.out.splitlines() if line.startswith("cell ")]
+    assert [[word.strip() for word in line if word.strip()][1:] for line in lines] == [["tie of 5", "–", "–"]] * 6
+    assert "`tied` in the JSON names them" in answer.out
+    assert " of 64 images, with norms measured anew" in answer.out and "perturbation says nothing" in answer.out
+    record = json.loads((tmp_path / "spos/indicators.json").read_text())
+    assert record["baseline"]["at_chance"] and record["images"] == 64, "512 were asked for"
+    assert record["saying_nothing"] == ["perturbation", "perturbation_loss"]
+    assert record["edges"][0]["best"] == {"alpha": None, "perturbation": None, "perturbation_loss": None}
+    assert len(record["edges"][0]["tied"]["alpha"]) == 5
 
 
 def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path: Path) -> None:
@@ -46,6 +66,10 @@ def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path
     assert "* selected" in answer.out
     with Image.open(tmp_path / "c.png") as drawn:
         assert drawn.width > 5 * 128
+    answer = call("gradcam", found, "--picture", "grey.png", "--out", "new/deep/c.png")
+    assert answer.code == 0, answer.error
+    assert "new/deep/c.png (the folder new is new)" in answer.out
+    assert (tmp_path / "new" / "deep" / "c.png").is_file()
 
 
 @pytest.mark.parametrize(("scaled", "whole"), [(None, False), ((10, 10), False), ((8, 8), True), ((10, 10), True)])
@@ -72,7 +96,8 @@ def test_a_picture_is_prepared_as_the_dataset_is(
         (("--edge", "3->1"), "--edge must be one of 0->1"),
         (("--class", "cat"), "--class must be one of"),
         (("--image", "99999"), "--image must be below"),
-        (("--picture", "missing.png"), "missing.png"),
+        (("--picture", "missing.png"), "--picture must be an image file, but there is no file missing.png"),
+        (("--picture", "."), "--picture must be an image file, but . is a folder"),
         (("--out", "x.svg"), "must end in .png"),
     ],
 )

@@ -15,11 +15,20 @@ import pytest
 import torch
 from bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 
-from softcell.arch import Cell, Genotype, Pick, WeightMix
+from softcell.arch import Cell, Genotype, Pick, Positive, Rule, StrongestEach, TopInputs, WeightMix
 from softcell.arch.notation import from_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nats import convert
-from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Nb201Table, load_table, write_table
+from softcell.evaluate.nb201 import (
+    COLUMNS,
+    EDGES,
+    OPERATIONS,
+    Nb201Table,
+    check_search,
+    load_table,
+    notation,
+    write_table,
+)
 from softcell.evaluate.proxies import indicator, naswot, synflow
 from softcell.evaluate.ranking import kendall, mean_tau, taus
 from softcell.spaces import build_space
@@ -126,7 +135,8 @@ HEADER = "arch," + ",".join(COLUMNS)
         (HEADER + f"\n{ARCH},1,1,x,1,1,1\n", "cifar100_valid must be"),
         (HEADER + f"\n{ARCH},1,1,1,1,1\n", "imagenet16_test must be"),
         (HEADER + f"\n{ARCH},1,1,1,1,1,1\n{ARCH},1,1,1,1,1,1\n", "stands twice"),
-        (HEADER + f"\n{ARCH.replace('none', 'sep_conv_3x3')},1,1,1,1,1,1\n", "sep_conv_3x3"),
+        (HEADER + f"\n{ARCH.replace('none', 'sep_conv_3x3')},1,1,1,1,1,1\n", "line 2: .*sep_conv_3x3"),
+        (HEADER + "\n|nor_conv_3x3~0|+|nor_conv_3x3~0|none~1|,1,1,1,1,1,1\n", "line 2: .* ends in 2"),
     ],
 )
 def test_wrong_tables_are_refused_with_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
@@ -153,6 +163,56 @@ def test_genotypes_of_other_spaces_are_not_looked_up(table: Nb201Table) -> None:
     twice = Cell((Pick(0, 1, "none"), Pick(0, 1, "skip_connect")), (3,))
     with pytest.raises(UserError, match="several on one edge"):
         table.lookup(Genotype("nb201", {"cell": twice}))
+
+
+SMALLER = "|nor_conv_3x3~0|+|nor_conv_3x3~0|none~1|"
+
+
+def test_cells_of_another_shape_are_not_filled_up_with_none(table: Nb201Table) -> None:
+    filled = Genotype("nb201", {"cell": Cell(from_nb201(SMALLER).cells["cell"].picks, (3,))})
+    assert table.lookup(filled)["cifar10_test"] == 10 + 5 * 2 + 5 * 3, "such a row exists: node 3 gets nothing"
+    larger = ARCH + "+|none~0|none~1|none~2|none~3|"
+    for text in (SMALLER, larger, "|nor_conv_3x3~0|"):
+        with pytest.raises(UserError, match="cells of 4 nodes that end in node 3, but this one ends in"):
+            table.lookup(from_nb201(text))
+    picks = from_nb201(ARCH).cells["cell"].picks
+    with pytest.raises(UserError, match="ends in 2, 3"):
+        table.lookup(Genotype("nb201", {"cell": Cell(picks, (2, 3))}))
+    with pytest.raises(UserError, match="one cell named 'cell'"):
+        table.lookup(Genotype("nb201", {"normal": Cell(picks, (3,))}))
+
+
+def test_the_notation_of_a_cell_names_every_edge() -> None:
+    assert notation(from_nb201(ARCH)) == ARCH
+    without_none = tuple(pick for pick in from_nb201(ARCH).cells["cell"].picks if pick.op != "none")
+    assert notation(Genotype("nb201", {"cell": Cell(without_none, (3,))})) == ARCH
+
+
+@pytest.mark.parametrize("rule", [None, StrongestEach(("none",)), TopInputs()])
+def test_searches_whose_cells_the_table_has_are_let_through(rule: Rule | None) -> None:
+    check_search("darts", build_space("nb201", {}).layout(), rule)
+    check_search("darts", build_space("nb201", {"candidates": ("nor_conv_3x3", "none")}).layout(), rule)
+
+
+@pytest.mark.parametrize(
+    ("space", "settings", "rule", "message"),
+    [
+        ("nb201", {}, Positive(), "dst would derive cells here that the table does not have.* several on one edge"),
+        ("nb201", {"nodes": 3}, None, "ends in 2"),
+        ("nb201", {"nodes": 5}, None, "ends in 4"),
+        ("nb201", {"candidates": ("none", "sep_conv_3x3")}, None, "choose among sep_conv_3x3"),
+        ("darts", {}, None, "its own space alone"),
+    ],
+)
+def test_searches_whose_cells_it_lacks_are_refused_beforehand(
+    space: str, settings: dict[str, Any], rule: Rule | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check_search("dst", build_space(space, settings).layout(), rule)
+
+
+def test_thresholds_that_leave_one_operation_to_an_edge_are_no_reason_to_refuse() -> None:
+    check_search("dst", build_space("nb201", {"candidates": ("none", "nor_conv_3x3")}).layout(), Positive())
 
 
 def info(ops: tuple[str, ...], key: str) -> dict[str, Any]:
@@ -266,6 +326,11 @@ def test_zero_cost_indicators_rank_a_convolution_above_nothing() -> None:
         found = indicator(space, proxy, x, 10)["cell"]  # type: ignore[arg-type]
         assert found[0, 1] > found[0, 0]
         assert torch.equal(found, indicator(space, proxy, x, 10)["cell"])  # type: ignore[arg-type]
+
+
+def test_the_real_table_does_not_know_a_smaller_cell(real: Nb201Table) -> None:
+    with pytest.raises(UserError, match="ends in 2"):
+        real.lookup(from_nb201(SMALLER))
 
 
 def test_the_real_table_has_the_published_optimum(real: Nb201Table) -> None:

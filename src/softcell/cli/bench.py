@@ -14,7 +14,9 @@ from softcell.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from softcell.evaluate.nb201 import Nb201Table
+    from softcell.arch import Genotype
+    from softcell.evaluate.nb201 import Accuracies, Nb201Table
+    from softcell.evaluate.proxies import Proxy
     from softcell.report.bench201 import Benched
 
 EPILOG = o.examples(
@@ -24,6 +26,10 @@ EPILOG = o.examples(
     "softcell bench nb201 --table nb201.csv.gz --proxy naswot --proxy synflow --data cifar10 --data-root ~/data",
     "softcell bench nb201 --table new.csv.gz --convert NATS-tss-v1_0-3ffb9-simple",
 )
+
+
+FIRST = 24
+"""Cells that names of rows get at least before they are folded."""
 
 
 def bench(
@@ -70,6 +76,7 @@ def bench(
     """
     from softcell.cli.console import console
     from softcell.evaluate.nb201 import COLUMNS, load_table
+    from softcell.report.bench201 import bench_runs
 
     screen = console()
     path = _table(table)
@@ -77,9 +84,16 @@ def bench(
         return _convert(screen, convert, path, overwrite)
     if column not in COLUMNS:
         raise UserError(f"--column must be one of {', '.join(COLUMNS)}, got {column!r}")
-    found = load_table(path)  # before hours of searching
+    # Whatever can be known to be wrong is told before hours of searching, and before anything is printed.
+    found = load_table(path)
     names, folders = _sorted(what or [])
-    code = 0
+    architectures = _look_up(found, names)
+    proxies = _proxies(proxy or ())
+    if folders and method is not None:
+        bench_runs(found, folders)
+    for file in (svg, csv_):
+        if file is not None and file.exists() and not overwrite:
+            raise UserError(f"{file} exists already; give another name, or --overwrite to replace it")
     if method is not None:
         given = o.settings(
             set_,
@@ -99,12 +113,16 @@ def bench(
         folders.append(str(folder))
     if not names and not folders and not proxy:
         raise UserError("nothing to look up: give an architecture, a folder of searches, --method or --proxy")
-    _look_up(screen, found, names)
+    notes: list[str] = []
+    runs = bench_runs(found, folders, notes.append) if folders else []
+    ranked = [_proxy(found, name, column, data or "digits", data_root, seed or 0) for name in proxies]
+    _show_architectures(screen, found, architectures)
     if folders:
-        _report(screen, found, folders, column, svg, csv_, overwrite)
-    for name in proxy or ():
-        _proxy(screen, found, name, column, data or "digits", data_root, seed or 0)
-    return code
+        _report(screen, found, runs, notes, column, svg, csv_, overwrite)
+    for label, genotype, taus in ranked:
+        _look_up_found(screen, found, label, genotype)
+        _taus(screen, taus)
+    return 0
 
 
 def _table(given: Path | None) -> Path:
@@ -142,8 +160,14 @@ def _search(
 ) -> tuple[Path, int]:
     from softcell import api
     from softcell.cli.progress import Display
+    from softcell.evaluate.nb201 import check_search
+    from softcell.methods import METHODS, Method
+    from softcell.spaces import build_space
 
     chosen, recipe, folder = api.seeds_recipe(given, seeds=seeds, out=out, resume=resume)
+    kind = METHODS.get(recipe.method)
+    layout = build_space(recipe.space, recipe.space_settings).layout()
+    check_search(recipe.method, layout, kind.rule if issubclass(kind, Method) else None)
     heading = f"search {recipe.method}, space nb201, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
     with Display(screen, heading, quiet) as display:
         result = api.search_seeds_with(
@@ -157,19 +181,24 @@ def _search(
     return folder, result.exit_code
 
 
-def _look_up(screen: Console, table: Nb201Table, names: Sequence[str]) -> None:
-    from softcell.arch.notation import to_nb201
+def _look_up(table: Nb201Table, names: Sequence[str]) -> list[tuple[str, Accuracies]]:
+    """The architectures in the benchmark's notation, with what the table says of them."""
     from softcell.cli import inputs
+    from softcell.evaluate.nb201 import notation
+
+    genotypes = [inputs.genotype(name) for name in names]
+    return [(notation(genotype), table.lookup(genotype)) for genotype in genotypes]
+
+
+def _show_architectures(screen: Console, table: Nb201Table, found: Sequence[tuple[str, Accuracies]]) -> None:
     from softcell.report.bench201 import accuracy_rows
 
-    if not names:
+    if not found:
         return
     rows: list[tuple[str, str, dict[str, str]]] = []
-    for name in names:
-        genotype = inputs.genotype(name)
-        accuracies = table.lookup(genotype)
-        label = "architecture" if len(names) == 1 else f"architecture {len(rows) + 1}"
-        screen.print(f"{label}: {to_nb201(genotype)}", markup=False)
+    for notation, accuracies in found:
+        label = "architecture" if len(found) == 1 else f"architecture {len(rows) + 1}"
+        screen.print(f"{label}: {notation}", markup=False)
         rows.append((label, "", {column: f"{value:.2f}" for column, value in accuracies.items()}))
     _accuracies(screen, [*rows, *accuracy_rows(table, [])])
 
@@ -185,7 +214,8 @@ def _accuracies(screen: Console, rows: Sequence[tuple[str, str, dict[str, str]]]
 def _report(
     screen: Console,
     table: Nb201Table,
-    folders: Sequence[str],
+    runs: Sequence[Benched],
+    notes: Sequence[str],
     column: str,
     svg: Path | None,
     csv_: Path | None,
@@ -196,7 +226,8 @@ def _report(
     from softcell.report import bench201
     from softcell.report.tables import plain_csv
 
-    runs = bench201.bench_runs(table, folders)
+    for note in (*notes, *bench201.trajectory_notes(runs)):
+        facts(screen, note=note)
     _accuracies(screen, bench201.accuracy_rows(table, runs))
     _trajectory(screen, runs, column)
     dataset = column.rsplit("_", 1)[0]
@@ -216,12 +247,12 @@ def _report(
 def _trajectory(screen: Console, runs: Sequence[Benched], column: str) -> None:
     from softcell.report.bench201 import groups, trajectory_rows
 
-    lines, methods = trajectory_rows(runs, column), list(groups(runs))
+    lines, names = trajectory_rows(runs, column), list(groups(runs))
     if len(lines) > 10:  # every tenth part of the way
         lines = [lines[round(i * (len(lines) - 1) / 9)] for i in range(10)]
-    body = [[f"{line['epoch']:.0f}", *(f"{line[m]:.2f}" if m in line else "–" for m in methods)] for line in lines]
+    body = [[f"{line['epoch']:.0f}", *(f"{line[n]:.2f}" if n in line else "–" for n in names)] for line in lines]
     title = f"{column.replace('_', ' ')} of the cell that each epoch derives, mean over seeds, %"
-    _print(screen, title, ["epoch", *methods], body)
+    _print(screen, title, ["epoch", *names], body)
 
 
 def _taus(screen: Console, rows: Sequence[tuple[str, str, str, list[float]]]) -> None:
@@ -249,35 +280,41 @@ _RANKED = {
 }
 
 
+def _proxies(names: Sequence[str]) -> list[Proxy]:
+    from softcell.evaluate.proxies import PROXIES
+
+    for name in names:
+        if name not in PROXIES:
+            raise UserError(f"--proxy must be one of {', '.join(PROXIES)}, got {name!r}")
+    return [proxy for name in names for proxy in PROXIES if proxy == name]
+
+
 def _proxy(
-    screen: Console, table: Nb201Table, name: str, column: str, data: str, data_root: str | None, seed: int
-) -> None:
-    """Zero-Cost-PT on an untrained supernet of the benchmark's size."""
+    table: Nb201Table, name: Proxy, column: str, data: str, data_root: str | None, seed: int
+) -> tuple[str, Genotype, list[tuple[str, str, str, list[float]]]]:
+    """Zero-Cost-PT on an untrained supernet of the benchmark's size: its name, the cell it finds and its taus."""
     from softcell.arch import derive
     from softcell.data import load
     from softcell.data.feeds import first_images
     from softcell.evaluate.nb201 import OPERATIONS
-    from softcell.evaluate.proxies import PROXIES, indicator
+    from softcell.evaluate.proxies import indicator
     from softcell.evaluate.ranking import RANKINGS, taus
     from softcell.spaces import build_space
 
-    if name not in PROXIES:
-        raise UserError(f"--proxy must be one of {', '.join(PROXIES)}, got {name!r}")
     dataset = load(data, data_root, None)
     images = first_images(dataset, 32)
     space = build_space("nb201", {"candidates": OPERATIONS})
     found = indicator(space, name, images, dataset.num_classes, seed)
     genotype = derive(space.layout(), found)
-    _look_up_found(screen, table, f"Zero-Cost-PT, {name}", genotype)
-    rows = []
+    rows: list[tuple[str, str, str, list[float]]] = []
     for split in ("valid", "test"):
         where = f"{column.rsplit('_', 1)[0]}_{split}"
         values = taus(table, found["cell"].tolist(), genotype, where)
         rows += [(name, where, ranking, values[ranking]) for ranking in RANKINGS]
-    _taus(screen, rows)
+    return f"Zero-Cost-PT, {name}", genotype, rows
 
 
-def _look_up_found(screen: Console, table: Nb201Table, name: str, genotype: Any) -> None:
+def _look_up_found(screen: Console, table: Nb201Table, name: str, genotype: Genotype) -> None:
     from softcell.report.bench201 import accuracy_rows
 
     found = {column: f"{value:.2f}" for column, value in table.lookup(genotype).items()}
@@ -285,14 +322,33 @@ def _look_up_found(screen: Console, table: Nb201Table, name: str, genotype: Any)
 
 
 def _print(screen: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table; columns that the screen is too narrow for follow below, beside the first one again."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for i, name in enumerate(header):
-        shown.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0, overflow="fold")
-    for row in rows:
-        shown.add_row(*(Text(cell) for cell in row))
+    # A group's settings stand below each other, which leaves room for other groups.
+    heads = [name.replace(", ", ",\n").replace(") (", ")\n(") if "=" in name else name for name in header]
     screen.print(Text(title, "bold underline"))
-    screen.print(shown, soft_wrap=False)
-    screen.print()
+    for block in _blocks(heads, rows, screen.width):
+        shown = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        for i in block:
+            shown.add_column(Text(heads[i]), justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+        for row in rows:
+            shown.add_row(*(Text(row[i]) for i in block))
+        screen.print(shown, soft_wrap=False)
+        screen.print()
+
+
+def _blocks(heads: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """The numbers of the columns that stand side by side, the first one in each block."""
+    from rich.cells import cell_len
+
+    columns = [(head, *(row[i] for row in rows)) for i, head in enumerate(heads)]
+    wide = [max(cell_len(line) for text in column for line in text.split("\n")) + 2 for column in columns]
+    room = width - min(wide[0], FIRST)  # the first column folds
+    blocks: list[list[int]] = [[0]]
+    for i in range(1, len(heads)):
+        if len(blocks[-1]) > 1 and sum(wide[k] for k in blocks[-1][1:]) + wide[i] > room + 2:  # no gap after the last
+            blocks.append([0])
+        blocks[-1].append(i)
+    return blocks

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +25,9 @@ def indicators(
         list[str] | None,
         typer.Option(help="alpha, attention (IT-NAS) or perturbation (DARTS-PT); may be repeated; else all."),
     ] = None,
-    images: Annotated[int, typer.Option(metavar="N", min=1, help="Validation images that perturbation uses.")] = 512,
+    images: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Validation images that perturbation uses, at most.")
+    ] = 512,
     epochs: Annotated[
         int, typer.Option(metavar="N", min=1, help="Epochs of what is trained on another method's frozen supernet.")
     ] = 1,
@@ -57,10 +60,41 @@ def indicators(
     screen.print(" " * width + "".join(f"{name:<20}" for name in names), style="bold")
     for edge in found["edges"]:
         place = f"{edge['table']} {edge['edge']}"
-        screen.print(f"{place:<{width}}" + "".join(f"{edge['best'][name]:<20}" for name in names), markup=False)
+        screen.print(f"{place:<{width}}" + "".join(f"{_best(edge, name):<20}" for name in names), markup=False)
     for pair in found["edges"][0]["tau"]:
         known = [edge["tau"][pair] for edge in found["edges"] if edge["tau"][pair] is not None]
         mean = f"{sum(known) / len(known):.2f} (mean of {len(known)} edges)" if known else "not defined"
         facts(screen, **{"tau": f"{pair}: {mean}"})
+    for label, text in _remarks(found):
+        facts(screen, **{label: text})
     write(target, json.dumps(found, indent=2) + "\n", overwrite)
     facts(screen, written=str(target))
+
+
+def _best(edge: Mapping[str, Any], name: str) -> str:
+    """The best candidate of an edge, how many share that place, or that the indicator says nothing."""
+    if name in edge["tied"]:
+        return f"tie of {len(edge['tied'][name])}"
+    return edge["best"][name] or "–"
+
+
+def _remarks(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the table above rests on, as pairs of a name and a text."""
+    from softcell.cli.console import percent
+
+    rests: list[tuple[str, str]] = []
+    baseline = found["baseline"]
+    if baseline is not None:
+        how = "with norms measured anew" if baseline["norms"] == "measured anew" else "by running statistics of norms"
+        rests.append(("baseline", f"{percent(baseline['accuracy'])} of {baseline['images']} images, {how}"))
+        if baseline["at_chance"]:
+            rests.append(
+                (
+                    "note",
+                    f"a supernet that guesses may reach {percent(baseline['guessing'])} of these images: this one has "
+                    "nothing to lose, and perturbation says nothing; search longer, or look at more --images",
+                )
+            )
+    if any(edge["tied"] for edge in found["edges"]):
+        rests.append(("note", "a tie has several candidates of the same highest value; `tied` in the JSON names them"))
+    return rests

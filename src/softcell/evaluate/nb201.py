@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from softcell.arch import Genotype
-from softcell.arch.notation import from_nb201, to_nb201
+from softcell.arch import Genotype, Layout, Rule, derive
+from softcell.arch.notation import from_nb201
 from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
 
@@ -30,6 +31,7 @@ SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet-
 COLUMNS = tuple(f"{name}_{split}" for name in SETS for split in ("valid", "test"))
 OPERATIONS = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 EDGES = tuple((source, target) for target in range(1, 4) for source in range(target))
+OUTPUT = (3,)
 COMPLETE = len(OPERATIONS) ** len(EDGES)
 
 Accuracies = Mapping[str, float]
@@ -56,7 +58,7 @@ class Nb201Table:
         row = self.index.get(operations(genotype))
         if row is None:
             raise UserError(
-                f"{self.source} has no row for {to_nb201(genotype)}; it holds {len(self):,} of {COMPLETE:,} "
+                f"{self.source} has no row for {notation(genotype)}; it holds {len(self):,} of {COMPLETE:,} "
                 "architectures"
             )
         return dict(zip(COLUMNS, self.values[row].tolist(), strict=True))
@@ -103,19 +105,59 @@ class Nb201Table:
 
 
 def operations(genotype: Genotype) -> tuple[str, ...]:
-    """The operation of each edge, in the order of `EDGES`."""
+    """The operation of each edge, in the order of `EDGES`; every cell that is none of the benchmark's is refused.
+
+    An edge that is not there is one with `none`: both add nothing to their node.
+    """
     if genotype.space != "nb201":
         raise UserError(f"NAS-Bench-201 knows its own space alone, but this is a genotype of space {genotype.space!r}")
-    by_edge = {(pick.source, pick.target): pick.op for pick in genotype.cells["cell"].picks}
+    if set(genotype.cells) != {"cell"}:
+        raise UserError(f"NAS-Bench-201 has one cell named 'cell', but this genotype has {sorted(genotype.cells)}")
+    cell = genotype.cells["cell"]
+    if tuple(cell.output) != OUTPUT:  # else the edges that a smaller cell lacks would pass for `none`
+        raise UserError(
+            f"NAS-Bench-201 has cells of 4 nodes that end in node {OUTPUT[0]}, but this one ends in "
+            f"{', '.join(map(str, cell.output)) or 'none'}: the table knows no such network"
+        )
+    by_edge = {(pick.source, pick.target): pick.op for pick in cell.picks}
     found = tuple(by_edge.get(edge, "none") for edge in EDGES)
     foreign = sorted({op for op in found if op not in OPERATIONS})
     foreign += [f"an edge {source}->{target}" for source, target in sorted(set(by_edge) - set(EDGES))]
-    if foreign or len(by_edge) != len(genotype.cells["cell"].picks):
+    if foreign or len(by_edge) != len(cell.picks):
         raise UserError(
             f"NAS-Bench-201 has the operations {', '.join(OPERATIONS)}, one on each of 6 edges between 4 nodes; this "
             f"genotype has {', '.join(foreign) or 'several on one edge'}"
         )
     return found
+
+
+def notation(genotype: Genotype) -> str:
+    """The benchmark's name of a cell, in which every edge has an operation, be it `none`."""
+    by_edge = dict(zip(EDGES, operations(genotype), strict=True))
+    nodes = [[f"{op}~{source}|" for (source, end), op in by_edge.items() if end == target] for target in range(1, 4)]
+    return "+".join("|" + "".join(edges) for edges in nodes)
+
+
+def check_search(method: str, layout: Layout, rule: Rule | None) -> None:
+    """Refuses a search whose cells the benchmark cannot have, as far as that can be known before it.
+
+    rule: the method's own one; None: it derives by the space's.
+    """
+    ops = {op for table in layout.tables for choice in table.choices for op in choice.candidates}
+    foreign = sorted(ops - set(OPERATIONS))
+    if foreign and layout.space == "nb201":
+        raise UserError(
+            f"NAS-Bench-201 has the operations {', '.join(OPERATIONS)}, but this search would choose among "
+            f"{', '.join(foreign)}, too; leave them out of space.candidates"
+        )
+    # Where all candidates are equally strong, a rule that may put several of them on one edge does so.
+    even = {table.name: torch.ones(table.shape) for table in layout.tables}
+    try:
+        operations(derive(layout, even, rule))
+    except UserError as error:
+        raise UserError(
+            f"{method} would derive cells here that the table does not have, so nothing is searched: {error}"
+        ) from error
 
 
 def load_table(path: str | Path) -> Nb201Table:
@@ -137,7 +179,7 @@ def load_table(path: str | Path) -> Nb201Table:
                 raise UserError(f"{file}: a table of NAS-Bench-201 needs the columns {', '.join(missing)}")
             for number, row in enumerate(reader, start=2):
                 where = f"{file}, line {number}"
-                ops = operations(_parsed(where, row["arch"]))
+                ops = _parsed(where, row["arch"])
                 if ops in index:
                     raise UserError(f"{where}: {row['arch']} stands twice in the table")
                 index[ops] = len(values)
@@ -170,9 +212,9 @@ def _opened(file: Path) -> IO[str]:
     return file.open(encoding="utf-8", newline="")
 
 
-def _parsed(where: str, text: str | None) -> Genotype:
+def _parsed(where: str, text: str | None) -> tuple[str, ...]:
     try:
-        return from_nb201(text or "")
+        return operations(from_nb201(text or ""))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 

@@ -6,19 +6,22 @@ derived (IT-NAS, Figure 2); Kendall's tau of the method's indicator per edge (Fi
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from softcell.arch import Genotype
-from softcell.arch.notation import from_nb201, to_nb201
+from softcell.arch.notation import from_nb201
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table
+from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table, notation
 from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
+from softcell.report.compare import _flat, _varying, _what, _without_repeats
 from softcell.report.curves import curves_svg
-from softcell.report.runs import find_runs, is_table, read_run
+from softcell.report.runs import Run, find_runs, is_table, read_runs
 from softcell.report.stats import Summary, summarise
 from softcell.search.history import genotype_of
 
@@ -27,7 +30,10 @@ SPACE = "nb201"
 
 @dataclass(frozen=True)
 class Benched:
-    """One search: its cell's accuracies, those of each epoch's cell, and its indicator [6][5] where it has one."""
+    """One search: its cell's accuracies, those of each epoch's cell, and its indicator [6][5] where it has one.
+
+    settings: all that may tell it from a run it must not be averaged with; the seed is not among them.
+    """
 
     label: str
     method: str
@@ -36,34 +42,53 @@ class Benched:
     accuracies: Accuracies
     trajectory: tuple[Mapping[str, float], ...]
     indicator: tuple[tuple[float, ...], ...] | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def bench_runs(table: Nb201Table, paths: Sequence[str | Path]) -> list[Benched]:
-    """All finished searches in the folders; one of another space is refused."""
-    found = [_benched(table, folder) for folder in find_runs(paths)]
+def bench_runs(
+    table: Nb201Table, paths: Sequence[str | Path], tell: Callable[[str], None] = lambda text: None
+) -> list[Benched]:
+    """All finished searches in the folders, each experiment once; what else lies in a folder is passed over.
+
+    A run that is named itself is refused where it is none. tell: takes a sentence on what is left out.
+    """
+    found, passed = [], []
+    named = set(map(Path, paths))
+    for run in read_runs(find_runs(paths)):
+        if (reason := _unfit(run)) is None:
+            found.append(run)
+        elif run.folder in named:
+            raise UserError(f"{run.folder} must be a finished search in space {SPACE}, but it is {reason}")
+        else:
+            passed.append(reason)
     if not found:
-        raise UserError(f"no finished search in {', '.join(map(str, paths))}")
-    return found
+        raise UserError(f"no finished search in space {SPACE} in {', '.join(map(str, paths))}")
+    if passed:
+        tell(f"passed over: {', '.join(f'{n} × {what}' for what, n in Counter(passed).items())}")
+    kept, repeats = _without_repeats(found)
+    for note in repeats:
+        tell(note)
+    return [_benched(table, run) for run in kept]
 
 
-def _benched(table: Nb201Table, folder: Path) -> Benched:
-    run = read_run(folder)
-    recipe: Mapping[str, Any] = run.recipe
-    if run.kind != "search" or recipe.get("space") != SPACE or not (folder / "genotype.json").is_file():
-        raise UserError(
-            f"{folder} must be a finished search in space {SPACE}, but it is a {run.kind} run in space "
-            f"{recipe.get('space')!r}, {run.status}"
-        )
-    genotype, cells = Genotype.load(folder), list(run.architecture)
-    return Benched(
-        str(folder),
-        str(recipe["method"]),
-        int(recipe["seed"]),
-        genotype,
-        table.lookup(genotype),
-        tuple(_trajectory(table, cells)),
-        _indicator(recipe, cells),
-    )
+def _unfit(run: Run) -> str | None:
+    """What a run is instead of a finished search in the space; None where it is one."""
+    if run.kind != "search":
+        return f"a {run.kind} run"
+    if run.space != SPACE:
+        return f"a search in space {run.space!r}"
+    done = run.status == "finished" and (run.folder / "genotype.json").is_file()
+    return None if done else f"a search that is {'not complete' if run.status == 'finished' else run.status}"
+
+
+def _benched(table: Nb201Table, run: Run) -> Benched:
+    genotype, cells = Genotype.load(run.folder), list(run.architecture)
+    try:
+        accuracies, trajectory = table.lookup(genotype), tuple(_trajectory(table, cells))
+    except UserError as error:
+        raise UserError(f"{run.folder}: {error}") from error
+    indicator, seed = _indicator(run.recipe, cells), int(run.recipe["seed"])
+    return Benched(str(run.folder), run.method, seed, genotype, accuracies, trajectory, indicator, _what(run.recipe))
 
 
 def to_dict(run: Benched) -> dict[str, Any]:
@@ -71,7 +96,7 @@ def to_dict(run: Benched) -> dict[str, Any]:
     return {
         "method": run.method,
         "seed": run.seed,
-        "architecture": to_nb201(run.genotype),
+        "architecture": notation(run.genotype),
         "accuracies": dict(run.accuracies),
         "trajectory": [dict(row) for row in run.trajectory],
         "indicator": None if run.indicator is None else [list(row) for row in run.indicator],
@@ -79,7 +104,10 @@ def to_dict(run: Benched) -> dict[str, Any]:
 
 
 def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched:
-    """What `to_dict` gave; the accuracies of the cell are looked up anew."""
+    """What `to_dict` gave; the accuracies of the cell are looked up anew.
+
+    Settings are not kept: whoever stores runs this way has seen to it that those of one method differ by their seed.
+    """
     genotype, rows = from_nb201(data["architecture"]), data["indicator"]
     indicator = None if rows is None else tuple(tuple(map(float, row)) for row in rows)
     accuracies, trajectory = table.lookup(genotype), tuple(data["trajectory"])
@@ -111,10 +139,20 @@ def _indicator(recipe: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def groups(runs: Sequence[Benched]) -> dict[str, list[Benched]]:
-    """By method, in the order in which they came."""
-    found: dict[str, list[Benched]] = {}
+    """Runs that differ by nothing but their seed, in the order in which they came.
+
+    They go by the name of their method and, where several groups share it, by the settings that tell those apart.
+    """
+    members: dict[tuple[str, str], list[Benched]] = {}
     for run in runs:
-        found.setdefault(run.method, []).append(run)
+        key = json.dumps(run.settings, sort_keys=True, default=str)
+        members.setdefault((run.method, key), []).append(run)
+    found: dict[str, list[Benched]] = {}
+    for (method, _), own in members.items():
+        varying = _varying([_flat(one[0].settings) for (name, _), one in members.items() if name == method])
+        values = _flat(own[0].settings)
+        extra = ", ".join(f"{key}={values.get(key)}" for key in varying)
+        found[f"{method} ({extra})" if extra else method] = own
     return found
 
 
@@ -124,11 +162,11 @@ def summaries(runs: Sequence[Benched]) -> dict[str, Summary]:
 
 
 def accuracy_rows(table: Nb201Table, runs: Sequence[Benched]) -> list[tuple[str, str, dict[str, str]]]:
-    """Name, number of runs and `mean ± std` by column: each method, then chance and the optimum."""
+    """Name, number of runs and `mean ± std` by column: each group, then chance and the optimum."""
     rows = []
-    for method, own in groups(runs).items():
+    for name, own in groups(runs).items():
         found = summaries(own)
-        rows.append((method, str(len(own)), {c: shown(s.mean, s.std) for c, s in found.items()}))
+        rows.append((name, str(len(own)), {c: shown(s.mean, s.std) for c, s in found.items()}))
     chance = {column: shown(*values) for column, values in table.chance().items()}
     rows.append(("random cell", f"{len(table):,}", chance))
     rows.append(("optimum", "", {column: shown(value, None) for column, value in table.optimum().items()}))
@@ -140,16 +178,35 @@ def shown(mean: float, std: float | None) -> str:
 
 
 def trajectory_rows(runs: Sequence[Benched], column: str) -> list[dict[str, float]]:
-    """Per epoch, from 1, the mean over the runs of each method under its name, and each run's own under its folder."""
+    """Per epoch, from 1, the mean over the runs of each group under its name, and each run's own under its folder.
+
+    A mean is one over all runs of its group: there is none for an epoch that some of them do not have.
+    """
     epochs = sorted({row["epoch"] for run in runs for row in run.trajectory})
-    found = []
+    members, found = groups(runs), []
     for epoch in epochs:
         line: dict[str, float] = {"epoch": int(epoch) + 1}
-        for method, own in groups(runs).items():
+        for name, own in members.items():
             values = {run.label: row[column] for run in own for row in run.trajectory if row["epoch"] == epoch}
-            if values:
-                line |= {method: sum(values.values()) / len(values), **values}
+            if len(values) == len(own):
+                line[name] = sum(values.values()) / len(values)
+            # A folder may be called as a method is.
+            line |= {f"{label}/" if label in members else label: value for label, value in values.items()}
         found.append(line)
+    return found
+
+
+def trajectory_notes(runs: Sequence[Benched]) -> list[str]:
+    """A sentence on each group whose runs do not all have the same epochs, as those do not that stopped early."""
+    found = []
+    for name, own in groups(runs).items():
+        epochs = [{row["epoch"] for row in run.trajectory} for run in own]
+        lacking = sum(one != set.union(*epochs) for one in epochs)
+        if lacking:
+            found.append(
+                f"{name}: {lacking} of {len(own)} searches lack epochs that others have; means are given for the "
+                f"{len(set.intersection(*epochs))} epochs that all of them have"
+            )
     return found
 
 
@@ -164,11 +221,11 @@ def tau_rows(
 ) -> list[tuple[str, str, Ranking, list[float]]]:
     """Name, column, ranking and the tau-b of each edge, the mean over the runs that have one."""
     rows = []
-    for method, own in groups(runs).items():
+    for name, own in groups(runs).items():
         ranked = [run for run in own if run.indicator is not None]
         for column in columns if ranked else ():
             found = [taus(table, run.indicator, run.genotype, column) for run in ranked if run.indicator is not None]
             for ranking in RANKINGS:
                 edges = [mean_tau([one[ranking][edge] for one in found]) for edge in range(len(EDGES))]
-                rows.append((method, column, ranking, edges))
+                rows.append((name, column, ranking, edges))
     return rows

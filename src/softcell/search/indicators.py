@@ -7,13 +7,17 @@
 - `perturbation` (DARTS-PT: Wang et al., Rethinking Architecture Selection in Differentiable NAS, ICLR 2021): how much
   accuracy the supernet loses without a candidate, which is taken out of all cells of its table; `perturbation_loss` is
   the same in loss, which a few images tell apart more finely. DARTS-PT goes on to discretise edge by edge and to
-  fine-tune in between; this is its score at the trained supernet.
+  fine-tune in between; this is its score at the trained supernet. A supernet that does no better than guessing has
+  nothing to lose: `Baseline` says how good it is with all its candidates.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, Rule
-from softcell.arch.derive import rows, strongest
+from softcell.arch.derive import rows
 from softcell.data import Batch, Batches
 from softcell.engine.capture import prepare_step
 from softcell.engine.distributed import World
@@ -35,9 +39,59 @@ from softcell.search.restored import Restored
 from softcell.spaces import Supernet
 
 NAMES = ("alpha", "attention", "perturbation")
+PERTURBED = ("perturbation", "perturbation_loss")
 Tables = dict[str, Tensor]
 """Per table [choices, width]; padding 0."""
 Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """How good a supernet is with all candidates, on the images on which each of them is then taken out.
+
+    accuracy: where choices are looked at one by one, the mean over them. commonest: the share of the commonest class.
+    norms_anew: whether batch-norm measured its statistics anew for each mix.
+    """
+
+    accuracy: float
+    images: int
+    commonest: float
+    norms_anew: bool
+
+    @property
+    def guessing(self) -> float:
+        """The accuracy up to which a supernet may well be guessing.
+
+        Whoever names one class always is right for the commonest one's share at most; two standard deviations of such a
+        share over so many images are allowed for, which guessing exceeds in one case of forty.
+        """
+        return self.commonest + 2 * math.sqrt(self.commonest * (1 - self.commonest) / self.images)
+
+    @property
+    def at_chance(self) -> bool:
+        return self.accuracy <= self.guessing
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "accuracy": self.accuracy,
+            "images": self.images,
+            "norms": "measured anew" if self.norms_anew else "running statistics",
+            "guessing": self.guessing,
+            "at_chance": self.at_chance,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Indicators:
+    """Indicators by name; the baseline where perturbation is among them."""
+
+    values: dict[str, Tables]
+    baseline: Baseline | None
+
+    @property
+    def saying_nothing(self) -> tuple[str, ...]:
+        """Those that were measured on a supernet at chance: what they differ by is noise."""
+        return PERTURBED if self.baseline is not None and self.baseline.at_chance else ()
 
 
 class Without(Mix):
@@ -65,11 +119,11 @@ class Without(Mix):
 
 def compute(
     found: Restored, wanted: Iterable[str] | None = None, *, images: int = 512, epochs: int = 1, tell: Tell
-) -> dict[str, Tables]:
-    """The indicators by name; where none is asked for, all that the run's method has or that need no training.
+) -> Indicators:
+    """The indicators; where none is asked for, all that the run's method has or that need no training.
 
-    images: how many of the validation split perturbation looks at. epochs: how long Lite-Transformers, or DARTS's
-    logits, learn on the supernet of another method.
+    images: how many of the validation split perturbation looks at, at most. epochs: how long Lite-Transformers, or
+    DARTS's logits, learn on the supernet of another method.
     """
     has_alpha = not found.looks()
     names = tuple(wanted) if wanted is not None else tuple(n for n in NAMES if n != "alpha" or has_alpha)
@@ -77,6 +131,7 @@ def compute(
     if unknown:
         raise UserError(f"an indicator must be one of {', '.join(NAMES)}, got {unknown[0]!r}")
     result: dict[str, Tables] = {}
+    baseline = None
     for name in names:
         tell(name)
         if name == "alpha":
@@ -85,9 +140,9 @@ def compute(
         elif name == "attention":
             result[name] = attention(found, epochs, tell)
         else:
-            accuracy, loss = perturbation(found, images, tell)
-            result |= {name: accuracy, "perturbation_loss": loss}
-    return result
+            falls, rises, baseline = perturbation(found, images, tell)
+            result |= dict(zip(PERTURBED, (falls, rises), strict=True))
+    return Indicators(result, baseline)
 
 
 def attention(found: Restored, epochs: int, tell: Tell, selector: str = "itnas") -> Tables:
@@ -157,53 +212,93 @@ def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) ->
 
 
 @torch.no_grad()
-def perturbation(found: Restored, images: int, tell: Tell) -> tuple[Tables, Tables]:
+def perturbation(found: Restored, images: int, tell: Tell) -> tuple[Tables, Tables, Baseline]:
     """What accuracy falls and loss rises by, without each candidate, on the first images of the validation split."""
     if images < 1:
         raise UserError(f"perturbation needs at least one image, but got {images}")
-    supernet = found.supernet
-    layout, chosen = supernet.layout, found.parts["validation"][:images]
+    layout, chosen = found.supernet.layout, found.parts["validation"][:images]
     batches = list(found.feeds().plain(found.dataset.train, chosen).epoch(0))
-    mix = found.mix()
-    accuracy, loss = _measured(supernet, mix, batches)
-    by_paths = found.by_paths()
+    norms = _norm_batches(found, len(chosen))
+    by_paths, baselines = found.by_paths(), list[float]()
     falls = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
     rises = {name: values.clone() for name, values in falls.items()}
     total = sum(len(choice.candidates) for table in layout.tables for choice in table.choices)
     done = 0
     for table in layout.tables:
         for i, choice in enumerate(table.choices):
-            if by_paths:  # what a candidate is worth shows where it runs
+            if by_paths or not baselines:  # what a candidate is worth shows where it runs
                 mix = found.mix((table.name, i))
-                accuracy, loss = _measured(supernet, mix, batches)
+                accuracy, loss = _measured(found.supernet, mix, batches, norms)
+                baselines.append(accuracy)
             for k in range(len(choice.candidates)):
-                less, more = _measured(supernet, Without(mix, layout, table.name, i, k), batches)
+                without = Without(mix, layout, table.name, i, k)
+                less, more = _measured(found.supernet, without, batches, norms)
                 falls[table.name][i, k], rises[table.name][i, k] = accuracy - less, more - loss
                 done += 1
                 tell(f"perturbation, {done} of {total} candidates")
-    return falls, rises
+    labels = torch.cat([batch.labels for batch in batches])
+    commonest = int(torch.bincount(labels).max()) / len(labels)
+    return falls, rises, Baseline(sum(baselines) / len(baselines), len(labels), commonest, norms is not None)
 
 
-def summary(layout: Layout, found: Mapping[str, Tables]) -> dict[str, Any]:
-    """Per edge the best candidate by each indicator and Kendall's tau-b between each two; plain data."""
+def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
+    """Training batches over which batch-norm measures its statistics for each mix; None: the running ones are right.
+
+    Running statistics are those of the mixes that weights were trained in. DARTS trains in the very mix that is
+    perturbed here, and keeps them, as DARTS-PT does. Where cells are sampled or replaced (`many_cells`) they are those
+    of no mix: EnTranNAS-DST in NAS-Bench-201 on digits is right for 28% of the images with them, and for 85% with its
+    own. Attention moves with the images and at every step, and they lag behind: 21% and 65% after two epochs of IT-NAS.
+
+    The mix without a candidate measures them, too: else what would show is that they do not fit it. As many images as
+    are looked at are enough, since more would cost most of the time and tell hardly more (5 batches instead of 20:
+    0.2 points in the first example); never more batches than the search itself takes. All mixes see the same ones,
+    made once: what two mixes differ by is then no matter of images.
+    """
+    if not (found.method.many_cells or found.looks()):
+        return None
+    count = min(found.recipe.evolution.norm_batches, -(-images // found.recipe.batch_size))
+    training = found.feeds().training(found.parts["weights"], found.dataset.augment)
+    return list(islice(training.epoch(0), count))
+
+
+def summary(layout: Layout, found: Mapping[str, Tables], saying_nothing: Collection[str] = ()) -> dict[str, Any]:
+    """Per edge the best candidate by each indicator and Kendall's tau-b between each two; plain data.
+
+    There is no best one where several are (`tied` names them), nor by indicators that say nothing.
+    """
     names = list(found)
     edges = []
     for table in layout.tables:
         values = {name: rows(table, found[name][table.name]) for name in names}
         for i, choice in enumerate(table.choices):
             allowed = _allowed(layout, choice.candidates)
-            best = {n: choice.candidates[max(allowed, key=strongest(values[n][i]))] for n in names}
+            firsts = {
+                n: [choice.candidates[k] for k in _first(values[n][i], allowed)]
+                for n in names
+                if n not in saying_nothing
+            }
             taus = {
-                f"{a} ~ {b}": _tau([values[a][i][k] for k in allowed], [values[b][i][k] for k in allowed])
+                f"{a} ~ {b}": None
+                if {a, b} & set(saying_nothing)
+                else _tau([values[a][i][k] for k in allowed], [values[b][i][k] for k in allowed])
                 for p, a in enumerate(names)
                 for b in names[p + 1 :]
             }
-            edges.append({"table": table.name, "edge": str(choice), "best": best, "tau": taus})
+            best = {n: firsts[n][0] if len(firsts.get(n, ())) == 1 else None for n in names}
+            tied = {n: ops for n, ops in firsts.items() if len(ops) > 1}
+            edges.append({"table": table.name, "edge": str(choice), "best": best, "tied": tied, "tau": taus})
     return {
         "candidates": {table.name: [list(choice.candidates) for choice in table.choices] for table in layout.tables},
         "values": {name: {t: v.tolist() for t, v in tables.items()} for name, tables in found.items()},
+        "saying_nothing": list(saying_nothing),
         "edges": edges,
     }
+
+
+def _first(row: list[float], allowed: list[int]) -> list[int]:
+    """The candidates of the highest value: several where they differ by no more than float32 rounds."""
+    highest = max(row[k] for k in allowed)
+    return [k for k in allowed if math.isclose(row[k], highest, rel_tol=1e-6, abs_tol=1e-7)]
 
 
 def _tau(a: list[float], b: list[float]) -> float | None:
@@ -219,14 +314,15 @@ def _allowed(layout: Layout, candidates: tuple[str, ...]) -> list[int]:
     return [k for k, op in enumerate(candidates) if op not in never] or list(range(len(candidates)))
 
 
-def _measured(supernet: Supernet, mix: Mix, batches: list[Batch]) -> tuple[float, float]:
-    """Accuracy and mean loss of the supernet under `mix`, in float64."""
+def _measured(supernet: Supernet, mix: Mix, batches: list[Batch], norms: list[Batch] | None) -> tuple[float, float]:
+    """Accuracy and mean loss of the supernet under `mix`, in float64; `norms`: batch-norm measures over these first."""
     right = loss = count = 0.0
-    for batch in batches:
-        logits = supernet(batch.images, mix).double()
-        loss += float(F.cross_entropy(logits, batch.labels, reduction="sum"))
-        right += int((logits.argmax(1) == batch.labels).sum())
-        count += len(batch.labels)
+    with nullcontext() if norms is None else norms_measured_anew(supernet, mix, norms):
+        for batch in batches:
+            logits = supernet(batch.images, mix).double()
+            loss += float(F.cross_entropy(logits, batch.labels, reduction="sum"))
+            right += int((logits.argmax(1) == batch.labels).sum())
+            count += len(batch.labels)
     return right / count, loss / count
 
 
