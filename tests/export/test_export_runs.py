@@ -24,14 +24,6 @@ from softcell.export.source import Sources
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished tiny training; not to be changed."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    train(CELL, data="digits", epochs=1, out=folder, batch_size=256, space_settings={"channels": 2})
-    return folder
-
-
 def test_two_lines_load_a_network(trained: Path) -> None:
     network = Network.from_pretrained(trained)
     x = torch.rand(2, 1, 8, 8)
@@ -97,14 +89,24 @@ def test_a_retrieval_is_exported_as_an_embedding(
     for name, shade in zip(names, shades, strict=True):
         Image.fromarray(np.tri(8, 8, dtype=np.uint8) * 80 + np.uint8(shade // 2)).save(name)
     written = python.import_file(out / "model.py")
-    likeness = (written.embed(names) @ written.embed(names).T)[0]
+    found_by_file = written.embed(torch.cat([written.read_image(name) for name in names]), written.load())
+    likeness = (found_by_file @ found_by_file.T)[0]
     assert float(likeness[0]) == pytest.approx(1.0) and float(likeness[2]) > float(likeness[1])
     monkeypatch.setattr(sys, "argv", ["model.py", *names])
-    runpy.run_path(str(out / "model.py"), run_name="__main__")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(out / "model.py"), run_name="__main__")
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [names[2], names[1]]
-    monkeypatch.setattr(sys, "argv", ["model.py"])
-    runpy.run_path(str(out / "model.py"), run_name="__main__")
-    assert capsys.readouterr().out == ""
+    for arguments, answered in ((["nowhere.png", *names], []), ([names[0], "nowhere.png", names[2]], [names[2]])):
+        monkeypatch.setattr(sys, "argv", ["model.py", *arguments])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            runpy.run_path(str(out / "model.py"), run_name="__main__")
+        said = capsys.readouterr()
+        assert [line.split()[1] for line in said.out.splitlines()] == answered
+        assert said.err == "nowhere.png cannot be read as an image: No such file or directory\n"
+    monkeypatch.setattr(sys, "argv", ["model.py", names[0]])  # with nothing to compare it with
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(out / "model.py"), run_name="__main__")
+    assert "usage: model.py [-h] QUERY IMAGE" in capsys.readouterr().err
 
 
 def test_pictures_are_prepared_as_the_test_set_was(tmp_path: Path) -> None:
@@ -178,15 +180,6 @@ def test_an_export_that_is_stopped_leaves_nothing(
     assert list((tmp_path / "old").iterdir()) == [], "a folder that was there stays"
 
 
-def test_the_written_file_tells_a_missing_picture_in_a_line(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    export(trained, "python", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["model.py", "nowhere.jpg"])
-    with pytest.raises(SystemExit, match="cannot be read as an image"):
-        runpy.run_path(str(tmp_path / "model.py"), run_name="__main__")
-
-
 def test_a_model_that_does_something_else_is_not_put_in_place(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,22 +195,52 @@ def test_a_model_that_does_something_else_is_not_put_in_place(
 def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def error(*words: str | Path) -> str:
         assert run(["export", *map(str, words)]) == 2
-        return capsys.readouterr().err
+        said = capsys.readouterr()
+        assert said.out == "", "nothing is begun before what was asked for is known to be possible"
+        return said.err
 
     assert "no_such" in error(tmp_path / "no_such", "--to", "onnx")
     assert "torch-export" in error(trained, "--to", "tflite")
     assert "--out is the run" in error(trained, "--to", "python", "--out", trained)
-    copy = tmp_path / "copy"
+    copy = tmp_path / "a copy"
     shutil.copytree(trained, copy)
+    (tmp_path / "file").touch()
+    assert "is a file" in error(trained, "--to", "python", "--out", tmp_path / "file" / "deep")
     (copy / "model.safetensors").write_bytes(b"broken")
     assert "not the weights" in error(copy, "--to", "onnx")
     manifest = json.loads((copy / "run.json").read_text())
     (copy / "run.json").write_text(json.dumps({**manifest, "kind": "search"}))
-    assert "softcell train" in error(copy, "--to", "onnx")
+    assert f"`softcell train '{copy}'`" in error(copy, "--to", "onnx")
     (copy / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
-    assert "finished training" in error(copy, "--to", "onnx")
+    assert f"`softcell train --resume '{copy}'` goes on" in error(copy, "--to", "onnx")
     (copy / "model.json").write_text('{"format": "softcell-model", "version": 99}')
     assert "version" in error(copy, "--to", "onnx")
+
+
+def test_a_whole_run_is_exported_beside_its_training_and_an_unfinished_one_says_how_to_go_on(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "my photos"
+    whole.mkdir()
+    (whole / "plan.json").write_text("{}")
+    going_on = f"`softcell run --resume '{whole}'` goes on with it"
+    assert run(["export", str(whole), "--to", "python"]) == 2
+    assert going_on in capsys.readouterr().err
+    shutil.copytree(trained, whole / "train")
+    manifest = json.loads((whole / "train" / "run.json").read_text())
+    (whole / "train" / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
+    assert run(["export", str(whole), "--to", "python"]) == 2
+    assert going_on in capsys.readouterr().err
+    (whole / "train" / "run.json").write_text(json.dumps(manifest))
+    assert run(["export", str(whole), "--to", "python"]) == 0
+    assert {file.name for file in (whole / "export").iterdir()} == {"model.py", "model.safetensors"}
+    assert not (whole / "train" / "export").exists()
+
+
+def test_no_format_is_written_where_another_would_be_refused(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_text("mine")
+    assert run(["export", str(trained), "--to", "python", "--to", "onnx", "--out", str(tmp_path)]) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_without_onnxscript_the_way_out_is_said(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -33,14 +34,14 @@ def export(
     from softcell.cli.console import console
     from softcell.cli.progress import working
     from softcell.cli.results import facts
-    from softcell.export import export as write
-    from softcell.export import format_named
+    from softcell.export import format_named, ready
 
     screen = console()
     kinds = [format_named(kind) for kind in dict.fromkeys(to)]
+    network = ready(run, kinds, out, overwrite=overwrite)  # so that an error stands alone, and nothing is half done
     for kind in kinds:
         with working(screen, f"{kind}: writing and comparing", quiet):
-            done = write(run, kind, out, overwrite=overwrite)
+            done = network.write(kind)
         facts(screen, **{kind: ", ".join(str(file) for file in done.files)})
         if kind != "safetensors":
             facts(screen, checked=f"{done.output} as the network's, up to {done.difference:.1e} of the largest")
@@ -56,6 +57,6 @@ def _use(kind: str, file: Path) -> str:
         case "torch-export":
             return f'torch.export.load("{file}").module()(images)  # float32 in 0..1'
         case "python":
-            return f"python {file} image.jpg, or: from {file.stem} import load, normalise"
+            return f"python {shlex.quote(str(file))} image.jpg, or: from {file.stem} import load, normalise"
         case _:
             return f'softcell.api.Network.from_pretrained("{file.parent}")'

@@ -49,6 +49,7 @@ def gradcam(
     import torch
 
     from softcell.cli.console import console
+    from softcell.cli.places import free_place, placed
     from softcell.cli.results import facts
     from softcell.engine.files import atomic_write_bytes
     from softcell.evaluate.gradcam import candidate_cams
@@ -57,6 +58,10 @@ def gradcam(
 
     if out is not None and out.suffix.lower() != ".png":
         raise UserError(f"the picture is a PNG, so that --out must end in .png, but got {out}")
+    for path in picture or ():
+        if not path.is_file():
+            reason = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+            raise UserError(f"--picture must be an image file, but {reason}")
     found = restore(run, device=device or "auto", data_root=data_root)
     layout = found.supernet.layout
     site = len(layout.sites) - 1 if cell is None else cell
@@ -65,8 +70,7 @@ def gradcam(
     table = layout.table(layout.sites[site])
     choice = _edge(table, edge)
     target = out or run / f"gradcam-{site}-{str(table.choices[choice]).replace('->', '-')}.png"
-    if target.exists() and not overwrite:
-        raise UserError(f"{target} exists already; give another name with --out, or --overwrite to replace it")
+    made = free_place(target, overwrite)
     pixels, titles, labels = _pictures(found, image, picture)
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (found.dataset.mean, found.dataset.std))
     dtype = next(found.supernet.parameters()).dtype
@@ -94,12 +98,13 @@ def gradcam(
     )
     buffer = io.BytesIO()
     drawn.save(buffer, "PNG")
+    target.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_bytes(target, buffer.getvalue())
     screen = console()
     for k in heats:
         mark = "  * selected" if ops[k] == best else ""
         screen.print(f"{ops[k]:<22}{float(row[k]):.4f}{mark}", markup=False)
-    facts(screen, picture=str(target))
+    facts(screen, picture=placed(target, made))
 
 
 def _edge(table: Table, wanted: str | None) -> int:

@@ -23,6 +23,9 @@ EPILOG = o.examples(
     "softcell latency runs/train-darts-digits-1 --batch 1 --threads 1",
     "softcell latency darts --recipe imagenet --device cuda --out darts-ms.yaml",
 )
+CIFAR = "cifar"
+CLASSES = 10
+NETWORKS = 5
 INPUTS: dict[str, Shape] = {"small": (1, 8, 8), "cifar": (3, 32, 32), "imagenet": (3, 224, 224)}
 
 
@@ -32,16 +35,23 @@ def latency(
         typer.Argument(metavar="SPACE|GENOTYPE|RUN", help="A space (all its candidates), an architecture or a run."),
     ],
     recipe: Annotated[
-        str, typer.Option(help="Sizes of the networks: those of the training recipe small, cifar or imagenet.")
-    ] = "cifar",
+        str | None,
+        typer.Option(help="Sizes as in the training recipe small, cifar or imagenet; else a training's own, or cifar."),
+    ] = None,
     cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network; else the recipe's.")] = None,
     channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else the recipe's.")] = None,
-    input_: Annotated[str | None, typer.Option("--input", metavar="CxHxW", help="Size of an image: 3x32x32.")] = None,
-    classes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of classes: 10.")] = None,
+    input_: Annotated[
+        str | None,
+        typer.Option("--input", metavar="CxHxW", help="Size of an image; else the training's or the recipe's."),
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of classes; else the training's, or 10.")
+    ] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images per call.")] = 1,
     networks: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Whole random networks to check the table of a space with.")
-    ] = 5,
+        int | None,
+        typer.Option(metavar="N", min=0, help="Whole random networks to check the table of a space with; 5."),
+    ] = None,
     samples: Annotated[int, typer.Option(metavar="N", min=2, help="Samples per measurement.")] = 15,
     device: o.Device = None,
     threads: o.Threads = None,
@@ -56,42 +66,50 @@ def latency(
     """Measure how long candidates and networks take on this machine, in milliseconds.
 
     Of a space all candidates and some whole networks are measured, into a table that `softcell search` accepts as
-    a budget; of an architecture or a training run, its network.
+    a budget; of an architecture or a run, its network. A training, finished or not, is measured at its own size,
+    anything else as a CIFAR network unless told otherwise.
     """
     import torch
 
     from softcell.cli.console import console
     from softcell.cli.info import shape
+    from softcell.cli.places import free_place
     from softcell.engine import resolve_device
     from softcell.engine.device import set_threads
     from softcell.settings import assignments, merge
     from softcell.spaces import SPACES
 
-    if recipe not in INPUTS:
+    if recipe is not None and recipe not in INPUTS:
         raise UserError(f"--recipe must be one of {', '.join(INPUTS)}, got {recipe!r}")
     o.load_plugins(plugin)
     given = assignments(set_ or ())
     unknown = sorted(set(given) - {"space"})
     if unknown:
         raise UserError(f"--set takes settings of the space here, as space.nodes=3, but got {unknown[0]!r}")
+    image = None if input_ is None else shape(input_)
     place = resolve_device(device or "auto")
     before = torch.get_num_threads()
     about = {"unit": "ms", "batch": batch, "device": _device(place), "threads": set_threads(threads or 0)}
-    size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
-    settings = merge(size, given.get("space", {}))
-    image = INPUTS[recipe] if input_ is None else shape(input_)
+    sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
+    settings = merge(sizes, given.get("space", {}))
     try:
         if what in SPACES:
-            if out is not None and out.exists() and not overwrite:  # before minutes are spent on it
-                raise UserError(f"{out} exists already; give another name, or --overwrite to replace it")
-            space = _space(what, recipe, settings)
-            about |= {"space": what, "input": list(image), **_numbers(space)}
-            table = _measure(console(), space, image, classes or 10, place, batch, networks, samples, quiet)
-            show_table(console(), table, about, out, overwrite)
-        else:
+            made = None if out is None else free_place(out, overwrite)  # before minutes are spent on it
+            space, size = _space(what, recipe or CIFAR, settings), image or INPUTS[recipe or CIFAR]
+            about |= {"space": what, "input": list(size), **_numbers(space)}
+            count = NETWORKS if networks is None else networks
+            table = _measure(console(), space, size, classes or CLASSES, place, batch, count, samples, quiet)
+            show_table(console(), table, about)
             if out is not None:
-                raise UserError("--out writes the table of a space; for one network the times are printed")
-            show_network(console(), what, recipe, settings, image, classes or 10, place, batch, samples, quiet)
+                plugins = (word for path in plugin or () for word in ("--plugin", str(path)))
+                searched_with = (*_searched_with(space, size, recipe), *plugins)
+                write_table(console(), table, about, out, made, overwrite, searched_with)
+        else:
+            for option, value in (("--out", out), ("--networks", networks)):
+                if value is not None:
+                    raise UserError(f"{option} is about the table of a space; of one network the times are printed")
+            space, network = _network(what, recipe, settings, image, classes)
+            show_network(console(), space, network.to(place), batch, samples, quiet)
     finally:
         torch.set_num_threads(before)
 
@@ -116,12 +134,7 @@ def _measure(
         )
 
 
-def show_table(screen: Console, table: LatencyTable, about: dict[str, Any], out: Path | None, overwrite: bool) -> None:
-    import statistics
-
-    import yaml
-
-    from softcell.cli.console import command, write
+def show_table(screen: Console, table: LatencyTable, about: dict[str, Any]) -> None:
     from softcell.cli.results import facts
 
     facts(screen, measured_on=f"{about['device']}, {about['threads']} threads, batch {about['batch']}")
@@ -138,63 +151,115 @@ def show_table(screen: Console, table: LatencyTable, about: dict[str, Any], out:
             check=f"{len(range_)} random networks of {min(range_):.3g} to {max(range_):.3g} ms are predicted within "
             f"{table.error:.1%} on average",
         )
-    if out is not None:
-        header = (
-            "# Written by `softcell latency`. Milliseconds: table: {candidate: time}; `fixed` is all that is around.\n"
-        )
-        write(out, header + yaml.safe_dump(table.to_dict(about), sort_keys=False), overwrite)
-        facts(screen, written=str(out))
-        middle = statistics.median(found.median for _, found in table.networks) if table.networks else None
-        limit = "MS" if middle is None else f"{middle:.3g}"  # half of the random networks are slower
-        search = command("search", "--space", str(about["space"]), "--latency-table", out)
-        facts(screen, next=f"{search} --max-latency {limit}")
 
 
-def show_network(
+def write_table(
     screen: Console,
-    what: str,
-    recipe: str,
-    settings: dict[str, Any],
-    image: Shape,
-    classes: int,
-    device: torch.device,
-    batch: int,
-    samples: int,
-    quiet: bool,
+    table: LatencyTable,
+    about: dict[str, Any],
+    out: Path,
+    made: Path | None,
+    overwrite: bool,
+    searched_with: tuple[str, ...],
 ) -> None:
+    """Writes the file and says what to do with it; `searched_with` are the options of a search that it is right for."""
+    import statistics
+
+    import yaml
+
+    from softcell.cli.console import command, write
+    from softcell.cli.places import placed
+    from softcell.cli.results import facts
+
+    header = "# Written by `softcell latency`. Milliseconds: table: {candidate: time}; `fixed` is all that is around.\n"
+    write(out, header + yaml.safe_dump(table.to_dict(about), sort_keys=False), overwrite)
+    facts(screen, written=placed(out, made))
+    middle = statistics.median(found.median for _, found in table.networks) if table.networks else None
+    limit = "MS" if middle is None else f"{middle:.3g}"  # half of the random networks are slower
+    facts(screen, next=command("search", *searched_with, "--latency-table", out, "--max-latency", limit))
+
+
+def _searched_with(space: Space, image: Shape, recipe: str | None) -> tuple[str, ...]:
+    """The options of a search whose networks are those that were measured: its space, data of this shape, sizes."""
+    import json
+
+    from softcell.settings import to_dict
+    from softcell.spaces.count import evaluation_space
+
+    _, height, width = image
+    if image == INPUTS["small"]:
+        data: tuple[str, ...] = ("digits",)
+    elif recipe == "imagenet" and image == INPUTS[recipe]:
+        data = ("imagenet",)
+    else:
+        data = ("IMAGES-WITH-CLASSES", *(("--image-size", str(height)) if height == width else ()))
+    usual = to_dict(evaluation_space(space.name, data[0]))
+    sizes = {key for layer in space.evaluation.values() for key in layer}
+    words = []
+    for key, value in to_dict(space).items():
+        if value != usual[key]:
+            text = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+            # Sizes are those of the network that is trained in the end; all else is the search's own as well.
+            words += ["--set", f"resource.network.{text}", *(() if key in sizes else ("--set", f"space.{text}"))]
+    return "--space", space.name, "--data", *data, *words
+
+
+def show_network(screen: Console, space: Space, network: Network, batch: int, samples: int, quiet: bool) -> None:
     import torch
 
     from softcell.cli.progress import working
     from softcell.cli.results import facts
     from softcell.evaluate.latency import measure_module
 
-    network = _network(what, recipe, settings, image, classes).to(device)
+    device = next(network.parameters()).device
     x = torch.rand(batch, *network.shape, device=device)
     with working(screen, "measuring", quiet):
         found = measure_module(network, x, samples=samples)
+    sizes = ", ".join(f"{key} {value}" for key, value in _numbers(space).items() if key not in space.search_only)
     facts(
         screen,
-        network=f"space {network.genotype.space}, input {'x'.join(map(str, network.shape))}, batch {batch}",
+        network=f"space {network.genotype.space}, {sizes}, input {'x'.join(map(str, network.shape))}, "
+        f"{network.num_classes} outputs, batch {batch}",
         device=f"{_device(device)}, {torch.get_num_threads()} threads",
         latency=str(found),
         throughput=f"{batch / found.median * 1e3:,.0f} images per second",
     )
 
 
-def _network(what: str, recipe: str, settings: dict[str, Any], image: Shape, classes: int) -> Network:
-    from softcell.cli import inputs
-    from softcell.evaluate.fixed import settled
-    from softcell.export import trained_folder
-    from softcell.sources import run_of
-    from softcell.spaces import Network
+def _network(
+    what: str, recipe: str | None, settings: dict[str, Any], image: Shape | None, classes: int | None
+) -> tuple[Space, Network]:
+    """The network that an argument names, with random weights, which take the same time.
 
-    if run_of(what) is not None and not settings:
-        try:
-            return Network.from_pretrained(trained_folder(what))
-        except UserError:
-            pass  # a search: its architecture at the recipe's size
+    A training has a network of its own, finished or not; options change what they name of it. Of a search and of an
+    architecture there is none yet: it is one of the recipe's size.
+    """
+    from softcell.cli import inputs
+    from softcell.engine import RunFolder
+    from softcell.evaluate.fixed import settled
+    from softcell.registry import load_plugin
+    from softcell.settings import merge
+    from softcell.sources import run_of
+    from softcell.spaces import SPACES, build_space
+
+    folder = run_of(what)
+    manifest = None if folder is None else RunFolder.open(folder).manifest
+    if manifest is not None:
+        for plugin in manifest["recipe"].get("plugins", ()):
+            load_plugin(plugin)
     found = inputs.genotype(what)
-    return settled(found, _space(found.space, recipe, settings), settings).network(found, image, classes)
+    evaluation = SPACES.get(found.space).evaluation
+    base: dict[str, Any] = dict(evaluation.get(recipe or CIFAR, {}))
+    if manifest is not None and manifest["kind"] == "train":
+        own, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
+        if recipe is None:
+            base, image = own, image or tuple(data["shape"])
+        else:
+            sizes = {key for layer in evaluation.values() for key in layer}
+            base = merge({key: value for key, value in own.items() if key not in sizes}, base)
+        classes = classes or data.get("outputs", len(data["classes"]))
+    space = settled(found, build_space(found.space, merge(base, settings)), settings)
+    return space, space.network(found, image or INPUTS[recipe or CIFAR], classes or CLASSES)
 
 
 def _space(name: str, recipe: str, settings: dict[str, Any]) -> Space:

@@ -42,7 +42,6 @@ def check_program(file: Path, model: Model) -> float:
 
 def write_onnx(model: Model, file: Path) -> None:
     """Writes an ONNX file with the weights inside; class names, mean, std and facts are in its metadata."""
-    _need("onnxscript")
     with torch.no_grad(), _quiet():
         program = to_program(model)
         if has_kernels_per_image(program):
@@ -78,6 +77,12 @@ def check_onnx(file: Path, model: Model) -> float:
             found = torch.from_numpy(session.run([model.output], {INPUT: pixels.numpy()})[0])
             worst = max(worst, check_equal(file.name, model.normalised()(pixels), found))
     return worst
+
+
+def check_packages() -> None:
+    """Raises where a package that ONNX is written or checked with is not installed."""
+    for package in ("onnxscript", "onnxruntime"):
+        _need(package)
 
 
 def _need(package: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from softcell.engine import RunFolder
+from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
 from softcell.spaces import Network, Shape
 from softcell.spaces.pretrained import MODEL, read_description
 
+PLAN = "plan.json"
+"""What the folder of `softcell run` is known by."""
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
@@ -82,19 +86,40 @@ def read_model(folder: str | Path) -> Model:
 
 
 def trained_folder(folder: str | Path) -> Path:
-    """The folder that holds the weights: itself, or the training inside the folder of `softcell run`."""
+    """The folder that holds the weights: itself, or the training inside the folder of `softcell run`.
+
+    Where there are none yet, the `UserError` says how to get them.
+    """
     path = Path(folder)
     if (path / MODEL).is_file():
         return path
-    inner = path / "train"
-    if not (path / "run.json").is_file() and (inner / "run.json").is_file():
-        return inner
-    manifest = RunFolder.open(path).manifest
-    if manifest["kind"] == "search":
+    parts = (path / PLAN, path / "train" / MANIFEST)
+    is_whole = not (path / MANIFEST).is_file() and any(part.is_file() for part in parts)
+    inner = path / "train" if is_whole else path
+    if is_whole and not (inner / MANIFEST).is_file():
         raise UserError(
-            f"what is exported is a trained network, but {path} is a search; train it first: `softcell train {path}`"
+            f"what is exported is a trained network, but the run in {path} has not come to its training yet; "
+            f"{_quoted('softcell', 'run', '--resume', path)} goes on with it"
         )
-    return path
+    manifest = RunFolder.open(inner).manifest
+    kind, status = manifest["kind"], manifest["status"]
+    if kind == "search":
+        raise UserError(
+            f"what is exported is a trained network, but {path} is a search; train it first: "
+            f"{_quoted('softcell', 'train', path)}"
+        )
+    if kind == "train" and status != "finished":
+        command = "run" if is_whole else "train"
+        raise UserError(
+            f"what is exported is a finished training, but that in {inner} has the status {status!r}; "
+            f"{_quoted('softcell', command, '--resume', path)} goes on with it"
+        )
+    return inner
+
+
+def _quoted(*words: str | Path) -> str:
+    """A command line to copy."""
+    return f"`{shlex.join(map(str, words))}`"
 
 
 def sample_pixels(shape: Shape, batch: int) -> Tensor:

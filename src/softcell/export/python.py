@@ -94,41 +94,76 @@ def read_image(file: str | Path) -> Tensor:
     image = image.convert("L" if channels == 1 else "RGB")
     image = SCALED
     return torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
+
+
+def read_images(files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The image files that can be read, each with its pixels; the others are named on standard error."""
+    for file in files:
+        try:
+            pixels = read_image(file)
+        except ImportError:
+            raise  # Pillow or numpy is missing, for which no file is to blame
+        except Exception as error:  # damaged files raise nearly everything
+            reason = getattr(error, "strerror", None) or error
+            print(f"{file} cannot be read as an image: {reason}", file=sys.stderr)
+        else:
+            yield file, pixels
 '''
 CLASSIFY = '''
 
-def predict(file: str) -> None:
-    """Prints the three most likely classes of an image file."""
+def predict(pixels: Tensor, network: nn.Module) -> list[tuple[float, str]]:
+    """The three most likely classes of one image, pixels [1, c, h, w] in 0..1, the most likely first: (share, name)."""
     with torch.no_grad():
-        shares = load()(normalise(read_image(file))).softmax(1)[0]
-    for share, number in zip(*(part.tolist() for part in shares.topk(min(3, len(CLASSES))))):
-        print(f"{share:6.1%}  {CLASSES[number]}")
+        best = network(normalise(pixels)).softmax(1)[0].topk(min(3, len(CLASSES)))
+    return [(share, CLASSES[number]) for share, number in zip(best.values.tolist(), best.indices.tolist())]
 
 
-if __name__ == "__main__":
-    for file in sys.argv[1:]:
-        try:
-            predict(file)
-        except OSError as error:
-            sys.exit(f"{file} cannot be read as an image: {error}")
+def main() -> int:
+    """Prints the classes of every image file that can be read; 2 where some could not."""
+    parser = argparse.ArgumentParser(description="Name the most likely classes of images.")
+    parser.add_argument("files", nargs="+", metavar="IMAGE", help="a picture")
+    files, count, network = parser.parse_args().files, 0, load()
+    for count, (file, pixels) in enumerate(read_images(files), 1):
+        if len(files) > 1:
+            print(file)
+        for share, name in predict(pixels, network):
+            print(f"{share:6.1%}  {name}")
+    return 0 if count == len(files) else 2
 '''
 RETRIEVE = '''
 
-def embed(files: list[str]) -> Tensor:
-    """Image files to embeddings of length 1, [n, d]: the product of two of them is their similarity."""
+def embed(pixels: Tensor, network: nn.Module) -> Tensor:
+    """Images [n, c, h, w] in 0..1 to embeddings of length 1, [n, d]: the product of two of them is their similarity."""
     with torch.no_grad():
-        return F.normalize(load()(normalise(torch.cat([read_image(file) for file in files]))))
+        return F.normalize(network(normalise(pixels)))
 
 
-if __name__ == "__main__" and len(sys.argv) > 2:
-    # python model.py query.jpg other.jpg ...: the others, the most similar to the query first
-    try:
-        query, *others = embed(sys.argv[1:])
-    except OSError as error:
-        sys.exit(f"not all of these can be read as images: {error}")
-    for likeness, file in sorted(zip([float(query @ x) for x in others], sys.argv[2:]), reverse=True):
+def main() -> int:
+    """Prints the other image files, the most similar to the first one first; 2 where some could not be read."""
+    parser = argparse.ArgumentParser(description="Sort images by their similarity to a query.")
+    parser.add_argument("query", metavar="QUERY", help="the picture to compare with")
+    parser.add_argument("others", nargs="+", metavar="IMAGE", help="a picture to compare")
+    given, network = parser.parse_args(), load()
+    found = [(file, embed(pixels, network)[0]) for file, pixels in read_images([given.query])]
+    if not found:
+        return 2
+    (_, query), others = found[0], [(embed(x, network)[0], file) for file, x in read_images(given.others)]
+    for likeness, file in sorted(((float(query @ other), file) for other, file in others), reverse=True):
         print(f"{likeness:6.3f}  {file}")
+    return 0 if len(others) == len(given.others) else 2
 '''
+END = """
+
+if __name__ == "__main__":
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has gone; Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)
+"""
 
 
 def to_python(model: Model, module: str = "model") -> str:
@@ -166,15 +201,17 @@ def to_python(model: Model, module: str = "model") -> str:
             functions
             + "\n\n"
             + FOOTER.replace("    image = SCALED\n", _scaled(model))
-            + (CLASSIFY if model.output == "logits" else RETRIEVE),
+            + (CLASSIFY if model.output == "logits" else RETRIEVE)
+            + END,
         )
     )
     return "\n".join(line.rstrip() for line in body.splitlines()) + "\n"
 
 
 def _imports(sources: Sources, further: set[str]) -> str:
-    lines = {"import json", "import sys", "from pathlib import Path", "import torch", "from torch import Tensor"}
-    lines |= sources.imports | {"from torch import nn"} | further
+    lines = {"import argparse", "import json", "import os", "import sys", "from pathlib import Path"}
+    lines |= {"from collections.abc import Iterable", "from collections.abc import Iterator"}
+    lines |= {"import torch", "from torch import Tensor", "from torch import nn"} | sources.imports | further
     grouped: dict[str, set[str]] = {}
     plain = set()
     for line in lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,37 +40,62 @@ class Exported:
     output: str = "logits"
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A trained network that was read, with a place that is free for its files."""
+
+    model: Model
+    source: Path
+    place: Path
+
+    def write(self, to: Format) -> Exported:
+        """Writes it as `to`, which is one of those it was made ready for."""
+        model, files = self.model, _files(self.place, to)
+        with _folder(self.place), torch.random.fork_rng(devices=[]):
+            match to:
+                case "onnx":
+                    difference = _placed(files[0], lambda path: graph.write_onnx(model, path), model, graph.check_onnx)
+                case "torch-export":
+                    difference = _placed(
+                        files[0],
+                        lambda path: torch.export.save(graph.to_program(model), path),
+                        model,
+                        graph.check_program,
+                    )
+                case "safetensors":
+                    difference = _write_weights(model, files[0])
+                    described = json.dumps(_description(self.source), indent=2, ensure_ascii=False)
+                    atomic_write_text(files[1], described + "\n")
+                case "python":
+                    _write_weights(model, files[1])
+                    difference = _placed(
+                        files[0],
+                        lambda path: path.write_text(python.to_python(model), encoding="utf-8"),
+                        model,
+                        python.check_python,
+                    )
+        return Exported(to, files, difference, model.output)
+
+
 def export(folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False) -> Exported:
-    """Writes the trained network of a run as `to` into the folder `out` (else `export` in the run's own)."""
+    """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`)."""
     to = format_named(to)
+    return ready(folder, [to], out, overwrite=overwrite).write(to)
+
+
+def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *, overwrite: bool) -> Ready:
+    """Reads the network and looks at everything that may be wrong with what was asked for, before anything is done."""
     source = trained_folder(folder)
-    model = read_model(source)
-    place = Path(out) if out is not None else source / "export"
-    files = tuple(place / name for name in FILES[to])
-    _check_free(source, place, files, overwrite)
-    with _folder(place), torch.random.fork_rng(devices=[]):
-        match to:
-            case "onnx":
-                difference = _placed(files[0], lambda path: graph.write_onnx(model, path), model, graph.check_onnx)
-            case "torch-export":
-                difference = _placed(
-                    files[0],
-                    lambda path: torch.export.save(graph.to_program(model), path),
-                    model,
-                    graph.check_program,
-                )
-            case "safetensors":
-                difference = _write_weights(model, files[0])
-                atomic_write_text(files[1], json.dumps(_description(source), indent=2, ensure_ascii=False) + "\n")
-            case "python":
-                _write_weights(model, files[1])
-                difference = _placed(
-                    files[0],
-                    lambda path: path.write_text(python.to_python(model), encoding="utf-8"),
-                    model,
-                    python.check_python,
-                )
-    return Exported(to, files, difference, model.output)
+    place = Path(folder) / "export" if out is None else Path(out)
+    for kind in kinds:
+        _check_free(source, place, _files(place, kind), overwrite)
+    if "onnx" in kinds:
+        graph.check_packages()
+    return Ready(read_model(source), source, place)
+
+
+def _files(place: Path, kind: Format) -> tuple[Path, ...]:
+    return tuple(place / name for name in FILES[kind])
 
 
 @contextmanager
@@ -102,6 +127,10 @@ def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: b
         raise UserError(
             f"an export needs a folder of its own, but --out is the run {source} itself; give another --out"
         )
+    there = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "may not be written to" if there.is_dir() else "is a file"
+        raise UserError(f"an export needs a folder, but {there} {reason}; give another --out")
     # Weights are the same whatever they are written for; other files may be of another run.
     taken = [file for file in files if file.exists() and file.name != WEIGHTS]
     if taken and not overwrite:
