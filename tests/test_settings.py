@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,3 +134,22 @@ def test_a_mistyped_name_is_answered_with_the_nearest_and_all_known() -> None:
     assert nearest("dart", ["darts", "random"]) == "did you mean 'darts'? known: darts, random"
     assert nearest("zzz", ["darts"]) == "known: darts"
     assert nearest("zzz", []) == "known: none"
+
+
+def test_a_longer_name_with_the_same_words_is_meant_before_a_similar_one() -> None:
+    @dataclass(frozen=True)
+    class Sizes:
+        channels: int = 1
+        cells_per_stage: int = 1
+        weight_decay: float = 0.0
+        lr_decay: float = 0.0
+
+    for key, hint in (
+        ("cells", "did you mean 'cells_per_stage'? known: cells_per_stage, channels"),
+        ("per_stage", "did you mean 'cells_per_stage'?"),
+        ("decay", "did you mean 'lr_decay' or 'weight_decay'?"),
+        ("channel", "did you mean 'channels'?"),  # similar, not a word of another name
+        ("stag", "no setting 'stag'; known:"),
+    ):
+        with pytest.raises(UserError, match=re.escape(hint)):
+            build(Sizes, {key: 1})

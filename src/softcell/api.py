@@ -39,7 +39,7 @@ from softcell.search.restored import restore
 from softcell.search.search import search as run_search
 from softcell.search.several import Keep, SeveralResult, read_seeds
 from softcell.search.several import search_seeds as run_seeds
-from softcell.settings import merge
+from softcell.settings import MOST_SEEDS, is_seed, merge
 from softcell.sources import read_genotype, run_of
 from softcell.spaces import SPACES, Network, build_space
 from softcell.spaces.teacher import register_teacher
@@ -136,7 +136,7 @@ def train_recipe(
     """What is trained and how; both from the run in `resume_from` where there is one."""
     base, stored = ({}, None) if config is None else _config(config, "train")
     if resume_from is None and not isinstance(genotype, Genotype):
-        base = layered(_inherited(genotype), base)
+        base = layered(_inherited(genotype, layered(base, given)), base)
     plugins = list(dict.fromkeys((*base.get("plugins", ()), *given.get("plugins", ()))))
     for plugin in plugins:
         load_plugin(plugin)
@@ -199,6 +199,11 @@ def seeds_recipe(
     recipe = search_recipe(given, config=config)
     if seeds is None or seeds < 1:
         raise UserError(f"--seeds must be at least 1, but is {seeds}")
+    if seeds > MOST_SEEDS:
+        raise UserError(
+            f"--seeds is how many seeds, at most {MOST_SEEDS:,}, but is {seeds}; --seed is the first of them"
+        )
+    is_seed("seed", recipe.seed + seeds - 1)  # the last of them
     folder = Path(out) if out is not None else free_folder(recipe.method, recipe.space, recipe.data)
     return list(range(recipe.seed, recipe.seed + seeds)), recipe, folder
 
@@ -284,9 +289,12 @@ def compare_indicators(
     by: `alpha`, `attention`, `perturbation`; all that there are when None. See `softcell.search.indicators`.
     """
     found = restore(folder, device=device, data_root=data_root)
-    values = _indicators.compute(found, by, images=images, epochs=epochs, tell=tell or (lambda text: None))
-    about = {"run": str(folder), "method": found.recipe.method, "space": found.recipe.space, "images": images}
-    return {**about, **_indicators.summary(found.supernet.layout, values)}
+    made = _indicators.compute(found, by, images=images, epochs=epochs, tell=tell or (lambda text: None))
+    about = {"run": str(folder), "method": found.recipe.method, "space": found.recipe.space}
+    used = None if made.baseline is None else made.baseline.images  # a split may have fewer than were asked for
+    baseline = None if made.baseline is None else made.baseline.to_dict()
+    said = _indicators.summary(found.supernet.layout, made.values, made.saying_nothing)
+    return {**about, "images": used, "baseline": baseline, **said}
 
 
 def free_folder(*parts: str) -> Path:
@@ -355,22 +363,30 @@ def _config(path: str | Path, kind: str) -> tuple[dict[str, Any], Genotype | Non
     return manifest["recipe"], None if stored is None else Genotype.from_dict(stored, f"{path}: genotype")
 
 
-def _inherited(source: str | Path | None) -> dict[str, Any]:
-    """What a training takes over from the search that its genotype comes from: plugins and the space, not its sizes."""
+def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a training takes over from the run that its genotype comes from: plugins, data and, of a search, the space.
+
+    Not the sizes of its supernet, but those of the network for which a budget was counted. given: what was asked for;
+    with other data where they lie and how large their images are is another matter too.
+    """
     folder = run_of(source)
     if folder is None:
         return {}
     manifest = RunFolder.open(folder).manifest
     recipe = manifest["recipe"]
-    plugins = list(recipe.get("plugins", ()))
+    found: dict[str, Any] = {"plugins": list(recipe.get("plugins", ()))}
+    if given.get("data", recipe["data"]) == recipe["data"]:
+        found |= {key: recipe[key] for key in ("data", "data_root", "image_size") if recipe.get(key) is not None}
     if manifest["kind"] != "search":
-        return {"plugins": plugins}
-    for plugin in plugins:
+        return found
+    for plugin in found["plugins"]:
         load_plugin(plugin)
     space = SPACES.get(recipe["space"])
-    sizes = {key for layer in space.evaluation.values() for key in layer}
-    kept = {key: value for key, value in recipe["space_settings"].items() if key not in sizes}
-    return {"plugins": plugins, "space_settings": kept}
+    left = {key for layer in space.evaluation.values() for key in layer} | space.search_only
+    kept = {key: value for key, value in recipe["space_settings"].items() if key not in left}
+    resource = recipe.get("resource") or {}
+    budgeted = any(resource.get(key) is not None for key in ("max_params", "max_flops", "max_latency"))
+    return {**found, "space_settings": {**kept, **(resource.get("network", {}) if budgeted else {})}}
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

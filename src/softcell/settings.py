@@ -28,12 +28,20 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "settings") -> 
     arguments = {}
     for key, value in values.items():
         if key not in names:
-            raise UserError(f"{where}: no setting {key!r}; {nearest(str(key), names)}")
+            raise UserError(f"{where}: no setting {key!r}; {_hint(str(key), names)}")
         arguments[key] = convert(hints[key], value, f"{where}.{key}")
     needed = [f.name for f in dataclasses.fields(kind) if f.init and _has_no_default(f) and f.name not in arguments]
     if needed:
         raise UserError(f"{where}: {', '.join(needed)} must be given")
     return cast(T, kind(**arguments))
+
+
+def _hint(key: str, names: Iterable[str]) -> str:
+    """What may have been meant: names that have the whole of `key` as words (`cells_per_stage`), else a similar one."""
+    longer = sorted(name for name in names if f"_{key}_" in f"_{name}_")
+    if not longer:
+        return nearest(key, names)
+    return f"did you mean {' or '.join(map(repr, longer))}? known: {', '.join(sorted(names))}"
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
@@ -156,6 +164,18 @@ def not_negative(name: str, value: float) -> None:
     """Raises unless `value >= 0`."""
     if not value >= 0:
         raise UserError(f"`{name} >= 0` must hold, but got {value}")
+
+
+SEEDS = 2**63
+"""Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may take one for the sign."""
+MOST_SEEDS = 10_000
+"""So many runs may be asked for by a number of seeds: who gives more means a seed."""
+
+
+def is_seed(name: str, value: int) -> None:
+    """Raises unless `value` is a seed that every generator takes."""
+    if not 0 <= value < SEEDS:
+        raise UserError(f"`0 <= {name} < 2**63` must hold, but got {name}={value}")
 
 
 def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:

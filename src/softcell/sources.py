@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from softcell.arch import Genotype, notation
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.search.history import LAST, derived_in, epochs_in, named_epoch
+from softcell.search.several import SEEDS
 
 
 def read_genotype(source: Genotype | str | Path) -> Genotype:
@@ -18,11 +20,12 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
     if is_notation(text):
         return notation.parse(text)
     if (named := named_epoch(source)) is not None:
-        return derived_in(*named)
+        return derived_in(run_in(named[0], searched=True), named[1])
     path = Path(source)
     if path.is_dir():
+        path = path if (path / "genotype.json").exists() else run_in(path)
         if not (path / "genotype.json").exists() and (path / "run.json").exists():
-            raise UserError(_unfinished(path))
+            raise UserError(_why_none(path))
         return Genotype.load(path)
     if not path.exists():
         raise UserError(
@@ -52,12 +55,41 @@ def run_of(source: str | Path | None) -> Path | None:
         return None
     named = named_epoch(source)
     path = Path(source) if named is None else named[0]
-    folder = path if path.is_dir() else path.parent
+    folder = run_in(path, searched=named is not None) if path.is_dir() else path.parent
     return folder if path.exists() and (folder / "run.json").is_file() else None
 
 
-def _unfinished(path: Path) -> str:
-    status = RunFolder.open(path).manifest["status"]
+def run_in(folder: Path, *, searched: bool = False) -> Path:
+    """The run that a folder of several stands for, itself where it is one.
+
+    Of `softcell run` it is the training, or the search where that is asked for or all there is; of several seeds the
+    best one.
+    """
+    if (folder / "run.json").is_file():
+        return folder
+    if (folder / SEEDS).is_file():
+        return folder / f"seed-{_best(folder)}"
+    parts = ("search",) if searched else ("train", "search")
+    return next((folder / part for part in parts if (folder / part / "run.json").is_file()), folder)
+
+
+def _best(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / SEEDS).read_text(encoding="utf-8"))["best"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{folder} has searches of several seeds, of which none is the best yet; go on with `softcell search "
+            f"--resume {folder}`, or name one of the folders in it"
+        ) from error
+
+
+def _why_none(path: Path) -> str:
+    manifest = RunFolder.open(path).manifest
+    kind, status = manifest["kind"], manifest["status"]
+    if kind != "search":
+        return f"{path} is a {kind} run, which has no architecture that was searched; give the folder of a search"
+    if status == "finished":
+        return f"{path}: the genotype.json of this search is gone; {path}@{LAST} is what it had in the end"
     told = f"{path}: this run has no genotype yet (status {status!r}); `softcell search --resume {path}` goes on"
     done = epochs_in(path)
     return f"{told}, and {path}@{LAST} is what it had after epoch {done[-1]}" if done else told

@@ -51,7 +51,7 @@ def test_each_epoch_is_one_line_and_accuracies_name_their_split(call: Softcell) 
     assert [line[:9] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     assert all("validation" in line and "entropy" in line and "train" in line for line in lines)
     assert "on the validation split" in answer.out
-    assert "softcell train runs/darts-nb201-digits-1 --data digits" in answer.out
+    assert "softcell train runs/darts-nb201-digits-1\n" in answer.out
 
 
 @pytest.mark.parametrize(("limit", "verdict"), [("90M", "within 90M parameters"), ("1k", "NOT within 1k parameters")])
@@ -179,7 +179,7 @@ def test_what_comes_next_after_a_search_without_labels(call: Softcell, tmp_path:
     """The same data where it has classes, images with classes where it has none."""
     answer = call("search", "--set", "objective=context", "--epochs", "1", *TINY, "--out", tmp_path / "digits")
     assert answer.code == 0, answer.error
-    assert "--data digits" in answer.out and "IMAGES-WITH-CLASSES" not in answer.out
+    assert f"softcell train {tmp_path / 'digits'}\n" in answer.out and "IMAGES-WITH-CLASSES" not in answer.out
     for place in ("any/photos", "sorted/a", "sorted/b", "split/train/a", "split/train/b"):
         (tmp_path / place).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / place / "1.png")
@@ -187,4 +187,4 @@ def test_what_comes_next_after_a_search_without_labels(call: Softcell, tmp_path:
     assert _on(unsorted) == ("--data", "IMAGES-WITH-CLASSES")
     for folder in ("sorted", "split"):
         own = resolve({"objective": "context", "data": folder, "data_root": str(tmp_path)})
-        assert _on(own) == ("--data", folder, "--data-root", str(tmp_path))
+        assert _on(own) == (), "taken over from the search"

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cli_calls import CELL, TINY, TINY_TRAIN, Softcell
+from PIL import Image
 
 from softcell.baseline import Baseline, verdict
 
@@ -104,3 +107,90 @@ def test_the_spread_is_the_sample_deviation() -> None:
 )
 def test_the_verdict_claims_no_more_than_the_numbers_say(accuracy: float, others: tuple[float, ...], told: str) -> None:
     assert told in verdict(accuracy, _baseline(*others))
+
+
+@pytest.fixture
+def own_data(tmp_path: Path) -> Path:
+    """A folder of labelled images, in `own`."""
+    rng = np.random.default_rng(0)
+    for number, pixels in enumerate(rng.integers(0, 256, (60, 10, 10, 3), dtype=np.uint8)):
+        place = tmp_path / "own" / f"class-{number % 3}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(place / f"{number}.png")
+    return tmp_path
+
+
+def test_a_training_takes_the_data_of_its_search_and_the_network_of_its_budget(
+    call: Softcell, own_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`softcell train RUN` is what a search says comes next: that network on those images, typed from anywhere."""
+    network = ("--set", "resource.network.channels=4", "--set", "resource.network.cells_per_stage=1")
+    asked = ("--data", "own", "--image-size", "6", "--scale", "small", "--batch-size", "16", "--max-params", "1M")
+    found = call("search", "--space", "nb201", *asked, *network, "--epochs", "1", "--threads", "1", "--out", "found")
+    assert "next          softcell train found\n" in found.out, found.error
+    counted = manifest(own_data / "found")["results"]["derived_parameters"]
+
+    described = call("info", "found").out
+    assert f"{counted:,.0f}" in described and "input 3x6x6, 3 classes" in described
+
+    (own_data / "elsewhere").mkdir()
+    monkeypatch.chdir(own_data / "elsewhere")
+    short = ("--epochs", "1", "--batch-size", "16", "--threads", "1", "-q")
+    assert call("train", "../found", *short, "--out", "trained").code == 0
+    trained = manifest(own_data / "elsewhere" / "trained")
+    assert trained["results"]["parameters"] == counted
+    assert trained["results"]["data"]["shape"] == [3, 6, 6]
+    assert Path(trained["recipe"]["data_root"]) == own_data
+
+    assert call("train", "../found", "--data", "digits", *short, "--out", "other").code == 0
+    recipe = manifest(own_data / "elsewhere" / "other")["recipe"]
+    assert (recipe["data"], recipe["data_root"], recipe["image_size"]) == ("digits", None, None)
+
+
+def test_settings_of_a_supernet_are_none_of_a_training(call: Softcell, searched: Path, tmp_path: Path) -> None:
+    """Or trainings of one architecture would be told apart by what none of them has."""
+    shared = ("--set", "space.share_features=true")
+    assert call("search", *TINY, *shared, "--epochs", "1", "--out", "found", "-q").code == 0
+    for name, source in (("a", "found"), ("b", searched)):
+        assert call("train", source, *TINY_TRAIN, "--out", name, "-q").code == 0
+    first, second = (manifest(tmp_path / name)["recipe"]["space_settings"] for name in "ab")
+    assert first == second
+
+
+def test_info_tells_what_a_search_had_after_an_epoch(call: Softcell, searched: Path) -> None:
+    rows = [json.loads(line)["val_accuracy"] for line in (searched / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0] != rows[1]
+    for source, value in ((searched, rows[1]), (f"{searched}@1", rows[0]), (f"{searched}@last", rows[1])):
+        assert f"supernet      {100 * value:.1f}% on the validation split" in call("info", source).out
+
+
+def test_of_architectures_trained_one_by_one_the_best_is_told(call: Softcell, tmp_path: Path) -> None:
+    few = ("--set", "method.samples=3", "--epochs", "1", "--seed", "1", "--out", "drawn", "-q")
+    assert call("search", "random", *TINY, *few).code == 0
+    rows = [json.loads(line) for line in (tmp_path / "drawn" / "architecture.jsonl").read_text().splitlines()]
+    scores = [row["val_accuracy"] for row in rows]
+    assert max(scores) > scores[-1], "the last one is not the best"
+    assert manifest(tmp_path / "drawn")["results"]["val_accuracy"] == max(scores)
+    said = call("info", "drawn").out
+    assert f"accuracy      {100 * max(scores):.1f}% on the validation split, the best one" in said
+    assert "supernet" not in said
+    assert call("show", "drawn@last").out == call("show", "drawn").out
+
+
+def test_folders_of_several_runs_stand_for_one_of_them(call: Softcell, searched: Path, tmp_path: Path) -> None:
+    shutil.copytree(searched, tmp_path / "whole" / "search")
+    (tmp_path / "whole" / "plan.json").write_text("{}")
+    assert call("show", "whole").out == call("show", "whole@last").out == call("show", searched).out
+    assert call("info", "whole").code == 0
+    assert call("search", *TINY, "--epochs", "1", "--seeds", "2", "--out", "seeds", "-q").code == 0
+    best = json.loads((tmp_path / "seeds" / "seeds.json").read_text())["best"]
+    assert call("show", "seeds@1").out == call("show", f"seeds/seed-{best}").out
+
+
+def test_a_run_that_has_no_architecture_says_why(call: Softcell, searched: Path, tmp_path: Path) -> None:
+    for name, change in (("teacher", {"kind": "teacher"}), ("lost", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({**manifest(searched), **change}))
+    assert "is a teacher run, which has no architecture" in call("train", "teacher").error
+    assert "genotype.json of this search is gone" in call("train", "lost").error
+    assert "must name an epoch of a search" in call("show", "teacher@1").error

@@ -89,12 +89,13 @@ def make_training(
     classes: list[str] | None = None,
     parameters: int = 1000,
     side: int = 8,
+    about: dict[str, Any] | None = None,
 ) -> Path:
     """A finished training of 200 test images with mistakes, pictures of the worst and Grad-CAM maps."""
     names = CLASSES if classes is None else classes
     genotype = sample(SPACE.layout(), seed)
-    about = {"method": method, "seed": seed}
-    genotype = type(genotype)(genotype.space, genotype.cells, genotype.settings, about)
+    told = {"method": method, "seed": seed, **(about or {})}
+    genotype = type(genotype)(genotype.space, genotype.cells, genotype.settings, told)
     recipe = {"recipe": "small", "data": "digits", "epochs": epochs, "seed": seed, "space_settings": {"channels": 4}}
     known = {
         "parameters": parameters,

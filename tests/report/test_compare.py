@@ -74,6 +74,31 @@ def test_runs_that_differ_by_seed_are_one_group_and_the_rest_is_said(tmp_path: P
     assert "Beware: they also differ in epochs 3 and 9" in same
 
 
+def test_networks_of_different_searches_are_never_one_group(tmp_path: Path) -> None:
+    """Searched longer, with a teacher, or taken from another epoch: trained alike, they still are other experiments."""
+    longer, guided = {"settings": {"epochs": 9}}, {"settings": {"guide.teacher": "resnet18"}}
+    for seed, accuracy in enumerate((0.95, 0.96, 0.97)):
+        for name, about in (("a", {}), ("b", longer), ("c", guided), ("d", {"epoch": 2, "epochs": 2})):
+            make_training(tmp_path / f"{name}{seed}", method="snas", seed=seed, accuracy=accuracy, about=about)
+        make_training(tmp_path / f"e{seed}", seed=seed, accuracy=accuracy, about={"settings": {"weights.lr": 0.1}})
+    found = comparison(tmp_path)
+    keys = "search.epochs", "search.guide.teacher", "search.epoch"
+    names = {
+        "snas in nb201 (" + ", ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True)) + ")"
+        for values in (
+            ("as usual", "as usual", "as usual"),
+            ("9", "as usual", "as usual"),
+            ("as usual", "resnet18", "as usual"),
+            ("as usual", "as usual", "2"),
+        )
+    }
+    assert {g.name for g in found.groups} == {*names, "darts in nb201"}
+    assert all(len(g.runs) == 3 for g in found.groups)
+    said = [p.sentence for p in found.pairs if p.first.method == "darts" and "search.epochs=9" in p.second.name]
+    assert len(said) == 1 and "Beware: they also differ in search.epochs as usual and 9." in said[0]
+    assert "weights.lr" not in said[0], "methods have their own"
+
+
 def test_one_seed_is_never_a_result(tmp_path: Path) -> None:
     make_training(tmp_path / "a", method="snas", accuracy=0.99)
     make_training(tmp_path / "b", method="darts", accuracy=0.5)

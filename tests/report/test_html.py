@@ -59,13 +59,13 @@ def parse(page: str) -> Checker:
 
 
 def test_a_report_holds_all_its_parts_and_nothing_from_outside(tmp_path: Path) -> None:
-    page = report([make_search(tmp_path / "found"), make_training(tmp_path / "trained")])
+    page = report([make_search(tmp_path / "what was found"), make_training(tmp_path / "trained")])
     parsed = parse(page)
     text = "".join(parsed.text)
     for part in (
         "Runs", "Groups over seeds", "Cells", "Architecture weights", "Curves", "Decisions and collapse",
         "Confusion matrix", "Most wrong images", "Load the model", "Recipe and provenance", "epoch 6",
-        "load_network('trained')", "softcell train found", "collapse.warn_above",
+        "load_network('trained')", f"softcell train '{tmp_path}/what was found'", "collapse.warn_above",
     ):  # fmt: skip
         assert part in text, part
     for tag, attributes in parsed.tags:

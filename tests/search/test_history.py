@@ -12,7 +12,8 @@ from softcell.arch import Genotype, sample
 from softcell.engine.events import EpochEnded, Event
 from softcell.engine.interrupt import Interrupt
 from softcell.errors import UserError
-from softcell.search.history import FILE, genotype_of, line, named_epoch
+from softcell.search import resolve
+from softcell.search.history import FILE, about_of, best_so_far, genotype_of, line, named_epoch
 from softcell.spaces import build_space
 
 TINY = {"batch_size": 256, "threads": 1, "space_settings": {"cells": 3, "channels": 2, "nodes": 1}}
@@ -40,7 +41,37 @@ def test_every_epoch_has_its_architecture_and_the_last_is_the_one_found(searched
     assert last == Genotype.load(searched) == read_genotype(f"{searched}@last")
     assert first != last, "at this rate"
     assert first.settings == last.settings == {"tiers": 2}
-    assert dict(first.about) == {"method": "nos", "data": "digits", "seed": 0, "epochs": 1}
+    told = {"method": "nos", "data": "digits", "seed": 0, "epochs": 1, "epoch": 1}
+    assert told.items() <= first.about.items() and "epoch" not in Genotype.load(searched).about
+
+
+def test_a_genotype_tells_what_was_set_beside_the_recipe(searched: Path, tmp_path: Path) -> None:
+    expected = {"architecture.lr": 0.5, "batch_size": 256, "epochs": 2, "space_settings.channels": 2}
+    assert Genotype.load(searched).about["settings"] == {**expected, "space_settings.nodes": 1}
+    plain = resolve({"method": "nos", "data": "digits", "seed": 3, "threads": 2, "device": "cpu"}).to_dict()
+    assert about_of(plain) == {"method": "nos", "data": "digits", "seed": 3}
+    guided = {**plain, "guide": {**plain["guide"], "teacher": str(tmp_path / "teacher")}}
+    assert about_of(guided)["settings"] == {"guide.teacher": "teacher"}
+    assert about_of(resolve({"method": "nos", "data": "digits", "scale": "paper"}).to_dict())["settings"] == {
+        "scale": "paper"
+    }
+    assert "settings" not in about_of({**plain, "space": "nobody's"}), "of a plugin that is not there"
+
+
+def test_of_architectures_trained_one_by_one_it_is_the_best_so_far() -> None:
+    drawn = [{"epoch": n, "val_accuracy": value} for n, value in enumerate((0.2, 0.5, 0.5, 0.3))]
+    assert [best_so_far(drawn[:n])["epoch"] for n in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    derived = [{**row, "tables": {}} for row in drawn]
+    assert [best_so_far(derived[:n])["epoch"] for n in (1, 2, 3, 4)] == [0, 1, 2, 3]
+    assert best_so_far([{"epoch": 0, "val_accuracy": "damaged"}])["epoch"] == 0
+
+
+def test_a_line_that_was_cut_off_is_no_line(searched: Path, tmp_path: Path) -> None:
+    for name in ("run.json", FILE):
+        (tmp_path / name).write_text((searched / name).read_text())
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"epoch": 2, "tab')
+    assert read_genotype(f"{tmp_path}@last") == read_genotype(f"{searched}@2")
 
 
 def test_lines_written_without_settings_take_those_of_the_genotype(searched: Path, tmp_path: Path) -> None:
@@ -86,7 +117,7 @@ def test_names_with_an_at_sign_are_names(searched: Path, tmp_path: Path) -> None
         read_genotype(tmp_path / "nowhere@2")
 
 
-@pytest.mark.parametrize("content", ["{", "[]\n", '{"epoch": "x"}\n', "{}\n", '{"epoch": 0, "genotype": 3}\n'])
+@pytest.mark.parametrize("content", ["{\n", "[]\n", '{"epoch": "x"}\n', "{}\n", '{"epoch": 0, "genotype": 3}\n'])
 def test_damaged_lines_are_an_error_in_words(searched: Path, tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text((searched / "run.json").read_text())
     (tmp_path / FILE).write_text(content)
@@ -96,5 +127,5 @@ def test_damaged_lines_are_an_error_in_words(searched: Path, tmp_path: Path, con
 
 def test_a_run_without_epochs_says_so(searched: Path, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text((searched / "run.json").read_text())
-    with pytest.raises(UserError, match="no architecture of any epoch"):
+    with pytest.raises(UserError, match="no epoch of this search is done yet; `softcell search --resume"):
         read_genotype(f"{tmp_path}@last")

@@ -96,7 +96,7 @@ def test_a_resolved_recipe_resolves_to_itself_also_through_json(method: str, spa
         ({"collapse": {"patience": 0}}, "patience >= 1"),
         ({"unrolled": {"epsilon": -1}}, "epsilon > 0"),
         ({"precision": "float16"}, "float32, bfloat16, float64"),
-        ({"seed": -1}, "`seed >= 0` must hold"),
+        ({"seed": -1}, r"`0 <= seed < 2\*\*63` must hold, but got seed=-1"),
         ({"image_size": 3}, "image_size >= 4"),
     ],
 )

@@ -399,8 +399,8 @@ def test_multipliers_survive_a_stop(data: Path, tmp_path: Path) -> None:
 def test_what_belongs_to_a_supernet_is_told_to_be_ignored_by_a_sampler(data: Path, tmp_path: Path) -> None:
     events: list[Any] = []
     given = settings("nb201", data, method="random", epochs=1, method_settings={"samples": 1}, drop_path=0.2)
-    search(resolve(given, {"resource": {"preset": "mild"}, "child_every": 1}), tmp_path / "run", on_event=events.append)
-    assert [text.split("`")[1] for text in notes_of(events)] == ["resource", "drop_path", "child_every"]
+    search(resolve(given, {"child_every": 1}), tmp_path / "run", on_event=events.append)
+    assert [text.split("`")[1] for text in notes_of(events)] == ["drop_path", "child_every"]
 
 
 def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_taken() -> None:
@@ -445,7 +445,7 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
         assert "resource.network.channels=N" in message and "--epochs" not in message
     chain = build_space("proxyless", {"width": 0.25})
     narrow = Budget(tight, None, chain, (3, 32, 32), 3, num_epochs=10)
-    assert narrow._smaller() == "--set resource.network.width=N", "a setting that the space has"
+    assert narrow.smaller() == "--set resource.network.width=N", "a setting that the space has"
 
 
 # --- latency ---

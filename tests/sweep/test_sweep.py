@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 import softcell
+from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.errors import UserError
+from softcell.spaces import build_space
+from softcell.spaces.count import count_genotype
 from softcell.sweep import Job, Plan, jobs_of, read_plan, run_sweep
 from softcell.sweep.launch import Local, Ray, make_launcher
 from softcell.sweep.work import LOCK, LOG, commands, last_error
@@ -54,7 +57,16 @@ def test_a_file_becomes_methods_times_spaces_times_seeds(tmp_path: Path) -> None
         ({"methods": []}, "at least one"),
         ({"seeds": [1, 1]}, "twice"),
         ({"seeds": 0}, "at least one"),
-        ({"seeds": [-1]}, "negative"),
+        ({"seeds": [-1]}, r"`0 <= seed < 2\*\*63` must hold, but got seed=-1"),
+        ({"seeds": [2**63]}, "but got seed=9223372036854775808"),
+        ({"seeds": 20261116}, r"is how many, at most 10,000, but got 20261116; write \[20261116\]"),
+        ({"random": -1, "train": True}, "`random` must not be negative"),
+        ({"search": {"method": "snas"}}, r"sweep\.search: `method` .* `methods: \[snas\]` at the top"),
+        ({"search": {"space": "nos"}}, r"sweep\.search: `space` .* `spaces: \[nos\]` at the top"),
+        ({"search": {"seed": 4}}, r"sweep\.search: `seed` .* `seeds: \[4\]` at the top"),
+        ({"train": {"seed": 0}}, r"sweep\.train: `seed` .* `seeds: \[0\]` at the top"),
+        ({"only": {"darts": {"space": "darts"}}}, r"sweep\.only\.darts: `space` .* `spaces: \[darts\]`"),
+        ({"plugins": ["a.py"], "search": {"plugins": ["b.py"]}}, r"sweep\.search: `plugins` is at the top"),
         ({"method": ["darts"]}, "did you mean 'methods'"),
         ({"search": {"epoch": 3}}, "did you mean 'epochs'"),
         ({"train": {"lr": "fast"}}, "must be a number"),
@@ -67,6 +79,31 @@ def test_a_wrong_file_is_refused_before_anything_runs(tmp_path: Path, settings: 
     with pytest.raises(UserError, match=told):
         jobs_of(read_plan(plan(tmp_path, **settings)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_a_method_and_of_a_space_stand_under_their_names(tmp_path: Path) -> None:
+    search = {**TINY, "method": {}, "space": {"channels": 4}}
+    file = plan(tmp_path, search=search, only={"nb201": {"space": {"channels": 6}}})
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    assert (job.search["method"], job.search["space"], job.search["seed"]) == ("darts", "nb201", 0)
+    assert job.search["space_settings"]["channels"] == 6
+
+
+def test_random_architectures_of_a_sweep_meet_its_budget(tmp_path: Path) -> None:
+    """Without it the first one is half as large again."""
+    network = {"cells_per_stage": 1, "channels": 4}
+    search = {**TINY, "resource": {"max_params": 5000, "network": network}, "method": {"samples": 1}}
+    file = plan(tmp_path, methods=["random"], search=search, train={"epochs": 1, "batch_size": 256}, random=2)
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    outcome = run_sweep([job], Local(1), retries=0, poll=0.02)
+    assert [one.name for one in outcome.finished] == [job.name], outcome.failed
+    found = [json.loads((run / "run.json").read_text())["results"] for run in job.runs()]
+    assert found[0]["budget_met"] is True
+    space = build_space("nb201", network)
+    for run in job.runs():
+        assert count_genotype(space, Genotype.load(run), (1, 8, 8), 10).parameters <= 5000
+    free = sample(space.layout(), 1)
+    assert count_genotype(space, free, (1, 8, 8), 10).parameters > 7500
 
 
 def test_no_file_is_a_clear_error(tmp_path: Path) -> None:

@@ -57,12 +57,14 @@ def info(
 def describe_network(
     out: Console, what: str, settings: dict[str, Any], image: Shape | None, classes: int | None
 ) -> None:
+    from softcell.api import train_recipe
     from softcell.cli import inputs
     from softcell.cli.results import facts
     from softcell.engine import RunFolder
     from softcell.evaluate import count_genotype
     from softcell.evaluate.fixed import settled
     from softcell.registry import load_plugin
+    from softcell.search.history import named_epoch
     from softcell.settings import merge
     from softcell.sources import run_of
     from softcell.spaces import SPACES, build_space
@@ -78,12 +80,16 @@ def describe_network(
     if manifest is not None and trained:
         base, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
         image, classes = image or tuple(data["shape"]), classes or data.get("outputs", len(data["classes"]))
+    elif manifest is not None and manifest["kind"] == "search":
+        base, data = train_recipe(what, {})[1].space_settings, manifest["results"].get("data")
+        if data is not None:  # runs of older versions do not tell
+            image, classes = image or tuple(data["shape"]), classes or data["num_classes"]
     space = settled(found, build_space(found.space, merge(base, settings)), settings)
     image, classes = image or (3, 32, 32), classes or 10
     cost = count_genotype(space, found, image, classes)
     facts(out, space=found.space)
     if found.about:
-        facts(out, found_by=", ".join(f"{key} {value}" for key, value in found.about.items()))
+        facts(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in found.about.items()))
     retrieving = trained and manifest is not None and manifest["recipe"].get("task") == "retrieve"
     outputs = f"embedding of {classes}" if retrieving else f"{classes} classes"
     sizes = ", ".join(f"{key} {getattr(space, key)}" for key in _sizes(space))
@@ -95,12 +101,19 @@ def describe_network(
         size=f"{cost.megabytes:.2f} MB in float32",
     )
     if manifest is not None and folder is not None:
-        describe_run(out, manifest, folder)
+        describe_run(out, manifest, folder, found.about.get("epochs") if named_epoch(what) is not None else None)
 
 
-def describe_run(out: Console, manifest: dict[str, Any], folder: Path) -> None:
+def _plain(value: object) -> str:
+    """As text; settings as on the command line."""
+    return " ".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
+
+
+def describe_run(out: Console, manifest: dict[str, Any], folder: Path, epoch: int | None) -> None:
+    """What a run gave; of a search that was asked for one of its epochs, counted from 1, what it had then."""
     from softcell.cli.console import percent
-    from softcell.cli.results import facts, supernet_accuracy
+    from softcell.cli.results import facts, searched_accuracy
+    from softcell.report.runs import read_lines
 
     recipe, results = manifest["recipe"], manifest["results"]
     facts(
@@ -114,8 +127,8 @@ def describe_run(out: Console, manifest: dict[str, Any], folder: Path) -> None:
     elif results.get("recall_at_1") is not None:
         shares = ", ".join(f"@{k} {percent(results[f'recall_at_{k}'])}" for k in (1, 2, 4, 8))
         facts(out, recall=f"{shares} among images of {results['split']} ({results['count']:,} images)")
-    elif results.get("val_accuracy") is not None:
-        facts(out, supernet=supernet_accuracy(results))
+    elif manifest["kind"] == "search":
+        facts(out, **searched_accuracy(read_lines(folder, "metrics.jsonl", [])[:epoch]))
 
 
 def describe_space(out: Console, name: str, settings: dict[str, Any], classes: int) -> None:

@@ -72,7 +72,16 @@ def settings(set_: list[str] | None, plugin: list[Path] | None, **options: Any) 
     if plugin:
         # Absolute, so that the run can be resumed and repeated from any folder.
         named["plugins"] = [str(path.resolve()) for path in plugin]
+    if "data_root" not in named and _lies_here(named.get("data")):
+        named["data_root"] = str(Path.cwd())  # likewise
     return layered(named, assignments(set_ or ()))
+
+
+def _lies_here(data: str | None) -> bool:
+    """Whether this is a folder or file of the user's, named from where the command is typed."""
+    from softcell.data import datasets
+
+    return data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
 
 
 def load_plugins(plugin: list[Path] | None) -> None:

@@ -34,9 +34,11 @@ def random(
     from softcell.cli.console import write
     from softcell.cli.convert import render
     from softcell.errors import UserError
-    from softcell.settings import assignments
+    from softcell.settings import assignments, is_seed
     from softcell.spaces import build_space
 
+    for number in (seed, seed + count - 1):
+        is_seed("seed", number)
     o.load_plugins(plugin)
     given = assignments(set_ or ())
     unknown = sorted(set(given) - {"space"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +31,13 @@ def show_search(out: Console, result: SearchResult) -> None:
     out.print(to_text(result.genotype))
     out.print()
     last: dict[str, Any] = next((row for row in reversed(result.metrics) if "val_accuracy" in row), {})
-    if "best_val_accuracy" in last:
-        facts(out, accuracy=f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one")
-    elif last:
-        facts(out, supernet=supernet_accuracy(last))
-        results = RunFolder.open(result.folder).manifest["results"]
-        if (
-            "child_accuracy" in results
-        ):  # of the architecture found, which a budget may have taken from an earlier epoch
-            facts(out, child=f"{percent(results['child_accuracy'])} on the {last['val_split']} split, without training")
-        for kind, limit in result.recipe.resource.budgets().items():
-            found = results[f"derived_{kind}"]
+    facts(out, **searched_accuracy(result.metrics))
+    results = RunFolder.open(result.folder).manifest["results"]
+    if "child_accuracy" in results:  # of the architecture found, which a budget may have taken from an earlier epoch
+        facts(out, child=f"{percent(results['child_accuracy'])} on the {last['val_split']} split, without training")
+    for kind, limit in result.recipe.resource.budgets().items():
+        found = results.get(f"derived_{kind}")
+        if found is not None:  # random searches of older versions did not count
             verdict = "within" if found <= limit else "NOT within"
             facts(out, budget=f"{shown(kind, found)}, {verdict} {shown(kind, limit)}")
     facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
@@ -51,12 +47,17 @@ def show_search(out: Console, result: SearchResult) -> None:
     facts(out, report=str(result.folder / "report.html"))
 
 
-def supernet_accuracy(measured: Mapping[str, Any]) -> str:
-    """What is known of a supernet after its last validation, for people to read."""
+def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What a search had measured after these epochs, for people to read, under a name that says of what; {} before."""
     from softcell.search.validation import ANEW
 
-    text, anew = f"{percent(measured['val_accuracy'])} on the {measured['val_split']} split", measured.get(ANEW)
-    return text if anew is None else f"{text}, {percent(anew)} with norms measured anew"
+    last: Mapping[str, Any] = next((row for row in reversed(rows) if "val_accuracy" in row), {})
+    if not last:
+        return {}
+    if "best_val_accuracy" in last:  # architectures that were trained one by one
+        return {"accuracy": f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one"}
+    text, anew = f"{percent(last['val_accuracy'])} on the {last['val_split']} split", last.get(ANEW)
+    return {"supernet": text if anew is None else f"{text}, {percent(anew)} with norms measured anew"}
 
 
 def show_seeds(out: Console, result: SeveralResult) -> None:

@@ -241,11 +241,8 @@ def run_seeds(
 
 
 def _on(recipe: SearchRecipe) -> tuple[str, ...]:
-    """The options that name the data to train on: the search's own, unless it needed no labels and they have none."""
-    if recipe.objective == "context" and not _has_classes(recipe):
-        return ("--data", "IMAGES-WITH-CLASSES")
-    root = () if recipe.data_root is None else ("--data-root", recipe.data_root)
-    return ("--data", recipe.data, *root)
+    """A training takes the data of its search, unless that needed no labels and they have none."""
+    return ("--data", "IMAGES-WITH-CLASSES") if recipe.objective == "context" and not _has_classes(recipe) else ()
 
 
 def _has_classes(recipe: SearchRecipe) -> bool:

@@ -127,21 +127,25 @@ def run_train(
 ) -> int:
     """Trains the architecture, then the random ones, and compares; `again` is the command that goes on."""
     from softcell import api
-    from softcell.baseline import check_same_form, random_baseline
+    from softcell.baseline import draw_random, missed_budget, random_baseline, with_budget, within_budget
     from softcell.cli import results
     from softcell.cli.console import console
     from softcell.cli.progress import Display
     from softcell.cli.search import logged
     from softcell.engine import RunFolder
     from softcell.report.board import TensorBoard
-    from softcell.spaces import build_space
 
     chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
-    if random:  # before the first training, not after it
-        check_same_form(chosen, build_space(chosen.space, recipe.space_settings).layout())
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures on their own")
+    if random and not resume:
+        chosen = with_budget(chosen, genotype, recipe)
+    others = draw_random(chosen, recipe, random) if random else []  # what is wrong is told before the first training
     screen = console()
+    missed, within = missed_budget(chosen), within_budget(chosen) if random else None
+    if missed is not None:
+        compared = "; random architectures beside it meet it" if random else ""
+        screen.print(f"note: {missed}{compared}", style="yellow", markup=False)
 
     with api.joined(recipe.device, recipe.deterministic) as world:
         folder = api.agreed_folder(out, world, "train", chosen.space, recipe.data)
@@ -160,6 +164,8 @@ def run_train(
             results.show_training(screen, result, RunFolder.open(folder).manifest["results"].get("count"))
         if not random:
             return 0
+        if within is not None and world.is_main:
+            screen.print(f"\nrandom architectures are drawn within the budget of the search: {within}", markup=False)
         with Display(screen, "", quiet) as display:
             listener = logged(display, folder, tensorboard)
 
@@ -173,6 +179,7 @@ def run_train(
                 recipe,
                 folder,
                 random,
+                drawn=others,
                 resume=resume,
                 overwrite=overwrite,
                 on_event=listener,

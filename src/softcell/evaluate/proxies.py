@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import WeightMix
+from softcell.settings import is_seed
 from softcell.spaces import Space, Supernet
 
 Proxy = Literal["naswot", "synflow"]
@@ -65,6 +66,7 @@ def indicator(space: Space, proxy: Proxy, images: Tensor, num_classes: int, seed
 
     images: [n, c, h, w], normalised as for training.
     """
+    is_seed("seed", seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         supernet = space.supernet((images.shape[1], images.shape[2], images.shape[3]), num_classes).double()

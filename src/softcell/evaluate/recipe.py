@@ -14,7 +14,7 @@ from softcell.arch import Genotype
 from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
 from softcell.evaluate.fixed import settled
-from softcell.settings import build, merge, not_negative, positive, to_dict
+from softcell.settings import build, is_seed, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, build_space
 from softcell.spaces.count import evaluation_scale, evaluation_sizes
 
@@ -72,8 +72,9 @@ class TrainRecipe:
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
         positive("lr", self.lr)
-        for name in ("lr_min", "momentum", "weight_decay", "clip", "auxiliary", "cutout", "jitter", "warmup", "seed"):
+        for name in ("lr_min", "momentum", "weight_decay", "clip", "auxiliary", "cutout", "jitter", "warmup"):
             not_negative(name, getattr(self, name))
+        is_seed("seed", self.seed)
         for name in ("drop_path", "holdout", "label_smoothing"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")

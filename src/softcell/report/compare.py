@@ -14,6 +14,7 @@ from softcell.report.stats import LEVEL, Summary, Welch, holm, summarise, welch
 # Says where and how a run computed, not what; runs may differ here and still be of one group.
 _IRRELEVANT = {"seed", "device", "threads", "engine", "plugins", "data_root", "deterministic"}
 _NAMED = {"method", "space", "data"}
+_SEARCH = "search"
 # Settings in which two methods or spaces may differ by their nature. In anything else a comparison is not of equals.
 _OF_METHODS = {
     "method_settings",
@@ -129,9 +130,7 @@ def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     notes = []
     for run in runs:
         cells = None if run.genotype is None or run.kind == "search" else run.genotype.to_dict()["cells"]
-        key = json.dumps(
-            [run.kind, run.seed, run.method, run.space, _what(run.recipe), cells], sort_keys=True, default=str
-        )
+        key = json.dumps([run.kind, run.seed, run.method, run.space, _done(run), cells], sort_keys=True, default=str)
         if key in seen:
             notes.append(f"{run.label} repeats {seen[key].label} (same recipe, seed and architecture): counted once")
         else:
@@ -143,11 +142,16 @@ def _what(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if key not in _IRRELEVANT}
 
 
+def _done(run: Run) -> dict[str, Any]:
+    """What was done, apart from the seed; of a training also how its architecture was searched for, as `search`."""
+    return {**_what(run.recipe), **({_SEARCH: dict(run.searched)} if run.searched else {})}
+
+
 def _groups(runs: Sequence[Run]) -> list[Group]:
     found: dict[str, list[Run]] = {}
     for run in runs:
         assert run.score is not None
-        key = [run.score.measure, run.data, run.space, run.method, _what(run.recipe)]
+        key = [run.score.measure, run.data, run.space, run.method, _done(run)]
         found.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     members = sorted(found.values(), key=lambda group: (_measure(group[0]), *_place(group[0])))
     result = []
@@ -156,13 +160,11 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         alike = [
             other[0] for other in members if _place(other[0]) == _place(first) and _measure(other[0]) == _measure(first)
         ]
-        varying = _varying([_flat(_what(run.recipe)) for run in alike])
-        own = _flat(_what(first.recipe))
-        extra = ", ".join(f"{key}={own.get(key)}" for key in varying)
+        varying = _varying([_flat(_done(run)) for run in alike])
+        own = _flat(_done(first))
+        extra = ", ".join(f"{key}={_value(own, key)}" for key in varying)
         name = f"{first.method} in {first.space}" + (f" ({extra})" if extra else "")
-        result.append(
-            Group(name, first.method, first.space, first.data, _measure(first), _what(first.recipe), tuple(group))
-        )
+        result.append(Group(name, first.method, first.space, first.data, _measure(first), _done(first), tuple(group)))
     return result
 
 
@@ -184,6 +186,11 @@ def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             result[f"{prefix}{key}"] = str(value)
     return result
+
+
+def _value(flat: Mapping[str, str], key: str) -> str:
+    """As text; of a search only what is not in its method's recipe is known."""
+    return flat.get(key, "as usual" if key.startswith(f"{_SEARCH}.") else str(None))
 
 
 def _varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
@@ -222,12 +229,15 @@ def _unequal(first: Group, second: Group) -> str:
         ignored |= _OF_METHODS
     if first.space != second.space:
         ignored |= _OF_SPACES
+    of_search = set(_OF_METHODS if first.method != second.method else ()) | set(
+        _OF_SPACES if first.space != second.space else ()
+    )
     kept = [{key: value for key, value in group.recipe.items() if key not in ignored} for group in (first, second)]
     flat = [_flat(recipe) for recipe in kept]
-    keys = _varying(flat)
+    keys = [key for key in _varying(flat) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
     if not keys:
         return ""
-    listed = ", ".join(f"{key} {flat[0].get(key)} and {flat[1].get(key)}" for key in keys[:4])
+    listed = ", ".join(f"{key} {_value(flat[0], key)} and {_value(flat[1], key)}" for key in keys[:4])
     return f" Beware: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
 
 

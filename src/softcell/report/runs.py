@@ -83,6 +83,13 @@ class Run:
         return DRAWN if found == "random" and "epochs" not in about else found
 
     @property
+    def searched(self) -> Mapping[str, Any]:
+        """Of a training what its genotype tells of the search, apart from its seed: settings, and an epoch in it."""
+        about = {} if self.genotype is None or self.kind == "search" else self.genotype.about
+        epoch = {"epoch": about["epoch"]} if "epoch" in about else {}
+        return {**mapping(about.get("settings")), **epoch}
+
+    @property
     def space(self) -> str:
         if self.kind == "search":
             return str(self.recipe.get("space"))

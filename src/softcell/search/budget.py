@@ -68,7 +68,7 @@ class Budget:
         self._settings, self._penalty, self._num_epochs = settings, penalty, num_epochs
         self._space, self._shape, self._num_classes = space, shape, num_classes
         self._latencies = None if settings.latency_table is None else read_latencies(settings.latency_table)
-        self._known: tuple[Genotype | None, dict[str, float]] = None, {}
+        self._known: dict[Genotype, dict[str, float]] = {}
         self._least: dict[str, float] = {}
         self.cheapest: list[Genotype] = []
         self.last_met: tuple[int, Genotype] | None = None
@@ -76,13 +76,13 @@ class Budget:
 
     def measure(self, genotype: Genotype) -> dict[str, float]:
         """What the evaluation network of a genotype costs, by kind."""
-        if self._known[0] != genotype:
+        if genotype not in self._known:
             cost = count_genotype(self._space, genotype, self._shape, self._num_classes)
             found = {"parameters": float(cost.parameters), "flops": float(cost.multiply_adds)}
             if self._latencies is not None:
                 found["latency"] = latency(genotype, self._space.layout(), self._latencies)
-            self._known = genotype, found
-        return self._known[1]
+            self._known[genotype] = found
+        return self._known[genotype]
 
     def is_met(self, genotype: Genotype) -> bool:
         found = self.measure(genotype)
@@ -115,29 +115,42 @@ class Budget:
         return earlier
 
     def _gaps(self, genotype: Genotype) -> str:
+        return gaps(self.measure(genotype), self.limits)
+
+    def excess(self, genotype: Genotype) -> float:
+        """The largest cost of a genotype's network as a share of its budget: at most 1 where all are met."""
         found = self.measure(genotype)
-        return " and ".join(
-            f"{shown(kind, found[kind])}, {found[kind] / limit - 1.0:.1%} over the budget of {shown(kind, limit)}"
-            for kind, limit in self.limits.items()
-            if found[kind] > limit
-        )
+        return max(found[kind] / limit for kind, limit in self.limits.items())
 
     def warn(self, layout: Layout, costs: CostTables, rule: Rule | None, tell: Callable[[str], None]) -> None:
         """Says before the search when a budget looks out of reach, or times were measured for another network."""
-        self._warn_of_other_sizes(tell)
-        for kind, limit in self.limits.items():
+        self.warn_of_other_sizes(tell)
+        self.look_for_cheapest(layout, costs, rule)
+        for kind in self.out_of_reach():
+            tell(
+                f"a budget of {shown(kind, self.limits[kind])} may be out of reach: {self.least(kind)}. Raise it, or "
+                f"make the network smaller ({self.smaller()})."
+            )
+
+    def look_for_cheapest(self, layout: Layout, costs: CostTables, rule: Rule | None) -> None:
+        """Finds by the costs of candidates the networks that cost least, one per budget."""
+        for kind in self.limits:
             cheap = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
             cheap |= {name: -costs.of(kind, name).sum(0) for name in costs.read_tables()}
             self.cheapest.append(derive(layout, cheap, rule))
-            self._least[kind] = least = self.measure(self.cheapest[-1])[kind]
-            if least > limit:
-                tell(
-                    f"a budget of {shown(kind, limit)} may be out of reach: with the cheapest candidate on every edge "
-                    f"the network has {shown(kind, least)} ({self.sizes()}). Raise it, or make the network smaller "
-                    f"({self._smaller()})."
-                )
+            self._least[kind] = self.measure(self.cheapest[-1])[kind]
 
-    def _warn_of_other_sizes(self, tell: Callable[[str], None]) -> None:
+    def out_of_reach(self) -> list[str]:
+        """Budgets that even the cheapest network misses, where it has been looked for."""
+        return [kind for kind, limit in self.limits.items() if self._least.get(kind, 0.0) > limit]
+
+    def least(self, kind: str) -> str:
+        """What the cheapest network costs, for people to read."""
+        least = shown(kind, self._least[kind])
+        return f"with the cheapest candidate on every edge the network has {least} ({self.sizes()})"
+
+    def warn_of_other_sizes(self, tell: Callable[[str], None]) -> None:
+        """Says so where times were measured for another network."""
         if self._settings.latency_table is None:
             return
         own: dict[str, object] = {**to_dict(self._space), "input": list(self._shape)}
@@ -164,12 +177,12 @@ class Budget:
         return results, f"the derived network has {self._gaps(genotype)} ({self.sizes()}). {self._way_out(missed)}"
 
     def _way_out(self, missed: list[str]) -> str:
-        out_of_reach = [kind for kind in missed if self._least.get(kind, 0.0) > self.limits[kind]]
+        out_of_reach = [kind for kind in self.out_of_reach() if kind in missed]
         if out_of_reach:
             least = " and ".join(shown(kind, self._least[kind]) for kind in out_of_reach)
             return (
                 f"With the cheapest candidate on every edge it would still have {least}: raise the budget, or make the "
-                f"network smaller ({self._smaller()}, and train with the same)."
+                f"network smaller ({self.smaller()}, and train with the same)."
             )
         return (
             "Search longer (--epochs), start with a stronger pressure (--resource aggressive, or --set "
@@ -177,7 +190,7 @@ class Budget:
             "(--set architecture.lr=...), or raise the budget."
         )
 
-    def _smaller(self) -> str:
+    def smaller(self) -> str:
         """The setting of this space that makes its networks narrower."""
         known = to_dict(self._space)
         name = next((name for name in ("channels", "width", "cells") if name in known), None)
@@ -198,10 +211,19 @@ class Budget:
         self.last_met = (known[0], Genotype.from_dict(known[1])) if isinstance(known, tuple | list) else None
 
 
+def gaps(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
+    """By how much costs exceed their budgets; nothing where they do not."""
+    return " and ".join(
+        f"{shown(kind, found[kind])}, {found[kind] / limit - 1.0:.1%} over the budget of {shown(kind, limit)}"
+        for kind, limit in limits.items()
+        if found[kind] > limit
+    )
+
+
 def shown(kind: str, value: float) -> str:
     """`2.53M parameters`"""
     if kind == "latency":
-        return f"a latency of {value:g}"
+        return f"a latency of {value:.4g}"  # in the unit of the table, which is its maker's
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"

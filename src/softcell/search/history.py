@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,51 @@ from softcell.arch import Genotype
 from softcell.arch.genotype import FORMAT, VERSION
 from softcell.engine import RunFolder
 from softcell.errors import UserError
+from softcell.search.recipe import resolve
 
 FILE = "architecture.jsonl"
 LAST = "last"
+
+
+WITHOUT_EFFECT = {"seed", "device", "threads", "engine", "precision", "deterministic", "fused", "plugins", "data_root"}
+"""Settings that say where, how fast and from which numbers a search begins, not what it is."""
+MEASURED = {"validate_every", "child_every"}
+
+
+def about_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a genotype tells of its search: method, data, seed, and `settings` beside the method's own recipe."""
+    told: dict[str, Any] = {key: recipe[key] for key in ("method", "data", "seed") if key in recipe}
+    try:
+        own = _beside(recipe)
+    except UserError:
+        own = {}  # of a plugin that is not loaded here
+    return {**told, **({"settings": own} if own else {})}
+
+
+def _beside(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What was set beside the method's recipe for the scale, by dotted names; of files and folders their last part."""
+    names = {key: recipe[key] for key in ("method", "space", "data")}
+    usual = resolve(names).scale
+    base = _flat(resolve({**names, "scale": recipe.get("scale", usual)}).to_dict())
+    found = {key: value for key, value in _flat(recipe).items() if key not in base or base[key] != value}
+    if recipe.get("scale", usual) != usual:
+        found["scale"] = recipe["scale"]
+    left = {*names, *WITHOUT_EFFECT, *MEASURED}
+    return {
+        key: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+        for key, value in found.items()
+        if key.partition(".")[0] not in left
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 def line(epoch: int, genotype: Genotype, **more: Any) -> dict[str, Any]:
@@ -48,18 +90,28 @@ def derived_in(folder: Path, wanted: str) -> Genotype:
     As derived then: a budget, or evolution at the end of the search, has no part in it.
     """
     manifest, rows = RunFolder.open(folder).manifest, _rows(folder)
+    if manifest["kind"] != "search":
+        raise UserError(f"{folder}@{wanted} must name an epoch of a search, but {folder} is a {manifest['kind']} run")
     if not rows:
-        raise UserError(f"{folder} has no architecture of any epoch (no lines in {FILE}); give the folder of a search")
+        raise UserError(f"{folder}: no epoch of this search is done yet; `softcell search --resume {folder}` goes on")
     number = max(rows) if wanted == LAST else int(wanted) if wanted.isdecimal() else None
     if number not in rows:
         raise UserError(
             f"{folder}@{wanted}: after @ stands an epoch of the search, or `{LAST}`; it has {_spans(sorted(rows))}"
         )
-    row, recipe = rows[number], manifest["recipe"]
+    row, recipe = best_so_far([row for epoch, row in sorted(rows.items()) if epoch <= number]), manifest["recipe"]
     if "settings" not in row and (folder / "genotype.json").is_file():
         row = {**row, "settings": dict(Genotype.load(folder).settings)}  # written before lines had them
-    about = {key: recipe[key] for key in ("method", "data", "seed") if key in recipe}
-    return genotype_of(row, str(recipe.get("space")), {**about, "epochs": number})
+    return genotype_of(row, str(recipe.get("space")), {**about_of(recipe), "epochs": number, "epoch": number})
+
+
+def best_so_far(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The line whose architecture a search has after the last of `rows`.
+
+    Of architectures that are trained one by one (random search) it is the best so far, the earlier one in a tie.
+    """
+    scored = [row for row in rows if isinstance(row.get("val_accuracy"), float)]
+    return rows[-1] if "tables" in rows[-1] or not scored else max(scored, key=lambda row: row["val_accuracy"])
 
 
 def epochs_in(folder: Path) -> list[int]:
@@ -72,7 +124,7 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
     file, found = folder / FILE, dict[int, dict[str, Any]]()
     try:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        for content in text.splitlines():
+        for content in text.split("\n")[:-1]:  # what a killed run was about to write has no end of line
             row = json.loads(content)
             found[int(row["epoch"]) + 1] = row
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -22,9 +22,11 @@ from softcell.engine.watch import Failure
 from softcell.methods import Sampler
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Evaluated, Objective
+from softcell.search.budget import Budget
 from softcell.search.guide import probe, read_gauges
 from softcell.search.history import line
 from softcell.search.recipe import SearchRecipe
+from softcell.search.within import next_within
 from softcell.spaces import Network, Shape, Space
 
 
@@ -45,6 +47,7 @@ class IndependentTask:
         held: Batches,
         tell: Callable[[str], None],
         about: Mapping[str, Any] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         world = session.world
         self.objective, self.about = objective, dict(about or {})
@@ -54,9 +57,13 @@ class IndependentTask:
         self._tally = Tally(world.device)
         self._scores: list[float] = []
         self._genotypes: list[Genotype] = []
+        self._budget = budget
+        self._numbers: list[int] = []  # of the genotypes among all proposals: a budget passes some over
         self._network: Network | None = None
         self._optimiser: torch.optim.SGD | None = None
         self._run: Step | None = None  # recorded anew for each architecture
+        if budget is not None:
+            self._propose()  # a budget that no draw meets must not leave a run folder behind
 
     @property
     def num_epochs(self) -> int:
@@ -68,7 +75,7 @@ class IndependentTask:
     def begin_epoch(self, epoch: int) -> None:
         number, own = divmod(epoch, self.recipe.epochs)
         if own == 0 and len(self._genotypes) <= number:
-            self._build(self.sampler.propose(number, list(self._scores)))
+            self._build(*self._propose())
         assert self._network is not None and self._optimiser is not None
         self._network.train()
         w = self.recipe.weights
@@ -130,8 +137,10 @@ class IndependentTask:
         return self._genotypes[best]
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
-        """Nothing is left to measure: every architecture was trained on its own."""
-        return {}
+        """Nothing is left to measure, every architecture was trained on its own; what it costs stands by a budget."""
+        if self._budget is None:
+            return {}
+        return self._budget.verdict(genotype)[0]
 
     def state_dict(self) -> dict[str, Any]:
         assert self._network is not None and self._optimiser is not None
@@ -140,15 +149,17 @@ class IndependentTask:
             "optimiser": self._optimiser.state_dict(),
             "genotypes": [genotype.to_dict() for genotype in self._genotypes],
             "scores": list(self._scores),
+            "numbers": list(self._numbers),
             "step": self._tally.step,
             "_local": {"meter": self._tally.sums, "objective": self.objective.gauges()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         genotypes = [Genotype.from_dict(data) for data in state["genotypes"]]
+        numbers = list(state.get("numbers", range(len(genotypes))))  # older checkpoints know of no budget
         if self._genotypes != genotypes:
-            self._genotypes = genotypes[:-1]
-            self._build(genotypes[-1])
+            self._genotypes, self._numbers = genotypes[:-1], numbers[:-1]
+            self._build(numbers[-1], genotypes[-1])
         assert self._network is not None and self._optimiser is not None
         self._network.load_state_dict(state["network"])
         load_optimiser(self._optimiser, state["optimiser"])
@@ -161,7 +172,22 @@ class IndependentTask:
     def failed(self) -> Failure | None:
         return self._tally.failed()
 
-    def _build(self, genotype: Genotype) -> None:
+    def _propose(self) -> tuple[int, Genotype]:
+        """The next architecture and its number among all proposals; with a budget the next one that meets it."""
+        first = self._numbers[-1] + 1 if self._numbers else 0
+
+        def propose(number: int) -> Genotype:
+            scores = [0.0] * number  # one that was passed over is to its sampler like one that learnt nothing
+            for own, score in zip(self._numbers, self._scores, strict=True):
+                scores[own] = score
+            return self.sampler.propose(number, scores)
+
+        if self._budget is None:
+            return first, propose(first)
+        way_out = f"raise it, or make the network smaller ({self._budget.smaller()}, and train with the same)"
+        return next_within(self._budget, propose, first, len(self._genotypes), way_out)
+
+    def _build(self, number: int, genotype: Genotype) -> None:
         self._network = self._session.place(self.space.network(genotype, self._shape, self._num_classes))
         broadcast_module(self._network, self.world)
         w = self.recipe.weights
@@ -175,3 +201,4 @@ class IndependentTask:
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
         self._run = prepare_step(learn, self.recipe.engine, self.world, self._tell_once)
         self._genotypes.append(genotype)
+        self._numbers.append(number)

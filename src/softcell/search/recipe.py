@@ -21,7 +21,7 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method, Sampler
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
-from softcell.settings import build, merge, not_negative, positive, to_dict
+from softcell.settings import build, is_seed, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 
 SCALES = ("small", "paper")
@@ -187,9 +187,10 @@ class SearchRecipe:
         for name in ("epochs", "batch_size", "validate_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
-        for name in ("cutout", "threads", "seed", "child_every"):
+        for name in ("cutout", "threads", "child_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"`{name} >= 0` must hold, but got {name}={getattr(self, name)}")
+        is_seed("seed", self.seed)
         if not 0.0 <= self.drop_path < 1.0:
             raise UserError(f"`0 <= drop_path < 1` must hold, but got drop_path={self.drop_path}")
         if self.weights.warmup >= max(1, self.epochs):
@@ -330,5 +331,6 @@ def _check_split(split: Mapping[str, Any], regime: str) -> None:
     wanted = {"weights"} if regime == "single-level" and "held" in split else {"weights", "validation"}
     if not wanted <= set(split) <= {"weights", "validation", "held"}:
         raise UserError(
-            f"`split` must name `weights` and `validation`, and may name `held` to be measured on, got {sorted(split)}"
+            "`split` must name `weights` and `validation`, and may name `held` to be measured on, got "
+            f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2"
         )

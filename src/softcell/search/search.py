@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Genotype, sample
+from softcell.arch.cost import CostTables
 from softcell.data import Batches, Dataset, fingerprint, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
@@ -31,6 +32,7 @@ from softcell.nn.objective import Objective
 from softcell.registry import load_plugin
 from softcell.search.budget import Budget
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
+from softcell.search.history import about_of
 from softcell.search.independent import IndependentTask
 from softcell.search.latencies import with_latencies
 from softcell.search.phases import (
@@ -48,6 +50,7 @@ from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
 from softcell.search.validation import ANEW
+from softcell.search.within import stated
 from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import Space, build_space
 from softcell.spaces.costs import count_candidates
@@ -215,7 +218,8 @@ def _search(
     task = _task(recipe, dataset, parts, session, on_event)
 
     def manifest() -> dict[str, Any]:
-        known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, **task.about}
+        data = {"shape": list(dataset.shape), "num_classes": dataset.num_classes}
+        known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, "data": data, **task.about}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
     if recipe.scale != "small" and world.device.type == "cpu":
@@ -251,9 +255,10 @@ def _search(
     if outcome.status == "interrupted":
         return SearchResult(out, recipe, None, outcome.metrics, outcome.exit_code)
     found = task.derive()
-    about = {"method": recipe.method, "data": recipe.data, "seed": recipe.seed, "epochs": len(outcome.metrics)}
+    about: dict[str, Any] = {**about_of(recipe.to_dict()), "epochs": len(outcome.metrics)}
+    results = task.conclude(Genotype(found.space, found.cells, found.settings, about))
+    about |= stated(recipe, dataset.shape, dataset.num_classes, results)
     genotype = Genotype(found.space, found.cells, found.settings, about)
-    results = task.conclude(genotype)
 
     def conclude() -> None:
         if isinstance(task, SearchTask) and not task.objective.supervised:
@@ -264,7 +269,7 @@ def _search(
         folder.finish(
             "finished",
             stopped=outcome.reason,
-            val_accuracy=last.get("val_accuracy"),
+            val_accuracy=last.get("best_val_accuracy", last.get("val_accuracy")),  # of the architecture that is taken
             **({ANEW: last[ANEW]} if ANEW in last else {}),
             val_split=recipe.measured_split,
             seconds=sum(row["seconds"] for row in outcome.metrics),
@@ -325,6 +330,7 @@ def _task(
         for name in _of_supernets(recipe):
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
         sampler = kind(layout, settings, recipe.seed)
+        budget = _budget_of_draws(recipe, space, dataset, tell)
 
         def stages() -> list[tuple[int, int]]:
             with torch.device("meta"):
@@ -344,6 +350,7 @@ def _task(
             held=held,
             tell=tell,
             about=about,
+            budget=budget,
         )
     for name in unmet(kind, type(space), recipe.scale):
         tell(f"{recipe.method} wants `space.{name}`, which space {recipe.space!r} does not take: it goes without")
@@ -407,24 +414,51 @@ def _resource(
             f"`resource.estimator={settings.estimator}` draws one candidate per edge, but {recipe.method} keeps any "
             "number of them; use resource.estimator=expectation"
         )
-    shape, classes = dataset.shape, dataset.num_classes
-    costs = count_candidates(space, shape, classes, printed_pooling=settings.pooling == "printed")
-    if settings.latency_table is not None:
-        costs = with_latencies(costs, settings.latency_table)
+    costs = _costs(recipe, space, dataset)
     # Where no gradient reaches the architecture, evolution keeps to the budgets.
     penalty = session.place(ResourcePenalty(settings, costs)) if penalised else None
     if not settings.budgets():
         return penalty, None
-    trained = evaluation_space(recipe.space, recipe.data, settings.network)
-    budget = Budget(settings, penalty, trained, shape, classes, recipe.epochs)
+    budget = _budget(recipe, penalty, dataset)
     budget.warn(space.layout(), costs, method.rule, tell)
     return penalty, budget
+
+
+def _budget_of_draws(
+    recipe: SearchRecipe, space: Space, dataset: Dataset, tell: Callable[[str], None]
+) -> Budget | None:
+    """The budget that proposed architectures must meet. Nothing can be pushed: a penalty is refused."""
+    settings = recipe.resource
+    if settings.preset != "none" or settings.weight is not None:
+        raise UserError(
+            f"a resource penalty works through a method's probabilities, and {recipe.method!r} has none; leave out "
+            "`resource.preset` (--resource) and `resource.weight`, or state a budget instead (--max-params, "
+            "--max-flops, --max-latency), which every architecture drawn then meets"
+        )
+    if not settings.budgets():
+        return None
+    budget = _budget(recipe, None, dataset)
+    budget.warn_of_other_sizes(tell)
+    budget.look_for_cheapest(space.layout(), _costs(recipe, space, dataset), None)
+    return budget
+
+
+def _budget(recipe: SearchRecipe, penalty: ResourcePenalty | None, dataset: Dataset) -> Budget:
+    settings = recipe.resource
+    trained = evaluation_space(recipe.space, recipe.data, settings.network)
+    return Budget(settings, penalty, trained, dataset.shape, dataset.num_classes, recipe.epochs)
+
+
+def _costs(recipe: SearchRecipe, space: Space, dataset: Dataset) -> CostTables:
+    settings = recipe.resource
+    printed = settings.pooling == "printed"
+    costs = count_candidates(space, dataset.shape, dataset.num_classes, printed_pooling=printed)
+    return costs if settings.latency_table is None else with_latencies(costs, settings.latency_table)
 
 
 def _of_supernets(recipe: SearchRecipe) -> list[str]:
     """Settings that say something about a supernet and were given."""
     given = {
-        "resource": recipe.resource.is_on,
         "drop_path": recipe.drop_path > 0,
         "child_every": recipe.child_every > 0,
         "evolution": recipe.evolution.is_on,

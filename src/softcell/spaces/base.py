@@ -144,7 +144,8 @@ class Space(ABC):
     `small` holds the settings for a laptop: less of everything, nothing of another kind. `tiny` holds those of the
     smallest size that still has every part, for the suites of `softcell.testing`, where theirs do not fit. `evaluation`
     holds the sizes of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`);
-    `has_auxiliary` tells whether they can carry an auxiliary tower.
+    `has_auxiliary` tells whether they can carry an auxiliary tower. `search_only` names settings of supernets that such
+    networks do not have.
     """
 
     name: ClassVar[str]
@@ -153,6 +154,7 @@ class Space(ABC):
     tiny: ClassVar[Mapping[str, Any]] = {}
     evaluation: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     has_auxiliary: ClassVar[bool] = False
+    search_only: ClassVar[frozenset[str]] = frozenset()
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         """Lines that `softcell info` adds, such as a paper's own count; of networks for so many classes."""

@@ -55,6 +55,7 @@ class DartsSpace(Space):
         "imagenet": {"cells": 14, "channels": 48, "stem": "imagenet"},
     }
     has_auxiliary: ClassVar[bool] = True
+    search_only: ClassVar[frozenset[str]] = frozenset({"share_features", "bottleneck"})
 
     cells: int = 8
     channels: int = 16

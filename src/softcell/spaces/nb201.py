@@ -39,6 +39,7 @@ class NB201Space(Space):
         "small": {"cells_per_stage": 1, "channels": 16},
         "cifar": {"cells_per_stage": 5, "channels": 16},
     }
+    search_only: ClassVar[frozenset[str]] = frozenset({"share_features", "bottleneck"})
 
     cells_per_stage: int = 5
     channels: int = 16

@@ -28,7 +28,7 @@ from softcell.errors import UserError, nearest
 from softcell.methods import METHODS
 from softcell.registry import load_plugin
 from softcell.search.recipe import read_mapping
-from softcell.settings import build, merge
+from softcell.settings import MOST_SEEDS, build, merge
 from softcell.spaces import SPACES, build_space
 
 PLAN = "sweep.yaml"
@@ -51,14 +51,19 @@ class Plan:
     cluster: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.seeds, int) and self.seeds > MOST_SEEDS:
+            raise UserError(
+                f"sweep: `seeds` as a number is how many, at most {MOST_SEEDS:,}, but got {self.seeds}; write "
+                f"[{self.seeds}] if that is the seed itself"
+            )
         for name, values in (("methods", self.methods), ("spaces", self.spaces), ("seeds", self.all_seeds)):
             if not values:
                 raise UserError(f"sweep: `{name}` must name at least one")
             double = next((value for value in values if list(values).count(value) > 1), None)
             if double is not None:
                 raise UserError(f"sweep: each of `{name}` is run once, but {double!r} is there twice")
-        if min(self.all_seeds) < 0 or self.random < 0:
-            raise UserError("sweep: `seeds` and `random` must not be negative")
+        if self.random < 0:
+            raise UserError("sweep: `random` must not be negative")
         if self.random and self.train is False:
             raise UserError("sweep: `random` trains architectures beside the found ones, so `train` must be given too")
         for name, settings in self.only.items():
@@ -66,6 +71,22 @@ class Plan:
                 raise UserError(f"sweep.only: {name!r} is none of the methods and spaces of this sweep")
             if not isinstance(settings, Mapping):
                 raise UserError(f"sweep.only.{name} must be a mapping of settings, got {settings!r}")
+        self._check_own("search", self.search)
+        self._check_own("train", self.train if isinstance(self.train, dict) else {})
+        for name, settings in self.only.items():
+            self._check_own(f"only.{name}", settings)
+
+    def _check_own(self, where: str, settings: Mapping[str, Any]) -> None:
+        """Refuses settings that the sweep decides for every job: they would be replaced without a word."""
+        for key in ("method", "space", "seed"):
+            value = settings.get(key)
+            if value is not None and not isinstance(value, Mapping):  # `space: {cells: 5}` is short for its settings
+                raise UserError(
+                    f"sweep.{where}: `{key}` is what the jobs of a sweep differ by; leave it out there and write "
+                    f"`{key}s: [{value}]` at the top of the file"
+                )
+        if self.plugins and settings.get("plugins"):
+            raise UserError(f"sweep.{where}: `plugins` is at the top of the file already; name all of them there")
 
     @property
     def all_seeds(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from softcell.report.html.weights import weights
 from softcell.report.runs import Run, mapping, number
 from softcell.report.svg import to_svg
 from softcell.report.theme import inside_page
-from softcell.search.history import genotype_of
+from softcell.search.history import best_so_far, genotype_of
 
 STATUS = {"finished": "✓ finished", "running": "▶ running", "interrupted": "❚❚ interrupted", "failed": "✕ failed"}
 
@@ -103,7 +103,7 @@ def cells(run: Run) -> Html | None:
     genotype, note = run.genotype, None
     if genotype is None and run.architecture:
         try:
-            genotype = genotype_of(run.architecture[-1], run.space)
+            genotype = genotype_of(best_so_far(run.architecture), run.space)
         except UserError:
             return None
         note = el("p", "Not final: derived from the weights so far.", class_="quiet")
@@ -225,12 +225,10 @@ def loading(run: Run) -> Html | None:
     if run.kind == "search":
         if run.genotype is None:
             return None
-        code = f"softcell train {_shell(name)}"
+        # The whole path, which is right wherever the reader stands.
+        code = f"softcell train {_shell(str(run.folder.resolve()))}"
         return join(
-            el(
-                "p",
-                "A search leaves an architecture; this trains its network from scratch (with the path of this folder):",
-            ),
+            el("p", "A search leaves an architecture; this trains its network from scratch:"),
             _code(code, "shell"),
         )
     if run.status != "finished":
