@@ -35,11 +35,12 @@ from softcell.report.html import REPORT, write_report
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search import indicators as _indicators
 from softcell.search.recipe import read_mapping
+from softcell.search.resource import Resource
 from softcell.search.restored import restore
 from softcell.search.search import search as run_search
 from softcell.search.several import Keep, SeveralResult, read_seeds
 from softcell.search.several import search_seeds as run_seeds
-from softcell.settings import MOST_SEEDS, is_seed, merge
+from softcell.settings import MOST_SEEDS, build, is_seed, merge
 from softcell.sources import read_genotype, run_of
 from softcell.spaces import SPACES, Network, build_space
 from softcell.spaces.teacher import register_teacher
@@ -382,11 +383,10 @@ def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str,
     for plugin in found["plugins"]:
         load_plugin(plugin)
     space = SPACES.get(recipe["space"])
-    left = {key for layer in space.evaluation.values() for key in layer} | space.search_only
+    left = space.sizes() | space.search_only
     kept = {key: value for key, value in recipe["space_settings"].items() if key not in left}
-    resource = recipe.get("resource") or {}
-    budgeted = any(resource.get(key) is not None for key in ("max_params", "max_flops", "max_latency"))
-    return {**found, "space_settings": {**kept, **(resource.get("network", {}) if budgeted else {})}}
+    resource = build(Resource, recipe.get("resource") or {}, "recipe.resource")
+    return {**found, "space_settings": {**kept, **(resource.network if resource.budgets() else {})}}
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

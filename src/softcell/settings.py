@@ -160,6 +160,17 @@ def positive(name: str, value: float) -> None:
         raise UserError(f"`{name} > 0` must hold, but got {value}")
 
 
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names; tuples as the lists that files have."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
 def not_negative(name: str, value: float) -> None:
     """Raises unless `value >= 0`."""
     if not value >= 0:

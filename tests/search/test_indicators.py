@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,14 +74,25 @@ def test_perturbation_is_what_the_supernet_loses_without_a_candidate(runs: dict[
 
     whole = measured(weights)
     assert baseline.accuracy == whole[0] and baseline.images == 20 and not baseline.norms_anew, "as DARTS-PT does"
+    check_every_candidate(weights, whole, measured, falls["cell"], rises["cell"])
+    assert bool(falls["cell"].any()), "some candidate is missed"
+    assert float(rises["cell"][2, 0]) == pytest.approx(0, abs=1e-6), "none adds nothing that could be missed"
+
+
+def check_every_candidate(
+    weights: torch.Tensor,
+    whole: tuple[float, float],
+    measured: Callable[[torch.Tensor], tuple[float, float]],
+    falls: torch.Tensor,
+    rises: torch.Tensor,
+) -> None:
+    """Each is what accuracy and loss (`whole`) change by without the candidate, one at a time."""
     for choice, candidate in itertools.product(range(6), range(5)):
         table = weights.clone()
         table[choice, candidate] = 0.0
         accuracy, loss = measured(table)
-        assert float(falls["cell"][choice, candidate]) == pytest.approx(whole[0] - accuracy, abs=1e-9)
-        assert float(rises["cell"][choice, candidate]) == pytest.approx(loss - whole[1], abs=1e-5)
-    assert bool(falls["cell"].any()), "some candidate is missed"
-    assert float(rises["cell"][2, 0]) == pytest.approx(0, abs=1e-6), "none adds nothing that could be missed"
+        assert float(falls[choice, candidate]) == pytest.approx(whole[0] - accuracy, abs=1e-9)
+        assert float(rises[choice, candidate]) == pytest.approx(loss - whole[1], abs=1e-5)
 
 
 def first_training_batches(found: Restored, count: int) -> list[Batch]:
@@ -116,12 +128,7 @@ def test_sampled_cells_are_perturbed_with_norms_of_their_own(runs: dict[str, Pat
 
     whole = measured(weights)
     assert baseline.accuracy == whole[0] and baseline.norms_anew
-    for choice, candidate in itertools.product(range(6), range(5)):
-        table = weights.clone()
-        table[choice, candidate] = 0.0
-        accuracy, loss = measured(table)
-        assert float(falls["cell"][choice, candidate]) == pytest.approx(whole[0] - accuracy, abs=1e-9)
-        assert float(rises["cell"][choice, candidate]) == pytest.approx(loss - whole[1], abs=1e-5)
+    check_every_candidate(weights, whole, measured, falls["cell"], rises["cell"])
     assert float(rises["cell"].abs().max()) > 1e-4
 
 

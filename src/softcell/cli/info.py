@@ -60,21 +60,13 @@ def describe_network(
     from softcell.api import train_recipe
     from softcell.cli import inputs
     from softcell.cli.results import facts
-    from softcell.engine import RunFolder
     from softcell.evaluate import count_genotype
     from softcell.evaluate.fixed import settled
-    from softcell.registry import load_plugin
     from softcell.search.history import named_epoch
     from softcell.settings import merge
-    from softcell.sources import run_of
     from softcell.spaces import SPACES, build_space
 
-    folder = run_of(what)
-    manifest = None if folder is None else RunFolder.open(folder).manifest
-    if manifest is not None:
-        for path in manifest["recipe"].get("plugins", ()):
-            load_plugin(path)
-    found = inputs.genotype(what)
+    folder, manifest, found = inputs.with_run(what)
     base: dict[str, Any] = dict(SPACES.get(found.space).evaluation.get("cifar", {}))
     trained = manifest is not None and manifest["kind"] == "train"
     if manifest is not None and trained:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from softcell.errors import UserError
 
@@ -30,3 +31,19 @@ def genotype(text: str) -> Genotype:
     content = from_stdin(text)
     assert content is not None
     return read_genotype(content)
+
+
+def with_run(text: str) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
+    """The architecture that an argument names and, where it is that of a run, its folder and manifest.
+
+    The run's plugins are loaded first: its space may be one of theirs.
+    """
+    from softcell.engine import RunFolder
+    from softcell.registry import load_plugin
+    from softcell.sources import run_of
+
+    folder = run_of(text)
+    manifest = None if folder is None else RunFolder.open(folder).manifest
+    for plugin in () if manifest is None else manifest["recipe"].get("plugins", ()):
+        load_plugin(plugin)
+    return folder, manifest, genotype(text)

@@ -194,8 +194,7 @@ def _searched_with(space: Space, image: Shape, recipe: str | None) -> tuple[str,
     else:
         data = ("IMAGES-WITH-CLASSES", *(("--image-size", str(height)) if height == width else ()))
     usual = to_dict(evaluation_space(space.name, data[0]))
-    sizes = {key for layer in space.evaluation.values() for key in layer}
-    words = []
+    sizes, words = space.sizes(), []
     for key, value in to_dict(space).items():
         if value != usual[key]:
             text = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -235,28 +234,19 @@ def _network(
     architecture there is none yet: it is one of the recipe's size.
     """
     from softcell.cli import inputs
-    from softcell.engine import RunFolder
     from softcell.evaluate.fixed import settled
-    from softcell.registry import load_plugin
     from softcell.settings import merge
-    from softcell.sources import run_of
     from softcell.spaces import SPACES, build_space
 
-    folder = run_of(what)
-    manifest = None if folder is None else RunFolder.open(folder).manifest
-    if manifest is not None:
-        for plugin in manifest["recipe"].get("plugins", ()):
-            load_plugin(plugin)
-    found = inputs.genotype(what)
-    evaluation = SPACES.get(found.space).evaluation
-    base: dict[str, Any] = dict(evaluation.get(recipe or CIFAR, {}))
+    _, manifest, found = inputs.with_run(what)
+    kind = SPACES.get(found.space)
+    base: dict[str, Any] = dict(kind.evaluation.get(recipe or CIFAR, {}))
     if manifest is not None and manifest["kind"] == "train":
         own, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
         if recipe is None:
             base, image = own, image or tuple(data["shape"])
         else:
-            sizes = {key for layer in evaluation.values() for key in layer}
-            base = merge({key: value for key, value in own.items() if key not in sizes}, base)
+            base = merge({key: value for key, value in own.items() if key not in kind.sizes()}, base)
         classes = classes or data.get("outputs", len(data["classes"]))
     space = settled(found, build_space(found.space, merge(base, settings)), settings)
     return space, space.network(found, image or INPUTS[recipe or CIFAR], classes or CLASSES)

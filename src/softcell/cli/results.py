@@ -30,11 +30,12 @@ def show_search(out: Console, result: SearchResult) -> None:
     out.print()
     out.print(to_text(result.genotype))
     out.print()
-    last: dict[str, Any] = next((row for row in reversed(result.metrics) if "val_accuracy" in row), {})
     facts(out, **searched_accuracy(result.metrics))
     results = RunFolder.open(result.folder).manifest["results"]
     if "child_accuracy" in results:  # of the architecture found, which a budget may have taken from an earlier epoch
-        facts(out, child=f"{percent(results['child_accuracy'])} on the {last['val_split']} split, without training")
+        facts(
+            out, child=f"{percent(results['child_accuracy'])} on the {results['child_split']} split, without training"
+        )
     for kind, limit in result.recipe.resource.budgets().items():
         found = results.get(f"derived_{kind}")
         if found is not None:  # random searches of older versions did not count

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from softcell.arch import Genotype, Layout, Rule, derive
-from softcell.arch.notation import from_nb201
+from softcell.arch import Cell, Genotype, Layout, Pick, Rule, derive
+from softcell.arch.notation import from_nb201, to_nb201
 from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
 
@@ -133,9 +133,8 @@ def operations(genotype: Genotype) -> tuple[str, ...]:
 
 def notation(genotype: Genotype) -> str:
     """The benchmark's name of a cell, in which every edge has an operation, be it `none`."""
-    by_edge = dict(zip(EDGES, operations(genotype), strict=True))
-    nodes = [[f"{op}~{source}|" for (source, end), op in by_edge.items() if end == target] for target in range(1, 4)]
-    return "+".join("|" + "".join(edges) for edges in nodes)
+    picks = tuple(Pick(*edge, op) for edge, op in zip(EDGES, operations(genotype), strict=True))
+    return to_nb201(Genotype(genotype.space, {"cell": Cell(picks, OUTPUT)}))
 
 
 def check_search(method: str, layout: Layout, rule: Rule | None) -> None:

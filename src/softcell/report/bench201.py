@@ -19,7 +19,7 @@ from softcell.arch.notation import from_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table, notation
 from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
-from softcell.report.compare import _flat, _varying, _what, _without_repeats
+from softcell.report.compare import texts, varying, what, without_repeats
 from softcell.report.curves import curves_svg
 from softcell.report.runs import Run, find_runs, is_table, read_runs
 from softcell.report.stats import Summary, summarise
@@ -65,7 +65,7 @@ def bench_runs(
         raise UserError(f"no finished search in space {SPACE} in {', '.join(map(str, paths))}")
     if passed:
         tell(f"passed over: {', '.join(f'{n} × {what}' for what, n in Counter(passed).items())}")
-    kept, repeats = _without_repeats(found)
+    kept, repeats = without_repeats(found)
     for note in repeats:
         tell(note)
     return [_benched(table, run) for run in kept]
@@ -88,7 +88,7 @@ def _benched(table: Nb201Table, run: Run) -> Benched:
     except UserError as error:
         raise UserError(f"{run.folder}: {error}") from error
     indicator, seed = _indicator(run.recipe, cells), int(run.recipe["seed"])
-    return Benched(str(run.folder), run.method, seed, genotype, accuracies, trajectory, indicator, _what(run.recipe))
+    return Benched(str(run.folder), run.method, seed, genotype, accuracies, trajectory, indicator, what(run.recipe))
 
 
 def to_dict(run: Benched) -> dict[str, Any]:
@@ -149,9 +149,9 @@ def groups(runs: Sequence[Benched]) -> dict[str, list[Benched]]:
         members.setdefault((run.method, key), []).append(run)
     found: dict[str, list[Benched]] = {}
     for (method, _), own in members.items():
-        varying = _varying([_flat(one[0].settings) for (name, _), one in members.items() if name == method])
-        values = _flat(own[0].settings)
-        extra = ", ".join(f"{key}={values.get(key)}" for key in varying)
+        differing = varying([texts(one[0].settings) for (name, _), one in members.items() if name == method])
+        values = texts(own[0].settings)
+        extra = ", ".join(f"{key}={values.get(key)}" for key in differing)
         found[f"{method} ({extra})" if extra else method] = own
     return found
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from softcell.report.runs import Run, number
 from softcell.report.stats import LEVEL, Summary, Welch, holm, summarise, welch
+from softcell.search.history import WHERE
+from softcell.settings import flat
 
-# Says where and how a run computed, not what; runs may differ here and still be of one group.
-_IRRELEVANT = {"seed", "device", "threads", "engine", "plugins", "data_root", "deterministic"}
 _NAMED = {"method", "space", "data"}
 _SEARCH = "search"
 # Settings in which two methods or spaces may differ by their nature. In anything else a comparison is not of equals.
@@ -98,7 +98,7 @@ class Comparison:
 def compare(runs: Sequence[Run]) -> Comparison:
     """Groups the runs that have a score and compares every two groups that were measured alike on the same data."""
     notes = [f"{run.label}: {_why_not(run)}; not counted" for run in runs if run.score is None]
-    kept, repeated = _without_repeats([run for run in runs if run.score is not None])
+    kept, repeated = without_repeats([run for run in runs if run.score is not None])
     notes += repeated
     groups = _groups(kept)
     measures = list(dict.fromkeys(group.measure for group in groups))
@@ -124,7 +124,7 @@ def _why_not(run: Run) -> str:
     return f"status {run.status}" if run.status != "finished" else "no accuracy was measured"
 
 
-def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """One run of each that are the same experiment: to repeat a seed is no new evidence."""
     seen: dict[str, Run] = {}
     notes = []
@@ -138,13 +138,14 @@ def _without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return list(seen.values()), notes
 
 
-def _what(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in recipe.items() if key not in _IRRELEVANT}
+def what(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without what says where and how it was run."""
+    return {key: value for key, value in recipe.items() if key not in WHERE}
 
 
 def _done(run: Run) -> dict[str, Any]:
     """What was done, apart from the seed; of a training also how its architecture was searched for, as `search`."""
-    return {**_what(run.recipe), **({_SEARCH: dict(run.searched)} if run.searched else {})}
+    return {**what(run.recipe), **({_SEARCH: dict(run.searched)} if run.searched else {})}
 
 
 def _groups(runs: Sequence[Run]) -> list[Group]:
@@ -160,9 +161,9 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         alike = [
             other[0] for other in members if _place(other[0]) == _place(first) and _measure(other[0]) == _measure(first)
         ]
-        varying = _varying([_flat(_done(run)) for run in alike])
-        own = _flat(_done(first))
-        extra = ", ".join(f"{key}={_value(own, key)}" for key in varying)
+        differing = varying([texts(_done(run)) for run in alike])
+        own = texts(_done(first))
+        extra = ", ".join(f"{key}={_value(own, key)}" for key in differing)
         name = f"{first.method} in {first.space}" + (f" ({extra})" if extra else "")
         result.append(Group(name, first.method, first.space, first.data, _measure(first), _done(first), tuple(group)))
     return result
@@ -177,23 +178,17 @@ def _place(run: Run) -> tuple[str, str, str]:
     return run.data, run.space, run.method
 
 
-def _flat(recipe: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted keys with their values as text."""
-    result: dict[str, str] = {}
-    for key, value in recipe.items():
-        if isinstance(value, Mapping):
-            result |= _flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = str(value)
-    return result
+def texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Nested settings by dotted names, their values as text."""
+    return {key: str(value) for key, value in flat(settings).items()}
 
 
-def _value(flat: Mapping[str, str], key: str) -> str:
+def _value(told: Mapping[str, str], key: str) -> str:
     """As text; of a search only what is not in its method's recipe is known."""
-    return flat.get(key, "as usual" if key.startswith(f"{_SEARCH}.") else str(None))
+    return told.get(key, "as usual" if key.startswith(f"{_SEARCH}.") else str(None))
 
 
-def _varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
+def varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     return [key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1]
 
@@ -233,11 +228,11 @@ def _unequal(first: Group, second: Group) -> str:
         _OF_SPACES if first.space != second.space else ()
     )
     kept = [{key: value for key, value in group.recipe.items() if key not in ignored} for group in (first, second)]
-    flat = [_flat(recipe) for recipe in kept]
-    keys = [key for key in _varying(flat) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
+    told = [texts(recipe) for recipe in kept]
+    keys = [key for key in varying(told) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
     if not keys:
         return ""
-    listed = ", ".join(f"{key} {_value(flat[0], key)} and {_value(flat[1], key)}" for key in keys[:4])
+    listed = ", ".join(f"{key} {_value(told[0], key)} and {_value(told[1], key)}" for key in keys[:4])
     return f" Beware: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
 
 

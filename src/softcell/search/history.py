@@ -17,14 +17,16 @@ from softcell.arch.genotype import FORMAT, VERSION
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.search.recipe import resolve
+from softcell.settings import flat
 
 FILE = "architecture.jsonl"
 LAST = "last"
 
 
-WITHOUT_EFFECT = {"seed", "device", "threads", "engine", "precision", "deterministic", "fused", "plugins", "data_root"}
-"""Settings that say where, how fast and from which numbers a search begins, not what it is."""
-MEASURED = {"validate_every", "child_every"}
+WHERE = {"seed", "device", "threads", "engine", "deterministic", "plugins", "data_root"}
+"""Settings that say where and how a run computed and from which numbers, not what it did."""
+NO_MATTER = {"precision", "fused", "validate_every", "child_every"}
+"""Further ones that say nothing of what a search finds: how fast it is, and what is measured beside it."""
 
 
 def about_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,26 +43,16 @@ def _beside(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What was set beside the method's recipe for the scale, by dotted names; of files and folders their last part."""
     names = {key: recipe[key] for key in ("method", "space", "data")}
     usual = resolve(names).scale
-    base = _flat(resolve({**names, "scale": recipe.get("scale", usual)}).to_dict())
-    found = {key: value for key, value in _flat(recipe).items() if key not in base or base[key] != value}
+    base = flat(resolve({**names, "scale": recipe.get("scale", usual)}).to_dict())
+    found = {key: value for key, value in flat(recipe).items() if key not in base or base[key] != value}
     if recipe.get("scale", usual) != usual:
         found["scale"] = recipe["scale"]
-    left = {*names, *WITHOUT_EFFECT, *MEASURED}
+    left = {*names, *WHERE, *NO_MATTER}
     return {
         key: Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
         for key, value in found.items()
         if key.partition(".")[0] not in left
     }
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return found
 
 
 def line(epoch: int, genotype: Genotype, **more: Any) -> dict[str, Any]:

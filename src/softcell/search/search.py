@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Genotype, sample
-from softcell.arch.cost import CostTables
 from softcell.data import Batches, Dataset, fingerprint, split
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
@@ -30,11 +29,10 @@ from softcell.methods import METHODS, Method, fitted
 from softcell.nn.context import ContextAutoRegression
 from softcell.nn.objective import Objective
 from softcell.registry import load_plugin
-from softcell.search.budget import Budget
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.history import about_of
 from softcell.search.independent import IndependentTask
-from softcell.search.latencies import with_latencies
+from softcell.search.limits import budget_of_draws, resource_of
 from softcell.search.phases import (
     FIRST,
     LOGITS,
@@ -47,14 +45,11 @@ from softcell.search.phases import (
 )
 from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.reconstruct import draw_reconstructions
-from softcell.search.resource import ResourcePenalty, check_steerable
 from softcell.search.task import SearchTask
 from softcell.search.validation import ANEW
 from softcell.search.within import stated
 from softcell.settings import build, refuse_changes, without_auto
-from softcell.spaces import Space, build_space
-from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import evaluation_space
+from softcell.spaces import build_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +325,7 @@ def _task(
         for name in _of_supernets(recipe):
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
         sampler = kind(layout, settings, recipe.seed)
-        budget = _budget_of_draws(recipe, space, dataset, tell)
+        budget = budget_of_draws(recipe, space, dataset, tell)
 
         def stages() -> list[tuple[int, int]]:
             with torch.device("meta"):
@@ -356,7 +351,7 @@ def _task(
         tell(f"{recipe.method} wants `space.{name}`, which space {recipe.space!r} does not take: it goes without")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(fitted(kind, settings, supernet))
-    resource, budget = _resource(recipe, space, method, dataset, session, tell)
+    resource, budget = resource_of(recipe, space, method, dataset, session, tell)
     if recipe.objective == "context":
         maps = supernet_maps(supernet, method)
         objective, about = session.place(ContextAutoRegression(maps, dataset.shape)), {}
@@ -391,69 +386,6 @@ def _looked(
     if "validation" not in parts:
         raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
     return feeds.plain(dataset.train, parts["validation"])
-
-
-def _resource(
-    recipe: SearchRecipe,
-    space: Space,
-    method: Method,
-    dataset: Dataset,
-    session: Session,
-    tell: Callable[[str], None],
-) -> tuple[ResourcePenalty | None, Budget | None]:
-    """The resource penalty, and the budgets that drive it, where the recipe asks for them."""
-    settings = recipe.resource
-    if not settings.is_on:
-        return None, None
-    steerable = method.is_steerable()
-    penalised = steerable or settings.eta > 0 or not recipe.evolution.is_on
-    if penalised and not steerable:
-        check_steerable(method.probabilities(), recipe.method)
-    if penalised and settings.estimator != "expectation" and not method.is_distribution:
-        raise UserError(
-            f"`resource.estimator={settings.estimator}` draws one candidate per edge, but {recipe.method} keeps any "
-            "number of them; use resource.estimator=expectation"
-        )
-    costs = _costs(recipe, space, dataset)
-    # Where no gradient reaches the architecture, evolution keeps to the budgets.
-    penalty = session.place(ResourcePenalty(settings, costs)) if penalised else None
-    if not settings.budgets():
-        return penalty, None
-    budget = _budget(recipe, penalty, dataset)
-    budget.warn(space.layout(), costs, method.rule, tell)
-    return penalty, budget
-
-
-def _budget_of_draws(
-    recipe: SearchRecipe, space: Space, dataset: Dataset, tell: Callable[[str], None]
-) -> Budget | None:
-    """The budget that proposed architectures must meet. Nothing can be pushed: a penalty is refused."""
-    settings = recipe.resource
-    if settings.preset != "none" or settings.weight is not None:
-        raise UserError(
-            f"a resource penalty works through a method's probabilities, and {recipe.method!r} has none; leave out "
-            "`resource.preset` (--resource) and `resource.weight`, or state a budget instead (--max-params, "
-            "--max-flops, --max-latency), which every architecture drawn then meets"
-        )
-    if not settings.budgets():
-        return None
-    budget = _budget(recipe, None, dataset)
-    budget.warn_of_other_sizes(tell)
-    budget.look_for_cheapest(space.layout(), _costs(recipe, space, dataset), None)
-    return budget
-
-
-def _budget(recipe: SearchRecipe, penalty: ResourcePenalty | None, dataset: Dataset) -> Budget:
-    settings = recipe.resource
-    trained = evaluation_space(recipe.space, recipe.data, settings.network)
-    return Budget(settings, penalty, trained, dataset.shape, dataset.num_classes, recipe.epochs)
-
-
-def _costs(recipe: SearchRecipe, space: Space, dataset: Dataset) -> CostTables:
-    settings = recipe.resource
-    printed = settings.pooling == "printed"
-    costs = count_candidates(space, dataset.shape, dataset.num_classes, printed_pooling=printed)
-    return costs if settings.latency_table is None else with_latencies(costs, settings.latency_table)
 
 
 def _of_supernets(recipe: SearchRecipe) -> list[str]:

@@ -156,6 +156,11 @@ class Space(ABC):
     has_auxiliary: ClassVar[bool] = False
     search_only: ClassVar[frozenset[str]] = frozenset()
 
+    @classmethod
+    def sizes(cls) -> set[str]:
+        """The settings that say how large a network is that is trained for good."""
+        return {key for layer in cls.evaluation.values() for key in layer}
+
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         """Lines that `softcell info` adds, such as a paper's own count; of networks for so many classes."""
         return ()

@@ -1,0 +1,79 @@
+"""What a search is told of costs, by its recipe: the penalty that presses on them, and the budget that must be met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from softcell.arch.cost import CostTables
+from softcell.data import Dataset
+from softcell.engine.session import Session
+from softcell.errors import UserError
+from softcell.methods import Method
+from softcell.search.budget import Budget
+from softcell.search.latencies import with_latencies
+from softcell.search.recipe import SearchRecipe
+from softcell.search.resource import ResourcePenalty, check_steerable
+from softcell.spaces import Space
+from softcell.spaces.costs import count_candidates
+from softcell.spaces.count import evaluation_space
+
+
+def resource_of(
+    recipe: SearchRecipe,
+    space: Space,
+    method: Method,
+    dataset: Dataset,
+    session: Session,
+    tell: Callable[[str], None],
+) -> tuple[ResourcePenalty | None, Budget | None]:
+    """The resource penalty, and the budgets that drive it, where the recipe asks for them."""
+    settings = recipe.resource
+    if not settings.is_on:
+        return None, None
+    steerable = method.is_steerable()
+    penalised = steerable or settings.eta > 0 or not recipe.evolution.is_on
+    if penalised and not steerable:
+        check_steerable(method.probabilities(), recipe.method)
+    if penalised and settings.estimator != "expectation" and not method.is_distribution:
+        raise UserError(
+            f"`resource.estimator={settings.estimator}` draws one candidate per edge, but {recipe.method} keeps any "
+            "number of them; use resource.estimator=expectation"
+        )
+    costs = _costs(recipe, space, dataset)
+    # Where no gradient reaches the architecture, evolution keeps to the budgets.
+    penalty = session.place(ResourcePenalty(settings, costs)) if penalised else None
+    if not settings.budgets():
+        return penalty, None
+    budget = _budget(recipe, penalty, dataset)
+    budget.warn(space.layout(), costs, method.rule, tell)
+    return penalty, budget
+
+
+def budget_of_draws(recipe: SearchRecipe, space: Space, dataset: Dataset, tell: Callable[[str], None]) -> Budget | None:
+    """The budget that proposed architectures must meet. Nothing can be pushed: a penalty is refused."""
+    settings = recipe.resource
+    if settings.preset != "none" or settings.weight is not None:
+        raise UserError(
+            f"a resource penalty works through a method's probabilities, and {recipe.method!r} has none; leave out "
+            "`resource.preset` (--resource) and `resource.weight`, or state a budget instead (--max-params, "
+            "--max-flops, --max-latency), which every architecture drawn then meets"
+        )
+    if not settings.budgets():
+        return None
+    budget = _budget(recipe, None, dataset)
+    budget.warn_of_other_sizes(tell)
+    budget.look_for_cheapest(space.layout(), _costs(recipe, space, dataset), None)
+    return budget
+
+
+def _budget(recipe: SearchRecipe, penalty: ResourcePenalty | None, dataset: Dataset) -> Budget:
+    settings = recipe.resource
+    trained = evaluation_space(recipe.space, recipe.data, settings.network)
+    return Budget(settings, penalty, trained, dataset.shape, dataset.num_classes, recipe.epochs)
+
+
+def _costs(recipe: SearchRecipe, space: Space, dataset: Dataset) -> CostTables:
+    settings = recipe.resource
+    printed = settings.pooling == "printed"
+    costs = count_candidates(space, dataset.shape, dataset.num_classes, printed_pooling=printed)
+    return costs if settings.latency_table is None else with_latencies(costs, settings.latency_table)
