@@ -13,6 +13,7 @@ import pytest
 from cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 from PIL import Image
 
+from softcell import api
 from softcell.cli.latency import _searched_with
 from softcell.cli.main import run
 from softcell.evaluate import latency as subject
@@ -72,9 +73,19 @@ def test_options_change_what_they_name_of_a_training(
     assert network in answer.out
 
 
-def test_a_search_is_measured_at_the_size_of_the_recipe(call: Softcell, searched: Path) -> None:
+def test_a_search_is_measured_as_what_would_be_trained_of_it(call: Softcell, searched: Path) -> None:
+    answer = call("latency", searched, *FAST)
+    assert answer.code == 0, answer.error
+    expected = api.train_recipe(str(searched), {})[1].space_settings
+    sizes = f"cells_per_stage {expected['cells_per_stage']}, channels {expected['channels']}, "
+    assert re.search(f"{sizes}nodes 4, input 1x8x8, 10 outputs", answer.out)
+    assert re.search(f"{sizes}.*input 1x8x8, 10 classes", call("info", searched).out)  # counts the same network
+    assert "input 3x8x8" in call("latency", searched, "--input", "3x8x8", *FAST).out
+
+
+def test_a_search_is_measured_at_the_size_of_a_recipe_that_is_named(call: Softcell, searched: Path) -> None:
     assert "channels 16, nodes 4, input 1x8x8" in call("latency", searched, "--recipe", "small", *FAST).out
-    assert "cells_per_stage 5" in call("latency", searched, "--input", "3x8x8", *FAST).out
+    assert "cells_per_stage 5" in call("latency", searched, "--recipe", "cifar", "--input", "3x8x8", *FAST).out
 
 
 @pytest.mark.parametrize("option", [("--out", "x.yaml"), ("--networks", "3")])

@@ -35,7 +35,8 @@ def info(
 ) -> None:
     """Count parameters, multiply-adds and bytes of a network, or describe a space.
 
-    A training run is counted at its own size, anything else as a CIFAR network unless told otherwise.
+    A training is counted at its own size, a search as what would be trained, anything else as a CIFAR network unless
+    told otherwise.
     """
     from softcell.cli.console import console
     from softcell.settings import assignments, merge
@@ -57,7 +58,6 @@ def info(
 def describe_network(
     out: Console, what: str, settings: dict[str, Any], image: Shape | None, classes: int | None
 ) -> None:
-    from softcell.api import train_recipe
     from softcell.cli import inputs
     from softcell.cli.results import facts
     from softcell.evaluate import count_genotype
@@ -67,22 +67,15 @@ def describe_network(
     from softcell.spaces import SPACES, build_space
 
     folder, manifest, found = inputs.with_run(what)
-    base: dict[str, Any] = dict(SPACES.get(found.space).evaluation.get("cifar", {}))
-    trained = manifest is not None and manifest["kind"] == "train"
-    if manifest is not None and trained:
-        base, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
-        image, classes = image or tuple(data["shape"]), classes or data.get("outputs", len(data["classes"]))
-    elif manifest is not None and manifest["kind"] == "search":
-        base, data = train_recipe(what, {})[1].space_settings, manifest["results"].get("data")
-        if data is not None:  # runs of older versions do not tell
-            image, classes = image or tuple(data["shape"]), classes or data["num_classes"]
+    own, own_image, own_classes = inputs.own_network(what, manifest)
+    base = dict(SPACES.get(found.space).evaluation.get("cifar", {})) if own is None else own
     space = settled(found, build_space(found.space, merge(base, settings)), settings)
-    image, classes = image or (3, 32, 32), classes or 10
+    image, classes = image or own_image or (3, 32, 32), classes or own_classes or 10
     cost = count_genotype(space, found, image, classes)
     facts(out, space=found.space)
     if found.about:
         facts(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in found.about.items()))
-    retrieving = trained and manifest is not None and manifest["recipe"].get("task") == "retrieve"
+    retrieving = manifest is not None and manifest["recipe"].get("task") == "retrieve"
     outputs = f"embedding of {classes}" if retrieving else f"{classes} classes"
     sizes = ", ".join(f"{key} {getattr(space, key)}" for key in _sizes(space))
     facts(

@@ -10,6 +10,7 @@ from softcell.errors import UserError
 
 if TYPE_CHECKING:
     from softcell.arch import Genotype
+    from softcell.spaces import Shape
 
 
 def from_stdin(text: str | None) -> str | None:
@@ -47,3 +48,21 @@ def with_run(text: str) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
     for plugin in () if manifest is None else manifest["recipe"].get("plugins", ()):
         load_plugin(plugin)
     return folder, manifest, genotype(text)
+
+
+def own_network(text: str, manifest: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Shape | None, int | None]:
+    """The network of a run: settings of its space, shape of its images, number of outputs; None what nobody knows.
+
+    A training has one, finished or not; a search that which `softcell train` would make of it. Architectures without a
+    run have none.
+    """
+    from softcell.api import train_recipe
+
+    if manifest is None or manifest["kind"] not in ("train", "search"):
+        return None, None, None
+    data = manifest["results"].get("data")  # searches of older versions do not tell
+    image = None if data is None else tuple(data["shape"])
+    if manifest["kind"] == "train":
+        outputs = None if data is None else data.get("outputs", len(data["classes"]))
+        return manifest["recipe"]["space_settings"], image, outputs
+    return train_recipe(text, {})[1].space_settings, image, None if data is None else data["num_classes"]

@@ -36,16 +36,16 @@ def latency(
     ],
     recipe: Annotated[
         str | None,
-        typer.Option(help="Sizes as in the training recipe small, cifar or imagenet; else a training's own, or cifar."),
+        typer.Option(help="Sizes as in the training recipe small, cifar or imagenet; else a run's own, or cifar."),
     ] = None,
     cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network; else the recipe's.")] = None,
     channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else the recipe's.")] = None,
     input_: Annotated[
         str | None,
-        typer.Option("--input", metavar="CxHxW", help="Size of an image; else the training's or the recipe's."),
+        typer.Option("--input", metavar="CxHxW", help="Size of an image; else the run's or the recipe's."),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of classes; else the training's, or 10.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of classes; else the run's, or 10.")
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Images per call.")] = 1,
     networks: Annotated[
@@ -66,8 +66,8 @@ def latency(
     """Measure how long candidates and networks take on this machine, in milliseconds.
 
     Of a space all candidates and some whole networks are measured, into a table that `softcell search` accepts as
-    a budget; of an architecture or a run, its network. A training, finished or not, is measured at its own size,
-    anything else as a CIFAR network unless told otherwise.
+    a budget; of an architecture or a run, its network. A training, finished or not, is measured at its own size, a
+    search as what would be trained, anything else as a CIFAR network unless told otherwise.
     """
     import torch
 
@@ -230,8 +230,8 @@ def _network(
 ) -> tuple[Space, Network]:
     """The network that an argument names, with random weights, which take the same time.
 
-    A training has a network of its own, finished or not; options change what they name of it. Of a search and of an
-    architecture there is none yet: it is one of the recipe's size.
+    A run has a network of its own; options change what they name of it. An architecture without a run has none: it is
+    one of the recipe's size.
     """
     from softcell.cli import inputs
     from softcell.evaluate.fixed import settled
@@ -241,13 +241,12 @@ def _network(
     _, manifest, found = inputs.with_run(what)
     kind = SPACES.get(found.space)
     base: dict[str, Any] = dict(kind.evaluation.get(recipe or CIFAR, {}))
-    if manifest is not None and manifest["kind"] == "train":
-        own, data = manifest["recipe"]["space_settings"], manifest["results"]["data"]
-        if recipe is None:
-            base, image = own, image or tuple(data["shape"])
-        else:
-            base = merge({key: value for key, value in own.items() if key not in kind.sizes()}, base)
-        classes = classes or data.get("outputs", len(data["classes"]))
+    own, own_image, own_classes = inputs.own_network(what, manifest)
+    if own is not None and recipe is None:
+        base, image = own, image or own_image
+    elif own is not None:
+        base = merge({key: value for key, value in own.items() if key not in kind.sizes()}, base)
+    classes = classes or own_classes
     space = settled(found, build_space(found.space, merge(base, settings)), settings)
     return space, space.network(found, image or INPUTS[recipe or CIFAR], classes or CLASSES)
 
