@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from softcell.api import Network, export, load_network, train
 from softcell.cli.main import run
@@ -162,6 +163,28 @@ def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_pat
     assert (tmp_path / "model.py").read_text() == "mine"
     export(trained, "python", tmp_path, overwrite=True)
     assert "def load(" in (tmp_path / "model.py").read_text()
+
+
+def test_weights_of_another_network_are_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:
+    export(trained, "python", tmp_path)
+    export(trained, "safetensors", tmp_path)  # the same weights, which need no leave
+    kept = (tmp_path / "model.safetensors").read_bytes()
+    other = {name: value + 1 for name, value in load_file(trained / "model.safetensors").items()}
+    shutil.copytree(trained, tmp_path / "other")
+    save_file(other, tmp_path / "other" / "model.safetensors")
+    (tmp_path / "model.json").unlink()
+    with pytest.raises(UserError, match="exists already and holds other weights"):
+        export(tmp_path / "other", "safetensors", tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == kept
+    assert not (tmp_path / "model.json").exists()
+    export(tmp_path / "other", "torch-export", tmp_path)  # which has its weights inside
+    export(tmp_path / "other", "safetensors", tmp_path, overwrite=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[name], other[name]) for name in other)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    (tmp_path / "model.py").unlink()
+    with pytest.raises(UserError, match="holds other weights"):
+        export(trained, "python", tmp_path)
 
 
 def test_an_export_that_is_stopped_leaves_nothing(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from softcell import __version__
@@ -91,7 +92,14 @@ def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *
         _check_free(source, place, _files(place, kind), overwrite)
     if "onnx" in kinds:
         graph.check_packages()
-    return Ready(read_model(source), source, place)
+    model = read_model(source)
+    weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
+    if wanted and not overwrite and weights.exists() and not _holds(weights, model):
+        raise UserError(
+            f"{weights} exists already and holds other weights than those of {source}; files beside it may need them: "
+            "give another --out, or --overwrite to replace it"
+        )
+    return Ready(model, source, place)
 
 
 def _files(place: Path, kind: Format) -> tuple[Path, ...]:
@@ -131,7 +139,7 @@ def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: b
     if not there.is_dir() or not os.access(there, os.W_OK):
         reason = "may not be written to" if there.is_dir() else "is a file"
         raise UserError(f"an export needs a folder, but {there} {reason}; give another --out")
-    # Weights are the same whatever they are written for; other files may be of another run.
+    # Weights are the same whatever they are written for; whether those that lie there are this network's is seen later.
     taken = [file for file in files if file.exists() and file.name != WEIGHTS]
     if taken and not overwrite:
         raise UserError(f"{taken[0]} exists already; give another --out, or --overwrite to replace it")
@@ -154,12 +162,21 @@ def _write_weights(model: Model, file: Path) -> float:
     state = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
     temporary = file.with_name(f".{file.name}{TEMPORARY}")
     save_file(state, temporary)
-    stored = load_file(temporary)
-    if stored.keys() != state.keys() or any(not torch.equal(stored[name], state[name]) for name in state):
+    if not _holds(temporary, model):
         raise RuntimeError(f"{file} does not hold the weights that were written")
     os.replace(temporary, file)
     fsync_folder(file.parent)
     return 0.0
+
+
+def _holds(file: Path, model: Model) -> bool:
+    """Whether a file has exactly the weights of a network."""
+    state = model.network.state_dict()
+    try:
+        stored = load_file(file)
+    except (SafetensorError, OSError):
+        return False
+    return stored.keys() == state.keys() and all(torch.equal(stored[name], state[name]) for name in state)
 
 
 def _description(source: Path) -> dict[str, Any]:
