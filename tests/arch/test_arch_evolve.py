@@ -104,6 +104,20 @@ def test_where_random_architectures_break_the_limits_mutation_leads_on_from_a_gi
     assert all(allowed(genotype) for genotype in found.scored) and len(found.scored) > 3
 
 
+def test_given_architectures_are_measured_first_unless_they_break_the_limits() -> None:
+    given = [sample(CHAIN, seed) for seed in (7, 8, 7)]
+
+    def score(genotype: Genotype) -> float:
+        return float(genotype == given[1])  # nothing leads there
+
+    settings = Evolution(generations=2, population=4)
+    found = evolve(CHAIN, settings, score, lambda g: True, 0, first=given)
+    assert list(found.scored)[:2] == given[:2] and found.best == given[1]
+    assert len(found.scored) <= 8
+    limited = evolve(CHAIN, settings, score, lambda g: g != given[1], 0, first=given)
+    assert next(iter(limited.scored)) == given[0] and given[1] not in limited.scored
+
+
 def test_limits_out_of_reach_and_wrong_settings_are_told() -> None:
     with pytest.raises(UserError, match="within the limits"):
         evolve(CHAIN, Evolution(generations=1, population=4), lambda g: 0.0, lambda g: False, 0)

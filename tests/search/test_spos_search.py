@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from softcell.arch.evolve import evolve
 from softcell.errors import UserError
-from softcell.search import resolve, search
+from softcell.search import evolution, resolve, search
 from softcell.search.task import SearchTask
 from softcell.spaces.count import count_genotype, evaluation_space
 
@@ -83,7 +84,25 @@ def test_evolution_selects_on_the_supernet_of_another_method_too(tmp_path: Path)
     run(tmp_path / "a", method="darts", epochs=1)
     found = manifest(tmp_path / "a")["results"]["evolution"]
     own = json.loads((tmp_path / "a" / "architecture.jsonl").read_text().splitlines()[-1])["genotype"]
-    assert found["own"] == own and "accuracy_of_own" in found
+    assert found["own"] == own and found["accuracy"] >= found["accuracy_of_own"]
+
+
+def test_what_a_method_learned_takes_part_and_what_was_drawn_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def noting(*arguments: Any) -> Any:
+        given["own"] = arguments[6]
+        return evolve(*arguments)
+
+    monkeypatch.setattr(evolution, "evolve", noting)
+    run(tmp_path / "learned", method="darts", epochs=1)
+    assert [genotype.to_dict()["cells"] for genotype in given["own"]] == [
+        manifest(tmp_path / "learned")["results"]["evolution"]["own"]
+    ]
+    run(tmp_path / "drawn", epochs=1)
+    assert given["own"] == []
 
 
 def test_only_the_weights_of_drawn_paths_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,15 +67,20 @@ def evolve(
     allowed: Callable[[Genotype], bool],
     seed: int,
     starts: Sequence[Genotype] = (),
+    first: Sequence[Genotype] = (),
     on_generation: Callable[[int, float, int], None] = lambda number, best, scored: None,
 ) -> Evolved:
     """The architecture of the highest score found; every one is scored once. The same for the same seed.
 
     starts: architectures from which mutation leads on where random ones break the limits, such as the cheapest.
+    first: architectures with a place in the first generation where they keep to the limits, so that what is found is
+        no worse than they are.
     """
     rng, scored = random.Random(f"evolution {seed}"), dict[Genotype, float]()
     history: list[float] = []
-    population = _filled(settings.population, lambda: _random(layout, rng), allowed, set())
+    population = [genotype for genotype in dict.fromkeys(first) if allowed(genotype)]
+    drawn = settings.population - len(population)
+    population += _filled(drawn, lambda: _random(layout, rng), allowed, set(population))
     within = [genotype for genotype in dict.fromkeys(starts) if genotype not in population and allowed(genotype)]
     if len(population) < settings.population and within:
         population += within

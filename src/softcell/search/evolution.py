@@ -25,6 +25,7 @@ def select(
     recipe: SearchRecipe,
     supernet: Supernet,
     own: Genotype,
+    joins: bool,
     weights: Batches,
     held: Batches,
     budget: Budget | None,
@@ -33,7 +34,8 @@ def select(
 ) -> tuple[Genotype, dict[str, Any]]:
     """The best architecture found within the budgets, and what is worth keeping of how it was found.
 
-    own: what the method itself derives, measured in the same way for comparison.
+    own: what the method itself derives, measured in the same way for comparison; one of the first generation where it
+        `joins`: what was learned is then never given up for less.
     """
     settings = recipe.evolution
 
@@ -47,16 +49,16 @@ def select(
     def note(generation: int, best: float, scored: int) -> None:
         tell(f"evolution, generation {generation + 1} of {settings.generations}: best {best:.2%} of {scored} measured")
 
-    starts = [] if budget is None else budget.cheapest
+    starts, first = [] if budget is None else budget.cheapest, [own] if joins else []
     try:
-        found = evolve(supernet.layout, settings, score, allowed, recipe.seed, starts, note)
+        found = evolve(supernet.layout, settings, score, allowed, recipe.seed, starts, first, note)
     except UserError as error:
         tell(f"{error}; selecting without limits")
-        found = evolve(supernet.layout, settings, score, lambda genotype: True, recipe.seed, (), note)
+        found = evolve(supernet.layout, settings, score, lambda genotype: True, recipe.seed, (), first, note)
     about: dict[str, Any] = {
         "split": "validation",
         "accuracy": found.score,
-        "accuracy_of_own": score(own),
+        "accuracy_of_own": found.scored[own] if own in found.scored else score(own),
         "own": own.to_dict()["cells"],
         "measured": len(found.scored),
         "mean_accuracy": sum(found.scored.values()) / len(found.scored),

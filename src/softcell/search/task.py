@@ -238,8 +238,10 @@ class SearchTask:
         own = self._collapse.kept or self.method.derive()
         if not self.recipe.evolution.is_on:
             return own if self._budget is None else self._budget.kept(own, self._tell)
+        # What a method learned takes part; one that learns no architecture (SPOS) leaves the choice to chance.
+        learned = self.method.learns
         found, self._selection = select(
-            self.recipe, self.supernet, own, self._weights, self._looked, self._budget, self.world, self._tell
+            self.recipe, self.supernet, own, learned, self._weights, self._looked, self._budget, self.world, self._tell
         )
         return found
 
