@@ -23,7 +23,7 @@ from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
-from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, epochs_of, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, epochs_of, minutes, spread, write_record
 
 METHODS = ("entrannas", "entrannas-dst", "darts")
 SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--precision", help="float32 or bfloat16")
     parser.add_argument("--engine", help="auto, eager or graph")
     parser.add_argument("--child-every", type=int, default=5, help="epochs between measurements of the derived network")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--runs", type=Path, default=Path("runs/entrannas-evidence"), help="where the searches lie")
     parser.add_argument("--out", type=Path, default=Path("results/entrannas"), help="where record and drawings go")
     options = parser.parse_args()

@@ -20,7 +20,17 @@ from rich.table import Table
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.search import SearchRecipe, resolve
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, side_by_side, spread, write_record
+from studies.runs import (
+    NOT_MEASURED,
+    Deadline,
+    entry,
+    epochs_of,
+    finished,
+    minutes,
+    side_by_side,
+    spread,
+    write_record,
+)
 
 WEIGHTS = (0.0, 0.01, 0.1, 1.0)
 
@@ -56,7 +66,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="another architecture.lr than the recipe's")
     parser.add_argument("--speed", type=float, help="another method.threshold_speed than the default")
     parser.add_argument("--schedule", help="another temperature schedule than `constant`, such as `exponential`")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     options = parser.parse_args()
     changed = {"threshold_speed": options.speed, "schedule": options.schedule}
     method = {key: value for key, value in changed.items() if value is not None}

@@ -38,8 +38,11 @@ from studies.runs import (
     epochs_of,
     finished,
     interleaved,
+    minutes,
     print_arms,
+    recipe_kept,
     spread,
+    training_kept,
     write_record,
 )
 
@@ -95,6 +98,9 @@ def run_all(options: argparse.Namespace) -> None:
         own = training_of(seed, options)
         for arm in options.arms:
             folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
+            if (arm, seed) not in options.known:
+                recipe_kept(recipe, folder)
+            training_kept(folder / "training", own)
             starts.append(partial(rest_of, options.known.get((arm, seed)), recipe, folder, own, deadline))
     if not deadline.passed:
         interleaved(starts, options.device, options.at_once)
@@ -191,7 +197,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all trainings"
     )
     parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
     parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")

@@ -40,6 +40,7 @@ from studies.runs import (
     entry,
     epochs_of,
     finished,
+    minutes,
     placeless,
     side_by_side,
     spread,
@@ -247,7 +248,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", help="auto, eager, graph or compile (for IT-NAS's transformers)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
     parser.add_argument("--at-once", type=int, help=f"searches that share the device; else {AT_ONCE} on a GPU")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument(
         "--indicator-epochs", type=int, default=1, help="of attention on DARTS's supernets, of alpha on IT-NAS's"
     )

@@ -30,7 +30,7 @@ from softcell.methods.itnas import ItMix, ItNas
 from softcell.nn.candidates import candidate, known_candidates
 from softcell.search import resolve
 from softcell.search.restored import restore
-from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, minutes, spread, write_record
 
 CELL = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NOISE = ("noise", "skip_connect", "nor_conv_3x3")
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="another number than the recipe's")
     parser.add_argument("--seeds", type=int, default=3, help="searches per kind and order")
     parser.add_argument("--device", default="cpu", help="auto, cpu or cuda")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--runs", type=Path, default=Path("runs/itnas-positions"), help="where the searches lie")
     parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where the record goes")
     options = parser.parse_args()

@@ -37,8 +37,11 @@ from studies.runs import (
     epochs_of,
     finished,
     interleaved,
+    minutes,
     print_arms,
+    recipe_kept,
     spread,
+    training_kept,
     write_record,
 )
 
@@ -101,11 +104,19 @@ def teach(options: argparse.Namespace, deadline: Deadline) -> bool:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises what any of the runs would raise for its settings: before the first, not after hours."""
+    """Raises what any of the runs would raise for its settings: before the first, not after hours.
+
+    Runs that are there already must be those of this study, whether or not there is time to go on with them.
+    """
     resolve_teacher(options.teacher, teaching_of(options))
+    if (teacher_of(options) / "run.json").is_file():
+        stored_teacher(teacher_of(options), teaching_of(options))
     for seed in options.seeds:
         for arm in ARMS:
             recipe = recipe_of(arm, seed, options)
+            if (arm, seed) not in options.known:
+                recipe_kept(recipe, folder_of(arm, seed, options))
+            training_kept(folder_of(arm, seed, options) / "training", training_of(seed, options))
         space = build_space(recipe.space, recipe.space_settings)
         resolve_training(sample(space.layout(), seed), training_of(seed, options))
 
@@ -237,7 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", help="auto, cpu or cuda")
     parser.add_argument("--precision", help="auto, float32 or bfloat16")
     parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
     parser.add_argument("--runs", type=Path, default=Path("runs/nos-study"), help="where the runs lie")
     parser.add_argument("--out", type=Path, default=Path("results/nos"), help="where record and curves go")

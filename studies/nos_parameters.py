@@ -56,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m studies.nos_parameters", description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=1000)
     options = parser.parse_args(arguments)
+    if options.number < 1:
+        parser.error(f"--number must be at least 1, got {options.number}")
     sizes: tuple[tuple[str, Shape, int], ...] = (("cifar10", (3, 32, 32), 10), ("imagenet", (3, 224, 224), 1000))
     for data, shape, classes in sizes:
         space = evaluation_space("nos", data)

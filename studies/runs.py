@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -25,8 +27,8 @@ from softcell.engine.interrupt import Interrupt
 from softcell.engine.lanes import Running, drain, interleave
 from softcell.engine.provenance import collect, now
 from softcell.errors import UserError
+from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
-from softcell.evaluate import stored_training
 from softcell.evaluate.train import training
 from softcell.search import SearchRecipe, stored_recipe
 from softcell.search.search import searching
@@ -68,7 +70,18 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return self._end is not None and time.monotonic() > self._end
+        return self._end is not None and time.monotonic() >= self._end
+
+
+def minutes(text: str) -> float:
+    """The value of --minutes; 0 only records what there is."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not found >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+    return found
 
 
 def carry_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str, Any] | None:
@@ -81,6 +94,8 @@ def side_by_side(
     jobs: Sequence[tuple[SearchRecipe, Path]], deadline: Deadline, device: str, at_once: int | None = None
 ) -> None:
     """Runs all searches that are not finished, or what is left of them, until they are or the time is over."""
+    for recipe, folder in jobs:
+        recipe_kept(recipe, folder)
     interleaved([partial(gone_on, recipe, folder, deadline) for recipe, folder in jobs], device, at_once)
 
 
@@ -98,12 +113,19 @@ def finished(folder: Path) -> bool:
     return (folder / "run.json").is_file() and RunFolder.open(folder).manifest["status"] == "finished"
 
 
+def recipe_kept(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
+    """The recipe that the search in `folder` was begun with, where there is one; another than `recipe` is refused.
+
+    To be asked for all searches before the first: what has no time left to go on is reported all the same.
+    """
+    if not (folder / "run.json").is_file():
+        return recipe
+    return stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
+
+
 def gone_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[None]:
     """A search, or what is left of it."""
-    begun = (folder / "run.json").is_file()
-    if begun:
-        # The recipe that was begun with is kept; another one in the same place is refused.
-        recipe = stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
+    begun, recipe = (folder / "run.json").is_file(), recipe_kept(recipe, folder)
     if not finished(folder) and not deadline.passed:
         yield from searching(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
 
@@ -117,19 +139,22 @@ def searched_and_trained(
         yield from trained(Genotype.load(folder), place, given, deadline, folder.name)
 
 
+def training_kept(place: Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe] | None:
+    """What is trained in `place` and how, None where nothing is; settings that contradict it are refused."""
+    return stored_training(place, given) if (place / "run.json").is_file() else None
+
+
 def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline: Deadline, name: str) -> Running[None]:
     """The training of an architecture, or what is left of it, in `place`, by the settings `given`."""
-    begun = (place / "run.json").is_file()
-    if begun:
-        # The recipe that was begun with is kept; another one, or another architecture, in the same place is refused.
-        kept, how = stored_training(place, given)
-        if (kept.space, kept.cells) != (genotype.space, genotype.cells):
-            raise UserError(f"{place} holds the training of another architecture; take another folder by --runs")
-    else:
-        how = resolve_training(genotype, dict(given))
+    begun = training_kept(place, given)
+    # The recipe that was begun with is kept; another one, or another architecture, in the same place is refused.
+    kept, how = begun or (genotype, resolve_training(genotype, dict(given)))
+    if (kept.space, kept.cells) != (genotype.space, genotype.cells):
+        raise UserError(f"{place} holds the training of another architecture; take another folder by --runs")
     if finished(place) or deadline.passed:
         return
-    yield from training(genotype, how, place, resume=begun, on_event=deadline.watching(f"{name}, trained"))
+    resumed = begun is not None
+    yield from training(genotype, how, place, resume=resumed, on_event=deadline.watching(f"{name}, trained"))
 
 
 def entry(main: Callable[[], None]) -> None:

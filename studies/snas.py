@@ -30,7 +30,7 @@ from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces.count import count_genotype, evaluation_space
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, side_by_side, spread, write_record
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, minutes, side_by_side, spread, write_record
 
 LEVELS = ("mild", "moderate", "aggressive")
 CURVES = ("train_accuracy", "val_accuracy", "child_accuracy", "entropy")
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--precision", help="auto, float32 or bfloat16")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
     parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--runs", type=Path, default=Path("runs/snas-study"), help="where the searches lie")
     parser.add_argument("--out", type=Path, default=Path("results/snas"), help="where record and drawings go")
     options = parser.parse_args(arguments)

@@ -45,6 +45,14 @@ def test_python_block_runs(where: str, code: str, tmp_path: Path, monkeypatch: p
     exec(compile(code, where, "exec"), {"__name__": "documentation"})
 
 
+def test_the_teacher_of_the_documentation_guides_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [code for where, code in blocks("python") if "nos.md" in where and "register_teacher" in code]
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(code)
+    sizes = ("--epochs", "1", "--set", "space.channels=2", "--set", "space.nodes=1", "--set", "batch_size=256")
+    assert softcell(["search", "nos", "--plugin", "mine.py", "--guide", "mine", *sizes, "--out", "run", "--quiet"]) == 0
+
+
 def command_lines() -> list[tuple[str, str]]:
     lines = []
     for where, text in blocks("console"):

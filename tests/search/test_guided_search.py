@@ -8,8 +8,11 @@ import json
 import logging
 import math
 import os
+import re
 import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from search_toys import ALONE, batch, players, settings, write_data
 
 from softcell.data import Batch
-from softcell.engine.events import Event, Stepped
+from softcell.engine.events import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.kernels.backend import runs_triton
@@ -32,7 +35,7 @@ from softcell.nn.classifiers import PyramidNet, ResNet18
 from softcell.nn.guide import Guided, Tapped, attention_vector, transfer_loss
 from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
-from softcell.search.guide import Guide, _pair, probe, supernet_maps
+from softcell.search.guide import TRIED, Guide, _pair, drowned, probe, supernet_maps
 from softcell.settings import build
 from softcell.spaces import Bound
 from softcell.spaces.fused import literal
@@ -219,6 +222,82 @@ def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        (lambda x: [], "gives none; name submodules"),
+        (lambda x: [x, x.mean(0, keepdim=True)], "map 2 of 2 of the teacher odd has 1 for 2 images"),
+        (lambda x: [torch.complex(x, x)], "map 1 of 1 of the teacher odd is of torch.complex64"),
+        (lambda x: [x > 0], "is of torch.bool"),
+    ],
+)
+def test_a_teacher_whose_maps_cannot_be_compared_is_told(
+    maps: Callable[[Tensor], list[Tensor]], message: str, place: Path, tmp_path: Path
+) -> None:
+    class Odd(nn.Module):
+        def features(self, x: Tensor) -> list[Tensor]:
+            return maps(x)
+
+    register_teacher("odd", Odd())
+    with pytest.raises(UserError, match=message):
+        search(guided(place, guide={"teacher": "odd"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_of_a_teacher_only_the_stages_that_are_compared_run_in_a_search(place: Path, tmp_path: Path) -> None:
+    network, ran = ResNet18(width=2).build(1, 3), list[int]()
+    for number, stage in enumerate(network.stages):
+        stage.register_forward_hook(lambda module, given, output, n=number: ran.append(n))  # type: ignore[misc]
+    register_teacher("counted", network)
+    search(guided(place, guide={"teacher": "counted"}), tmp_path / "run")
+    assert ran.count(3) == len(TRIED), "all stages where sizes are found, three in steps"
+    assert ran.count(0) == ran.count(2) > ran.count(3)
+
+
+@pytest.mark.parametrize("method", ["darts", "random"])
+def test_a_teacher_that_outweighs_the_task_is_told(method: str, place: Path, tmp_path: Path) -> None:
+    def said(weight: float) -> tuple[list[str], dict[str, Any]]:
+        notes: list[str] = []
+        recipe = guided(place, method, guide={"weight": weight})
+        out = tmp_path / f"{weight}"
+        found = search(recipe, out, on_event=lambda e: notes.append(e.text) if isinstance(e, Note) else None)
+        return [note for note in notes if "outweighs" in note], found.metrics[0]
+
+    assert said(1e-3)[0] == []
+    (note,), row = said(1e6)
+    task, guide = row["gradient_norm_task"], row["gradient_norm_guide"]
+    equal = re.search(r"guide\.weight=(\S+) ", note)
+    assert equal is not None
+    assert float(equal[1]) == pytest.approx(1e6 * task / guide, rel=0.06)
+    assert drowned({"gradient_norm_task": 1.0, "gradient_norm_guide": 5.0}, 7.0) is None
+    assert drowned({"gradient_norm_task": 0.0, "gradient_norm_guide": 5.0}, 7.0) is None, "equal to nothing at all"
+    assert drowned({"gradient_norm_task": 1.0, "gradient_norm_guide": 5.1}, 7.0) is not None
+
+
+def test_a_teacher_brings_its_plugins(place: Path, tmp_path: Path) -> None:
+    """A network of a user's operations can be read wherever it was trained with them."""
+    name = f"own_attention_{tmp_path.name}"
+    (tmp_path / "own.py").write_text(
+        "from softcell.nn.calibrate import ChannelAttention\n"
+        "from softcell.nn.candidates import candidate\n\n"
+        f"@candidate({name!r}, kind='attention')\n"
+        "def own(spec):\n"
+        "    return ChannelAttention(spec.channels)\n"
+    )
+    plugin = str(tmp_path / "own.py")
+    code = (
+        "import json, sys\n"
+        "from softcell.evaluate.teacher import resolve_teacher, train_teacher\n"
+        "from softcell.registry import load_plugin\n"
+        f"load_plugin({plugin!r})\n"
+        f"given = {{'data': {str(place / 'data.npz')!r}, 'classifier': {{'width': 4, 'operation': {name!r}}}, "
+        f"'recipe': 'small', 'epochs': 1, 'device': 'cpu', 'threads': 1, 'plugins': [{plugin!r}]}}\n"
+        f"train_teacher(resolve_teacher('resnet18', given), {str(tmp_path / 'teacher')!r})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)  # another process: here the plugin is not loaded yet
+    assert len(find_teacher(str(tmp_path / "teacher")).module(torch.randn(2, 1, 8, 8))) == 4
+
+
 def test_teachers_come_from_runs_weights_programs_and_python(place: Path, tmp_path: Path) -> None:
     from_run = find_teacher(str(place / "teacher"))
     file = place / "teacher" / "model.safetensors"
@@ -289,10 +368,15 @@ def test_a_built_in_teacher_that_would_fit_is_named(place: Path, tmp_path: Path)
 
 def test_checkpoints_of_users_fill_registered_networks(place: Path, tmp_path: Path) -> None:
     network = load_classifier(place / "teacher" / "model.safetensors")
-    torch.save({"epoch": 3, "state_dict": network.state_dict()}, tmp_path / "whole.pt")
     register_teacher("narrow", ResNet18(width=4).build(1, 3))
-    found = find_teacher(str(tmp_path / "whole.pt"), classifier="narrow")
-    assert found.about["digest"] == find_teacher(str(place / "teacher")).about["digest"]
+    layouts = {"whole.pt": "state_dict", "whole.pth.tar": "net", "whole.ckpt": "model", "WHOLE.PTH": "network"}
+    for name, key in layouts.items():
+        torch.save({"epoch": 3, key: network.state_dict()}, tmp_path / name)
+        found = find_teacher(str(tmp_path / name), classifier="narrow")
+        assert found.about["digest"] == find_teacher(str(place / "teacher")).about["digest"]
+    (tmp_path / "whole.bin").touch()
+    with pytest.raises(UserError, match=r"is not one by its ending \(.*\.ckpt\).*rename the file"):
+        find_teacher(str(tmp_path / "whole.bin"), classifier="narrow")
 
     def own() -> nn.Module:
         return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(2, 3, 1), nn.Flatten())
@@ -312,7 +396,7 @@ def test_checkpoints_of_users_fill_registered_networks(place: Path, tmp_path: Pa
     ("content", "classifier", "message"),
     [
         (nn.Linear(2, 2), "resnet18", "cannot be read as weights alone"),
-        ({"weights": [1, 2]}, "resnet18", "maps names to tensors"),
+        ({"weights": [1, 2]}, "resnet18", "maps names to tensors, or a checkpoint with one under state_dict, "),
         ({"weight": torch.zeros(2)}, None, "does not say which network"),
         ({"weight": torch.zeros(2)}, "resnet18", "not the weights of a built-in 'resnet18'"),
         ({"weight": torch.zeros(2)}, "resnet19", "no built-in classifier 'resnet19'"),

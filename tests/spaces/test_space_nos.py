@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -250,7 +251,22 @@ def test_features_alone_are_described_as_such() -> None:
     remarks = " ".join(space.remarks())
     assert f"7²: {literal.paper_count(4, 7, 2):.1e}" in remarks and "1.0e+09" in remarks
     assert "³" not in remarks and "first tiers" not in remarks
-    assert "one tier" in space.about and "two tiers" in NosSpace().about
+    assert "one tier" in space.about
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, NosSpace.about),
+        ({"attentions": ()}, "features and dynamic convolutions in two tiers, 18 edges, 9 candidates"),
+        ({"dynamics": (), "nodes": 1}, "features and attentions in two tiers, 3 edges, 9 candidates"),
+        ({"nodes": 8}, "features, attentions and dynamic convolutions in two tiers, 52 edges, 11 candidates"),
+    ],
+)
+def test_a_space_is_described_as_it_is_set(settings: dict[str, Any], words: str) -> None:
+    space = NosSpace(**settings)
+    assert space.about.endswith(words)
+    assert f" {len(space.layout().tables[0])} edges" in space.about
 
 
 def test_weights_beyond_one_leave_nothing_of_the_surrogate() -> None:
@@ -279,6 +295,12 @@ def test_drop_path_keeps_what_a_second_tier_starts_from() -> None:
     nodes = cell(states)
     torch.testing.assert_close(nodes[2], states[0])
     torch.testing.assert_close(nodes[3], states[0])
+    second = (Pick(0, 2, "skip_connect"), Pick(1, 2, "sep_conv_3x3"), Pick(2, 3, "sep_conv_3x3"))
+    cell = PickedCell(Cell(second, (3,)), 2, lambda source: Spec(4), drop_path, residual=(3,)).double().train()
+    nodes = cell(states)
+    torch.testing.assert_close(nodes[2], states[0])
+    torch.testing.assert_close(nodes[3], cell.edges.module(2)(nodes[2]))  # a feature is all that its node gets
+    assert bool(nodes[3].any())
     mixed, space = mixed_cell(1)
     mixed.use_drop_path(DropPath(1.0))
     mixed.train()

@@ -48,7 +48,7 @@ def test_darts_is_measured_in_the_same_setting() -> None:
 
 def test_a_sweep_that_was_not_run_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "record.json"
-    monkeypatch.setattr(sys, "argv", ["x", "--out", str(out), "--runs", str(tmp_path / "runs"), "--minutes", "-1"])
+    monkeypatch.setattr(sys, "argv", ["x", "--out", str(out), "--runs", str(tmp_path / "runs"), "--minutes", "0"])
     entrannas_sparsity.main()
     record = json.loads(out.read_text())
     assert set(record["summary"].values()) == {"not measured"}

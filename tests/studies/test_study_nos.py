@@ -97,6 +97,22 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     assert "<svg" in (tmp_path / "results/nos/guidance-data.svg").read_text()
     assert "<svg" in (tmp_path / "results/nos/guided-data-1.svg").read_text()
 
+    # What lies there was made otherwise: refused, also where there is no time to go on with anything.
+    made, pyramid = file.read_text(), [word.replace("classifier.width=2", "classifier.depth=11") for word in arguments]
+    for other in (
+        [*arguments, "--teacher-epochs", "2"],
+        [*pyramid, "--teacher", "pyramidnet"],
+        [*arguments, "--search-epochs", "2"],
+        [*arguments, "--train-epochs", "2"],
+    ):
+        with pytest.raises(UserError, match="a resumed run keeps its recipe"):
+            nos_guidance.main([*other, "--minutes", "0"])
+    assert file.read_text() == made
+    for value in ("-1", "nan", "soon"):
+        with pytest.raises(SystemExit) as ended:
+            nos_guidance.main([*arguments, "--minutes", value])
+        assert ended.value.code == 2
+
     # The runs are gone, and one training was never recorded: it alone is made again, nobody is taught.
     left = json.loads(file.read_text())
     left["rows"][1]["trained"], left["rows"][1]["epochs_done"][1] = "not measured", 9

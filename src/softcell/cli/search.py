@@ -83,7 +83,7 @@ def search(
         typer.Option(
             metavar="TEACHER",
             help="Follow a teacher's attention: a run of `softcell teacher` or `train`, weights (.safetensors, .pt, "
-            ".pth), a .pt2 program, or a name that a plugin registers.",
+            ".pth, .ckpt), a .pt2 program, or a name that a plugin registers.",
         ),
     ] = None,
     out: Annotated[

@@ -180,11 +180,11 @@ def dynamic_conv_5x5(spec: Spec) -> nn.Module:
 
 @candidate("dil_dynamic_conv_3x3", kind="kernel")
 def dil_dynamic_conv_3x3(spec: Spec) -> nn.Module:
-    """The same with dilation 2, which NOS tries and drops (Table 1)."""
+    """Convolves with a 3×3 kernel of dilation 2 made from each sample, which NOS tries and drops (Table 1)."""
     return DynamicKernel(spec.channels, 3, dilation=2, affine=spec.affine)
 
 
 @candidate("dil_dynamic_conv_5x5", kind="kernel")
 def dil_dynamic_conv_5x5(spec: Spec) -> nn.Module:
-    """The same with dilation 2, which NOS tries and drops (Table 1)."""
+    """Convolves with a 5×5 kernel of dilation 2 made from each sample, which NOS tries and drops (Table 1)."""
     return DynamicKernel(spec.channels, 5, dilation=2, affine=spec.affine)

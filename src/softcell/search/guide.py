@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
@@ -30,13 +30,16 @@ TRIED = (2, 3)
 """Sizes of the batches a teacher is tried with: two, since an exported program may know only one."""
 PROBED = 4
 """Batches of the first epoch over which gradient norms are averaged."""
+DROWNING = 5.0
+"""How many times longer the gradient of guidance must be than that of the task for a word about it."""
 
 
 @dataclass(frozen=True)
 class Guide:
     """Attention guidance (NOS, Eq 6-9).
 
-    `teacher`: a run folder, a .safetensors, .pt, .pth or .pt2 file, or a registered name; None for an unguided search.
+    `teacher`: a run folder, a file of weights, a .pt2 program or a registered name (`find_teacher`); None for an
+    unguided search.
     `weight`: λ. `form`: `mean-square`, or `norm` for Eq 6 to the letter. `classifier`: the network that a file's
     weights belong to, built in or registered. `layers`: submodules of the teacher whose outputs are compared.
     `trust`: read a .pt2 program, which may hold code.
@@ -117,13 +120,30 @@ def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[in
             raise
         except Exception as error:  # a user's module, which may raise anything
             raise UserError(_refusal(name, shape, number, read, " ".join(str(error).split())[:200])) from error
-        bad = [place for place, m in enumerate(maps, 1) if not bool(m.isfinite().all())]
-        if bad:
+        if not maps:
             raise UserError(
-                f"a teacher's maps must be finite, but map {bad[0]} of {len(maps)} of the teacher {name} is not; its "
-                "weights are damaged or made for other images: train it again, or use another"
+                f"a teacher must give feature maps to compare with, but {name} gives none; name submodules of it with "
+                "guide.layers"
             )
+        for place, m in enumerate(maps, 1):
+            _check_map(m, f"map {place} of {len(maps)} of the teacher {name}", number)
     return [(m.shape[-2], m.shape[-1]) for m in maps]
+
+
+def _check_map(found: Tensor, name: str, number: int) -> None:
+    """Raises `UserError` unless a map for `number` images can be compared with."""
+    if not found.is_floating_point():
+        raise UserError(f"a teacher's maps must be of real numbers, but {name} is of {found.dtype}; convert it")
+    if found.shape[0] != number:
+        raise UserError(
+            f"a teacher's maps must be those of every image, but {name} has {found.shape[0]} for {number} images; give "
+            "one [c, h, w] for each"
+        )
+    if not bool(found.isfinite().all()):
+        raise UserError(
+            f"a teacher's maps must be finite, but {name} is not; its weights are damaged or made for other images: "
+            "train it again, or use another"
+        )
 
 
 def _refusal(teacher: str, shape: Shape, number: int, read: bool, reason: str) -> str:
@@ -195,6 +215,19 @@ def probe(
     if architecture:
         found |= {"gradient_norm_task_architecture": task_a, "gradient_norm_guide_architecture": guide_a}
     return found
+
+
+def drowned(norms: Mapping[str, float], weight: float) -> str | None:
+    """What to tell where the teacher outweighs the task, None where it does not. weight: λ."""
+    task, guide = norms["gradient_norm_task"], norms["gradient_norm_guide"]
+    if not 0 < DROWNING * task < guide:
+        return None
+    equal = float(f"{weight * task / guide:.2g}")
+    return (
+        f"the teacher outweighs the labels: after the first epoch the gradient of its part of the loss is {guide:.2g} "
+        f"long, that of the task {task:.2g}. With --set guide.weight={equal:g} they would be equal. The smaller the "
+        "images, the stronger is guidance"
+    )
 
 
 def read_gauges(objective: Objective, world: World) -> dict[str, float]:

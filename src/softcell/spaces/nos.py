@@ -74,9 +74,17 @@ class NosSpace(DartsSpace):
                 if known.zero:
                     raise UserError(f"cells of NOS have no {op!r}: a node could be constant zero; leave it out")
         object.__setattr__(self, "candidates", (*self.features, *self.attentions, *self.dynamics))
-        if self.tiers == 1:
-            object.__setattr__(self, "about", "NOS cells of features alone, in one tier: the conventional space")
         super().__post_init__()
+        object.__setattr__(self, "about", self._described())
+
+    def _described(self) -> str:
+        if self.tiers == 1:
+            return "NOS cells of features alone, in one tier: the conventional space"
+        kinds = ["features", *(["attentions"] if self.attentions else [])]
+        kinds += ["dynamic convolutions"] if self.dynamics else []
+        listed = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
+        edges = sum(INPUTS + earlier + 1 for earlier in range(self.nodes))
+        return f"NOS cells: {listed} in two tiers, {edges} edges, {len(self.candidates)} candidates"
 
     @property
     def tiers(self) -> int:
@@ -188,9 +196,10 @@ def _check_alive(name: str, cell: Cell, tiers: int) -> None:
             alive.add(node)
             continue
         what = "surrogate" if tiers == 2 and not second else "node"
-        ops = ", ".join(f"{pick.op} from {pick.source}" for pick in cell.incoming(node)) or "no edge leads to it"
+        ops = ", ".join(f"{pick.op} from {pick.source}" for pick in cell.incoming(node))
         needed = "an operation other than none" if second else "a feature operation other than none"
-        raise UserError(f"cell {name!r}: {what} {node} would be zero: it needs {needed}, but has {ops}")
+        found = f"has {ops}" if ops else "no edge leads to it"
+        raise UserError(f"cell {name!r}: {what} {node} would be zero: it needs {needed}, but {found}")
 
 
 def _gives(pick: Pick, second: bool) -> bool:

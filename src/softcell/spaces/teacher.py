@@ -25,12 +25,13 @@ from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.nn.classifiers import ARCHITECTURES, Classifier, get_architecture
 from softcell.nn.guide import Tapped
+from softcell.registry import load_plugin
 from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained
 
 FORMAT = "softcell-classifier"
-WEIGHT_FILES = (".safetensors", ".pt", ".pth")
-WITHIN = ("state_dict", "model_state_dict", "model")
+WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt")
+WITHIN = ("state_dict", "model_state_dict", "model", "net", "network")
 """Where training scripts put the weights in a checkpoint that holds more."""
 _REGISTERED: dict[str, Tapped] = {}
 
@@ -59,11 +60,11 @@ def find_teacher(
 ) -> FoundTeacher:
     """The teacher that `source` names; `classifier` says what a file's weights belong to, built in or registered."""
     path, about = Path(source), dict[str, Any]()
-    is_weights = path.suffix in WEIGHT_FILES and path.is_file()
+    is_weights = path.name.lower().endswith(WEIGHT_FILES) and path.is_file()
     if classifier is not None and not is_weights and (source in _REGISTERED or path.exists()):
         raise UserError(
-            f"guide.classifier names the network of a file of weights, but {source!r} is no such file "
-            f"({', '.join(WEIGHT_FILES)}); leave it away"
+            f"guide.classifier names the network of a file of weights, but {source!r} is not one by its ending "
+            f"({', '.join(WEIGHT_FILES)}); leave guide.classifier away, or rename the file if it is"
         )
     if source in _REGISTERED:
         known = _REGISTERED[source]
@@ -78,7 +79,7 @@ def find_teacher(
         found = _from_weights(path, classifier)
     elif path.is_dir():
         found, about = _from_run(path)
-    elif path.suffix == ".pt2" and path.is_file():
+    elif path.suffix.lower() == ".pt2" and path.is_file():
         found, about = _from_program(path, trust), {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
     else:
         hint = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
@@ -109,6 +110,8 @@ def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     if manifest["status"] != "finished":
         raise UserError(f"a teacher must be fully trained, but {folder} is {manifest['status']!r}; resume it")
     about = {"accuracy": results.get("accuracy"), "split": results.get("split")}
+    for plugin in manifest["recipe"].get("plugins", ()):  # its network may be made of theirs
+        load_plugin(plugin)
     if manifest["kind"] == "teacher":
         return _from_weights(folder / WEIGHTS, None), about
     if manifest["kind"] == "train":
@@ -150,7 +153,7 @@ def _filled(network: nn.Module, state: Mapping[str, Tensor], file: Path, name: s
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Weights by name, and what the file says of them."""
-    if file.suffix == ".safetensors":
+    if file.suffix.lower() == ".safetensors":
         try:
             with safe_open(file, "pt") as opened:
                 metadata = opened.metadata() or {}
@@ -169,7 +172,10 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             loaded = loaded[key]
     named = isinstance(loaded, Mapping) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items())
     if not named:
-        raise UserError(f"{file}: a file of weights is a `state_dict()`, which maps names to tensors; this is none")
+        raise UserError(
+            f"{file}: a file of weights is a `state_dict()`, which maps names to tensors, or a checkpoint with one "
+            f"under {', '.join(WITHIN)}; this is none"
+        )
     prefix = "module." if all(name.startswith("module.") for name in loaded) else ""  # of DataParallel
     return {name.removeprefix(prefix): value for name, value in loaded.items()}, {}
 
