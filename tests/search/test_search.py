@@ -223,6 +223,17 @@ def test_an_accuracy_far_below_that_of_training_is_doubted_once(
         assert sum("running statistics" in getattr(note, "text", "") for note in notes) == told
 
 
+@pytest.mark.parametrize(("method", "told"), [("darts", 0), ("snas", 1)])
+def test_an_accuracy_that_is_low_at_first_is_doubted_where_many_cells_are_validated_by_one(
+    method: str, told: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = iter([0.0])
+    monkeypatch.setattr(Validation, "__call__", lambda self, mix: Measured(2.0, next(held, 1.0), 10))
+    notes: list[Any] = []
+    search(resolve(settings("nb201", data, method=method)), tmp_path / "run", on_event=notes.append)
+    assert sum("running statistics" in getattr(note, "text", "") for note in notes) == told
+
+
 # --- honesty ---
 
 

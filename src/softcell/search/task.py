@@ -211,8 +211,10 @@ class SearchTask:
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate(last)
-            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), again=self.method.many_cells)
-            if text is not None:
+            many = self.method.many_cells
+            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), again=many)
+            # Early on running statistics fit no method's cells yet; those of many cells will fit none later either.
+            if text is not None and (last or many):
                 self._tell_doubt(text)
         genotype = self.method.derive()
         every = self.recipe.child_every if self.objective.supervised else 0
