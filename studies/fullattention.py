@@ -30,7 +30,7 @@ from softcell.report import curves_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.search.phases import FIRST
 from softcell.settings import assignments
-from studies.recorded import Rows, recorded_searches, rest_of, with_training
+from studies.recorded import Rows, check_rest, recorded_searches, rest_of, with_training
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -40,9 +40,7 @@ from studies.runs import (
     interleaved,
     minutes,
     print_arms,
-    recipe_kept,
     spread,
-    training_kept,
     write_record,
 )
 
@@ -98,10 +96,9 @@ def run_all(options: argparse.Namespace) -> None:
         own = training_of(seed, options)
         for arm in options.arms:
             folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
-            if (arm, seed) not in options.known:
-                recipe_kept(recipe, folder)
-            training_kept(folder / "training", own)
-            starts.append(partial(rest_of, options.known.get((arm, seed)), recipe, folder, own, deadline))
+            known = options.known.get((arm, seed))
+            check_rest(known, recipe, folder, own)
+            starts.append(partial(rest_of, known, recipe, folder, own, deadline))
     if not deadline.passed:
         interleaved(starts, options.device, options.at_once)
 

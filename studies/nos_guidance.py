@@ -29,7 +29,7 @@ from softcell.report import curves_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces import build_space
-from studies.recorded import Rows, recorded_searches, rest_of, with_training
+from studies.recorded import Rows, check_rest, recorded_searches, rest_of, with_training
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -39,9 +39,7 @@ from studies.runs import (
     interleaved,
     minutes,
     print_arms,
-    recipe_kept,
     spread,
-    training_kept,
     write_record,
 )
 
@@ -114,9 +112,8 @@ def check(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         for arm in ARMS:
             recipe = recipe_of(arm, seed, options)
-            if (arm, seed) not in options.known:
-                recipe_kept(recipe, folder_of(arm, seed, options))
-            training_kept(folder_of(arm, seed, options) / "training", training_of(seed, options))
+            known, folder = options.known.get((arm, seed)), folder_of(arm, seed, options)
+            check_rest(known, recipe, folder, training_of(seed, options))
         space = build_space(recipe.space, recipe.space_settings)
         resolve_training(sample(space.layout(), seed), training_of(seed, options))
 

@@ -23,8 +23,10 @@ from studies.runs import (
     Deadline,
     epochs_of,
     placeless,
+    recipe_kept,
     searched_and_trained,
     trained,
+    training_kept,
     training_results,
 )
 
@@ -103,6 +105,16 @@ def with_training(row: dict[str, Any], place: Path, kept: Sequence[str], drawing
         row["epochs_done"][-1] = len(epochs_of(place))
         row["trained"] = training_results(place, kept)
     return row
+
+
+def check_rest(row: Mapping[str, Any] | None, recipe: SearchRecipe, folder: Path, given: Mapping[str, Any]) -> None:
+    """Raises unless the runs that `rest_of` would go on with are of these settings.
+
+    To be asked of all before the first: what has no time left to go on is reported all the same.
+    """
+    if row is None:
+        recipe_kept(recipe, folder)
+    training_kept(folder / "training", given)
 
 
 def rest_of(

@@ -95,7 +95,7 @@ def side_by_side(
 ) -> None:
     """Runs all searches that are not finished, or what is left of them, until they are or the time is over."""
     for recipe, folder in jobs:
-        recipe_kept(recipe, folder)
+        recipe_kept(recipe, folder)  # all, before the first: what has no time left to go on is reported all the same
     interleaved([partial(gone_on, recipe, folder, deadline) for recipe, folder in jobs], device, at_once)
 
 
@@ -114,10 +114,7 @@ def finished(folder: Path) -> bool:
 
 
 def recipe_kept(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
-    """The recipe that the search in `folder` was begun with, where there is one; another than `recipe` is refused.
-
-    To be asked for all searches before the first: what has no time left to go on is reported all the same.
-    """
+    """The recipe that the search in `folder` was begun with, where there is one; another than `recipe` is refused."""
     if not (folder / "run.json").is_file():
         return recipe
     return stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})

@@ -30,7 +30,7 @@ from softcell.evaluate import train as run_training
 from softcell.evaluate.count import Cost
 from softcell.evaluate.retrieval import RANKS
 from softcell.export import export
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.report.html import REPORT, write_report
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search import indicators as _indicators
@@ -120,8 +120,7 @@ def search_recipe(
 ) -> SearchRecipe:
     """The complete recipe of a search; that of the run in `resume_from` where there is one."""
     base = {} if config is None else _config(config, "search")[0]
-    for plugin in (*base.get("plugins", ()), *given.get("plugins", ())):
-        load_plugin(plugin)
+    load_plugins((*base.get("plugins", ()), *given.get("plugins", ())))
     if resume_from is not None:
         return stored_recipe(resume_from, layered(base, given))
     return resolve(base, given)
@@ -139,8 +138,7 @@ def train_recipe(
     if resume_from is None and not isinstance(genotype, Genotype):
         base = layered(_inherited(genotype, layered(base, given)), base)
     plugins = list(dict.fromkeys((*base.get("plugins", ()), *given.get("plugins", ()))))
-    for plugin in plugins:
-        load_plugin(plugin)
+    load_plugins(plugins)
     if plugins and resume_from is None:
         given = {**given, "plugins": plugins}
     wanted = read_genotype(genotype) if genotype is not None else stored
@@ -380,8 +378,7 @@ def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str,
         found |= {key: recipe[key] for key in ("data", "data_root", "image_size") if recipe.get(key) is not None}
     if manifest["kind"] != "search":
         return found
-    for plugin in found["plugins"]:
-        load_plugin(plugin)
+    load_plugins(found["plugins"])
     space = SPACES.get(recipe["space"])
     left = space.sizes() | space.search_only
     kept = {key: value for key, value in recipe["space_settings"].items() if key not in left}

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -55,6 +55,12 @@ class Registry(Generic[T]):
         package = importlib.import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{self._package}.{module.name}")
+
+
+def load_plugins(paths: Iterable[str | Path]) -> None:
+    """`load_plugin` for each, in this order."""
+    for path in paths:
+        load_plugin(path)
 
 
 def load_plugin(path: str | Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 
-from search_toys import batch, players, remains, same, settings, state_of, write_data
+from search_toys import batch, check_resumed, players, same, settings, write_data
 
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
-from softcell.engine.events import Stepped
 from softcell.errors import UserError
 from softcell.methods.snas import Snas, SnasSettings, concrete, credit, gumbel, temperature_at
 from softcell.nn.candidates import Spec
@@ -407,14 +404,5 @@ def test_a_record_is_the_mean_over_the_steps_of_its_own_epoch(
 
 def test_samples_and_credit_are_the_same_when_a_search_is_stopped_and_resumed(data: Path, tmp_path: Path) -> None:
     recipe = resolve(settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}))
-    search(recipe, tmp_path / "whole")
-
-    def strike(event: Any) -> None:
-        if isinstance(event, Stepped) and (event.epoch, event.step) == (1, 2):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert search(recipe, tmp_path / "broken", on_event=strike).genotype is None
-    search(recipe, tmp_path / "broken", resume=True)
-    assert remains(tmp_path / "broken") == remains(tmp_path / "whole")
-    assert same(state_of(tmp_path / "broken"), state_of(tmp_path / "whole"))
+    check_resumed(recipe, tmp_path, 1, 2)
     assert (tmp_path / "broken" / "credit.jsonl").read_text() == (tmp_path / "whole" / "credit.jsonl").read_text()

@@ -1,6 +1,8 @@
 """Small searches for the tests: data, recipes, and supernets in float64 with everything a step needs."""
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.distributed import World
+from softcell.engine.events import Event, Stepped
 from softcell.engine.optim import adam, sgd
 from softcell.methods import METHODS, fitted
 from softcell.nn.objective import CrossEntropy
+from softcell.search import SearchRecipe, search
 from softcell.search.steps import Players
 from softcell.settings import build
 from softcell.spaces import build_space
@@ -161,3 +165,17 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
+
+
+def check_resumed(recipe: SearchRecipe, place: Path, epoch: int, step: int) -> None:
+    """A search that is stopped there and goes on (`place`/broken) leaves what an unbroken one (`place`/whole) does."""
+
+    def strike(event: Event) -> None:
+        if isinstance(event, Stepped) and (event.epoch, event.step) == (epoch, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    search(recipe, place / "whole")
+    assert search(recipe, place / "broken", on_event=strike).genotype is None
+    search(recipe, place / "broken", resume=True)
+    assert remains(place / "broken") == remains(place / "whole")
+    assert same(state_of(place / "broken"), state_of(place / "whole"))

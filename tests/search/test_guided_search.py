@@ -141,6 +141,7 @@ def test_the_gradient_norms_are_those_of_both_parts_over_four_batches(form: Any)
         list(one.method.parameters()),
         batches,
         ALONE,
+        print,
     )
     assert found == pytest.approx({f"gradient_norm_{name}": value for name, value in expected.items()})
     assert all(torch.equal(before[name], value) for name, value in one.supernet.state_dict().items())

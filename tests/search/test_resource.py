@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +15,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from search_toys import batch, players, remains, same, settings, state_of, write_data
+from search_toys import batch, check_resumed, players, same, settings, state_of, write_data
 
 from softcell.arch import Choice, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
 from softcell.arch.cost import CostTables
 from softcell.arch.simplex import masked_softmax
-from softcell.engine.events import Note, Stepped
+from softcell.engine.events import Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.methods.snas import Snas
@@ -384,16 +382,7 @@ def test_only_recording_costs_changes_nothing_else(data: Path, tmp_path: Path) -
 
 def test_multipliers_survive_a_stop(data: Path, tmp_path: Path) -> None:
     recipe = resolve(settings("nb201", data, resource={"max_params": 100, "max_flops": 100, "network": NETWORK}))
-    search(recipe, tmp_path / "whole")
-
-    def strike(event: Any) -> None:
-        if isinstance(event, Stepped) and (event.epoch, event.step) == (2, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert search(recipe, tmp_path / "broken", on_event=strike).genotype is None
-    search(recipe, tmp_path / "broken", resume=True)
-    assert remains(tmp_path / "broken") == remains(tmp_path / "whole")
-    assert same(state_of(tmp_path / "broken"), state_of(tmp_path / "whole"))
+    check_resumed(recipe, tmp_path, 2, 1)
 
 
 def test_what_belongs_to_a_supernet_is_told_to_be_ignored_by_a_sampler(data: Path, tmp_path: Path) -> None:

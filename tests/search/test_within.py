@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from search_toys import remains, same, settings, state_of, write_data
+from search_toys import check_resumed, settings, write_data
 
 from softcell.arch import Genotype, sample
-from softcell.engine.events import Note, Stepped
+from softcell.engine.events import Note
 from softcell.errors import UserError
 from softcell.methods.random import RandomSearch
 from softcell.search import resolve, search
@@ -107,17 +105,7 @@ def test_a_latency_is_a_budget_of_draws_too(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_stopped_search_goes_on_with_the_same_draws(data: Path, tmp_path: Path) -> None:
-    whole = recipe(data, max_params=LIMIT)
-    search(whole, tmp_path / "whole")
-
-    def strike(event: Any) -> None:
-        if isinstance(event, Stepped) and (event.epoch, event.step) == (1, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    assert search(whole, tmp_path / "broken", on_event=strike).genotype is None
-    search(whole, tmp_path / "broken", resume=True)
-    assert remains(tmp_path / "broken") == remains(tmp_path / "whole")
-    assert same(state_of(tmp_path / "broken"), state_of(tmp_path / "whole"))
+    check_resumed(recipe(data, max_params=LIMIT), tmp_path, 1, 1)
 
 
 def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from softcell.cli import options as o
+from softcell.cli.places import check_absent
 from softcell.errors import UserError
 
 if TYPE_CHECKING:
@@ -92,8 +93,8 @@ def bench(
     if folders and method is not None:
         bench_runs(found, folders)
     for file in (svg, csv_):
-        if file is not None and file.exists() and not overwrite:
-            raise UserError(f"{file} exists already; give another name, or --overwrite to replace it")
+        if file is not None:
+            check_absent(file, overwrite)
     if method is not None:
         given = o.settings(
             set_,
@@ -141,8 +142,7 @@ def _convert(screen: Console, source: Path, path: Path, overwrite: bool) -> int:
     from softcell.evaluate.nats import convert
     from softcell.evaluate.nb201 import COMPLETE, load_table, write_table
 
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} exists already; give another name, or --overwrite to replace it")
+    check_absent(path, overwrite)
     write_table(path, convert(source))
     found = load_table(path)
     facts(screen, table=f"{path}, {len(found):,} of {COMPLETE:,} architectures")

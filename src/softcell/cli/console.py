@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from softcell.cli.places import check_absent
 from softcell.errors import UserError
 
 
@@ -28,8 +29,7 @@ def command(*words: str | Path) -> str:
 
 def write(path: Path, text: str, overwrite: bool) -> None:
     """Writes a file that the user asked for; one that exists is kept unless told otherwise."""
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} exists already; give another name, or --overwrite to replace it")
+    check_absent(path, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from softcell.cli import options as o
-from softcell.errors import UserError
+from softcell.cli.places import check_absent
 
 EPILOG = o.examples(
     "softcell indicators runs/itnas-nb201-digits-1",
@@ -51,8 +51,7 @@ def indicators(
     from softcell.cli.results import facts
 
     screen, target = console(), out or run / "indicators.json"
-    if target.exists() and not overwrite:
-        raise UserError(f"{target} exists already; give another name with --out, or --overwrite to replace it")
+    check_absent(target, overwrite, "give another name with --out")
     with working(screen, "looking at candidates", quiet):
         found = compare_indicators(run, by, images=images, epochs=epochs, device=device or "auto", data_root=data_root)
     names = list(found["values"])

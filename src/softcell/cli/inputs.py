@@ -40,13 +40,13 @@ def with_run(text: str) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
     The run's plugins are loaded first: its space may be one of theirs.
     """
     from softcell.engine import RunFolder
-    from softcell.registry import load_plugin
+    from softcell.registry import load_plugins
     from softcell.sources import run_of
 
     folder = run_of(text)
     manifest = None if folder is None else RunFolder.open(folder).manifest
-    for plugin in () if manifest is None else manifest["recipe"].get("plugins", ()):
-        load_plugin(plugin)
+    if manifest is not None:
+        load_plugins(manifest["recipe"].get("plugins", ()))
     return folder, manifest, genotype(text)
 
 

@@ -85,10 +85,9 @@ def _lies_here(data: str | None) -> bool:
 
 
 def load_plugins(plugin: list[Path] | None) -> None:
-    from softcell.registry import load_plugin
+    from softcell import registry
 
-    for path in plugin or ():
-        load_plugin(path)
+    registry.load_plugins(plugin or ())
 
 
 def examples(*lines: str) -> str:

@@ -8,12 +8,17 @@ from pathlib import Path
 from softcell.errors import UserError
 
 
+def check_absent(file: Path, overwrite: bool, way_out: str = "give another name") -> None:
+    """Raises where a file is there that may not be replaced."""
+    if file.exists() and not overwrite:
+        raise UserError(f"{file} exists already; {way_out}, or --overwrite to replace it")
+
+
 def free_place(file: Path, overwrite: bool) -> Path | None:
     """The topmost folder that will have to be made for `file`, if any; raises where it cannot be written."""
     if file.is_dir():
         raise UserError(f"{file} is a folder; give the name of a file in it")
-    if file.exists() and not overwrite:
-        raise UserError(f"{file} exists already; give another name with --out, or --overwrite to replace it")
+    check_absent(file, overwrite, "give another name with --out")
     missing = [parent for parent in file.parents if not parent.exists()]
     there = missing[-1].parent if missing else file.parent
     if not there.is_dir() or not os.access(there, os.W_OK):

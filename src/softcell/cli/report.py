@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from softcell.cli import options as o
+from softcell.cli.places import check_absent
 
 EPILOG = o.examples(
     "softcell report runs/darts-darts-digits-1",
@@ -44,8 +45,7 @@ def report(
     path = out or own or Path(REPORT)
     if path.is_dir():
         raise UserError(f"--out must be a file, but {path} is a folder; give {path / REPORT}")
-    if path.exists() and path != own and not overwrite:
-        raise UserError(f"{path} exists already; give another name, or --overwrite to replace it")
+    check_absent(path, overwrite or path == own)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_report(folders, path)
     screen = console()

@@ -23,7 +23,7 @@ from softcell.evaluate.count import Cost, count_module
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import facts_of, finish, prepare, save_weights
 from softcell.nn.classifiers import Classifier, build_classifier, get_architecture
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.settings import build, convert, merge, refuse_changes, to_dict, without_auto
 from softcell.spaces import Shape
 from softcell.spaces.count import evaluation_scale
@@ -92,8 +92,8 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
             f"name the network as the argument, as `softcell teacher {given['classifier']}`: it is {name!r} there, but "
             f"the setting classifier={given['classifier']!r} says otherwise; leave that away"
         )
-    for plugin in convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins"):
-        load_plugin(plugin)  # first of all: the network may have a candidate of theirs
+    plugins = convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins")
+    load_plugins(plugins)  # first of all: the network may have a candidate of theirs
     architecture = get_architecture(name)
     is_small = evaluation_scale(str(given.get("data", "digits"))) == "small"
     scale = str(given.get("recipe") or ("small" if is_small else "paper"))
@@ -135,8 +135,7 @@ def train_teacher(
     on_event: OnEvent | None = None,
 ) -> TeacherResult:
     """Trains the classifier in the folder `out`; the test set is sealed until training is over."""
-    for plugin in recipe.plugins:
-        load_plugin(plugin)
+    load_plugins(recipe.plugins)
     opened = open_session(
         device=recipe.device,
         seed=recipe.seed,

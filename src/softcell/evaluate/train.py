@@ -34,7 +34,7 @@ from softcell.evaluate.retrieval import measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Network, build_space
 from softcell.spaces.pretrained import WEIGHTS
@@ -83,8 +83,7 @@ def training(
     on_event: OnEvent | None = None,
 ) -> Running[TrainResult]:
     """`train`, giving way after every step, so that trainings can share a device."""
-    for plugin in recipe.plugins:
-        load_plugin(plugin)
+    load_plugins(recipe.plugins)
     opened = open_session(
         device=recipe.device,
         seed=recipe.seed,
@@ -102,8 +101,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "train":
         raise UserError(f"--resume of a training needs a train run, but {folder} holds a {manifest['kind']} run")
-    for plugin in manifest["recipe"].get("plugins", ()):
-        load_plugin(plugin)
+    load_plugins(manifest["recipe"].get("plugins", ()))
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
     space = settled(genotype, build_space(genotype.space, recipe.space_settings), {})  # earlier versions stored others

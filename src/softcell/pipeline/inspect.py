@@ -19,8 +19,8 @@ from typing import Any
 from softcell.data import Dataset
 from softcell.data.decode import SUFFIXES, Header, decode, read_header
 from softcell.errors import UserError
+from softcell.export.model import PLAN
 from softcell.pipeline.enough import LEAST_TRAINING, least_images
-from softcell.pipeline.plan import PLAN
 
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation", "dev")
 SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # what systems leave behind

@@ -12,10 +12,10 @@ from typing import Any
 from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect, now
 from softcell.errors import UserError
+from softcell.export.model import PLAN
 from softcell.pipeline.wishes import Wishes
 from softcell.settings import build, to_dict
 
-PLAN = "plan.json"
 LINKS = "data"
 """In the folder of a run: links to the images, where those do not lie as they should."""
 FORMAT = "softcell-plan"

@@ -23,7 +23,7 @@ from softcell.methods import Sampler
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Evaluated, Objective
 from softcell.search.budget import Budget
-from softcell.search.guide import drowned, probe, read_gauges
+from softcell.search.guide import probe, read_gauges
 from softcell.search.history import line
 from softcell.search.recipe import SearchRecipe
 from softcell.search.within import next_within
@@ -116,10 +116,9 @@ class IndependentTask:
         if epoch == 0 and isinstance(self.objective, Guided):
             network = self._network
             with computing_in(self.recipe.precision, self.world.device):
-                norms = probe(self.objective, network, lambda: network, (), self._weights.epoch(0), self.world)
-            metrics |= norms
-            if (text := drowned(norms, self.objective.weight)) is not None:
-                self._tell_once(text)
+                metrics |= probe(
+                    self.objective, network, lambda: network, (), self._weights.epoch(0), self.world, self._tell_once
+                )
         if own + 1 == self.recipe.epochs:
             self._network.eval()
             held = measure(self._network, self._held.epoch(0), self.world)

@@ -17,7 +17,7 @@ from softcell.engine.checkpoint import load_latest
 from softcell.engine.session import place
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.search.recipe import SearchRecipe, resolve
 from softcell.settings import build
 from softcell.spaces import Supernet, build_space
@@ -65,8 +65,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
         raise UserError(f"a supernet comes from a search, but {folder} holds a {manifest['kind']} run")
-    for plugin in manifest["recipe"].get("plugins", ()):
-        load_plugin(plugin)
+    load_plugins(manifest["recipe"].get("plugins", ()))
     recipe = resolve(manifest["recipe"])
     kind = METHODS.get(recipe.method)
     if not issubclass(kind, Method):

@@ -28,7 +28,7 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
 from softcell.nn.context import ContextAutoRegression
 from softcell.nn.objective import Objective
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.history import about_of
 from softcell.search.independent import IndependentTask
@@ -87,8 +87,7 @@ def searching(
     on_event: OnEvent | None = None,
 ) -> Running[SearchResult]:
     """`search`, giving way after every step, so that searches can share a device."""
-    for plugin in recipe.plugins:
-        load_plugin(plugin)
+    load_plugins(recipe.plugins)
     if recipe.pretrain.epochs:
         return (yield from _in_phases(recipe, Path(out), resume, overwrite, on_event))
     return (yield from _one_phase(recipe, Path(out), resume, overwrite, on_event))
@@ -185,8 +184,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     if manifest["kind"] != "search":
         raise UserError(f"--resume of a search needs a search run, but {folder} holds a {manifest['kind']} run")
     stored = manifest["recipe"]
-    for plugin in stored.get("plugins", ()):
-        load_plugin(plugin)
+    load_plugins(stored.get("plugins", ()))
     # First of all: settings of one method or space mean nothing to another.
     named = {key: stored[key] for key in ("method", "space")}
     refuse_changes(named, {key: given.get(key, value) for key, value in named.items()})

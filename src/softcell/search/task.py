@@ -30,7 +30,7 @@ from softcell.search.budget import Budget
 from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.collapse import SKIP, CollapseWatch, share
 from softcell.search.evolution import select
-from softcell.search.guide import drowned, probe, read_gauges
+from softcell.search.guide import probe, read_gauges
 from softcell.search.history import line
 from softcell.search.hypergradient import Unrolling
 from softcell.search.plans import Plans
@@ -197,17 +197,15 @@ class SearchTask:
         if epoch == 0 and isinstance(self.objective, Guided):
             supernet, method = self.supernet, self.method
             with self._surroundings():  # as in a step, whose kernels are compiled
-                norms = probe(
+                metrics |= probe(
                     self.objective,
                     supernet,
                     lambda: Bound(supernet, method.relax()),
                     self.players.architecture(),
                     self._weights.epoch(0),
                     self.world,
+                    self._tell,
                 )
-            metrics |= norms
-            if (text := drowned(norms, self.objective.weight)) is not None:
-                self._tell(text)
         last = epoch + 1 == self.num_epochs
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate(last)

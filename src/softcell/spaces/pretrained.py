@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.errors import UserError
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.spaces.base import Inputs, Network
 from softcell.spaces.registry import build_space
 
@@ -26,8 +26,7 @@ VERSION = 1
 def load_pretrained(folder: str | Path) -> Network:
     """The network in `folder` with its weights, on the CPU and in eval mode."""
     description = read_description(folder)
-    for plugin in description["plugins"]:
-        load_plugin(plugin)
+    load_plugins(description["plugins"])
     genotype = Genotype.from_dict(description["genotype"], f"{folder}: genotype")
     space = build_space(genotype.space, description["space_settings"])
     channels, height, width = description["data"]["shape"]

@@ -25,7 +25,7 @@ from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.nn.classifiers import ARCHITECTURES, Classifier, get_architecture
 from softcell.nn.guide import Tapped
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained
 
@@ -110,9 +110,8 @@ def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     if manifest["status"] != "finished":
         raise UserError(f"a teacher must be fully trained, but {folder} is {manifest['status']!r}; resume it")
     about = {"accuracy": results.get("accuracy"), "split": results.get("split")}
-    for plugin in manifest["recipe"].get("plugins", ()):  # its network may be made of theirs
-        load_plugin(plugin)
     if manifest["kind"] == "teacher":
+        load_plugins(manifest["recipe"].get("plugins", ()))  # the network may have a candidate of theirs
         return _from_weights(folder / WEIGHTS, None), about
     if manifest["kind"] == "train":
         return load_pretrained(folder), about

@@ -26,7 +26,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError, nearest
 from softcell.methods import METHODS
-from softcell.registry import load_plugin
+from softcell.registry import load_plugins
 from softcell.search.recipe import read_mapping
 from softcell.settings import MOST_SEEDS, build, merge
 from softcell.spaces import SPACES, build_space
@@ -163,8 +163,7 @@ def read_plan(path: str | Path) -> Plan:
     if not file.is_file():
         raise UserError(f"{file} must be a YAML file that describes a sweep, or its folder; there is no such file")
     plan = build(Plan, read_mapping(file), where="sweep")
-    for plugin in plan.plugins:
-        load_plugin(plugin)
+    load_plugins(plan.plugins)
     return plan
 
 
