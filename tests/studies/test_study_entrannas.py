@@ -11,7 +11,8 @@ import pytest
 from search_toys import write_data
 from studies.runs import spread
 
-from studies import entrannas, entrannas_sparsity
+from softcell.errors import UserError
+from studies import entrannas, entrannas_dst, entrannas_sparsity
 
 
 def test_searches_go_on_where_they_were_stopped_and_are_recorded_when_finished(
@@ -58,3 +59,30 @@ def test_a_sweep_that_was_not_run_is_not_measured(tmp_path: Path, monkeypatch: p
 def test_a_spread_names_how_many_there_were() -> None:
     assert spread([1.0, 3.0]) == {"n": 2, "mean": 2.0, "std": pytest.approx(2**0.5)}
     assert spread([1.0]) == {"n": 1, "mean": 1.0, "std": None}
+
+
+def test_arms_of_dst_are_resumed_and_recorded_with_the_size_of_their_networks(tmp_path: Path) -> None:
+    data, out = write_data(tmp_path / "data.npz", train=32), tmp_path / "dst.json"
+    given = ["--data", str(data), "--scale", "small", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
+    given += ["--arms", "linear-0.1", "schedule=constant,init_threshold=5", "--runs", str(tmp_path / "runs")]
+    entrannas_dst.main([*given, "--out", str(out), "--minutes", "0"])
+    assert set(json.loads(out.read_text())["summary"].values()) == {"not measured"}
+    entrannas_dst.main([*given, "--out", str(out)])
+    record = json.loads(out.read_text())
+    dense, sparse = record["rows"]
+    # Equal logits give equal strengths: a threshold of 0.05 keeps nearly all connections, one of 0.99 hardly any.
+    assert dense["result"]["connections_per_node"] > 20 > 10 > sparse["result"]["connections_per_node"]
+    assert dense["result"]["parameters"] > 2 * sparse["result"]["parameters"]
+    assert dense["curve"][-1]["parameters"] == dense["result"]["parameters"]
+    assert 0.9 < sparse["curve"][0]["threshold_normal_2"] < 1 and dense["settings"]["schedule"] == "linear"
+    for row in (dense, sparse):
+        found = row["result"]
+        assert found["gap_bn"] == found["supernet_accuracy_bn"] - found["derived_accuracy_bn"]
+        assert "<svg" in (tmp_path / row["drawing"]).read_text()
+
+
+def test_arms_must_be_known(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        entrannas_dst.main(["--arms", "quick", "--out", str(tmp_path / "dst.json"), "--minutes", "0"])
+    with pytest.raises(UserError, match="thresholds"):
+        entrannas_dst.main(["--arms", "thresholds=3", "--out", str(tmp_path / "dst.json"), "--minutes", "0"])

@@ -1,0 +1,50 @@
+"""A supernet and its derived network measured on one basis: same images, same precision, norms recalibrated for both.
+
+A run's own `val_accuracy` uses the running statistics that training left behind, `child_accuracy_bn` recalibrated ones.
+Their difference mixes two effects, so a study that reports a gap measures both networks here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from softcell.arch import Genotype
+from softcell.engine import RunFolder
+from softcell.engine.distributed import World
+from softcell.engine.files import atomic_write_text
+from softcell.engine.meter import measure
+from softcell.search.child import measure_child, norms_measured_anew
+from softcell.search.restored import restore
+
+FILE = "one-basis.json"
+
+
+@torch.no_grad()
+def on_one_basis(folder: Path, device: str, data_root: str | None) -> dict[str, float]:
+    """Accuracies of a finished search on its validation split; BatchNorm is averaged over one epoch of training images.
+
+    Keys: `supernet_accuracy_bn`, `derived_accuracy_bn` and their difference `gap_bn`. The result is kept in the run's
+    folder, so that a study that is run again does not measure again.
+    """
+    kept, finished = folder / FILE, RunFolder.open(folder).manifest["results"]["child_accuracy_bn"]
+    if kept.is_file():
+        stored = json.loads(kept.read_text())
+        if stored.pop("run", None) == finished:  # another search in the same folder would differ here
+            return {key: float(value) for key, value in stored.items()}
+    found = restore(folder, device=device, data_root=data_root)
+    feeds, world = found.feeds(), World(0, 1, 0, found.device)
+    held = feeds.plain(found.dataset.train, found.parts[found.recipe.measured_split])
+    weights = feeds.training(found.parts["weights"], replace(found.dataset.augment, cutout=found.recipe.cutout))
+    mix = found.method.relax()
+    with norms_measured_anew(found.supernet, mix, weights.epoch(0)):
+        found.supernet.eval()
+        supernet = measure(lambda images: found.supernet(images, mix), held.epoch(0), world).accuracy
+    genotype = Genotype.load(folder)
+    derived = measure_child(found.supernet, genotype, held.epoch(0), world, reestimate=weights.epoch(0)).accuracy
+    result = {"supernet_accuracy_bn": supernet, "derived_accuracy_bn": derived, "gap_bn": supernet - derived}
+    atomic_write_text(kept, json.dumps({"run": finished, **result}) + "\n")
+    return result
