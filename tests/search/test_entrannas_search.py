@@ -211,7 +211,7 @@ def test_recipes_are_those_of_the_paper_and_of_its_authors(method: str) -> None:
     assert cifar.architecture.lr == 6e-4
     assert cifar.regime == "bilevel"
     assert cifar.space_settings["share_features"] is True
-    assert cifar.space_settings["bottleneck"] == 1
+    assert cifar.space_settings["bottleneck"] == 4, "§2.5"
     imagenet = resolve({"method": method, "data": "imagenet"})
     assert imagenet.scale == "imagenet"
     assert (imagenet.batch_size, imagenet.weights.lr) == (1024, 0.5)
@@ -223,6 +223,8 @@ def test_recipes_are_those_of_the_paper_and_of_its_authors(method: str) -> None:
     assert ("none" in enlarged.space_settings["candidates"]) == (method == "entrannas")
     small = resolve({"method": method})
     assert (small.scale, small.space_settings["cells"]) == ("small", 4)
+    assert imagenet.space_settings["bottleneck"] == enlarged.space_settings["bottleneck"] == 4
+    assert small.space_settings["bottleneck"] == 1, "a quarter of its 8 channels would be 2"
     for recipe in (cifar, imagenet, enlarged, small):
         assert resolve(recipe.to_dict()) == recipe
 
@@ -240,6 +242,14 @@ def test_other_spaces_keep_their_own_candidates(space: str) -> None:
     recipe = resolve({"method": "entrannas", "space": space, "scale": "enlarged", "data": "digits"})
     own = build_space(space, {k: v for k, v in recipe.space_settings.items() if k == "share_features"})
     assert build_space(space, recipe.space_settings).layout() == own.layout()
+
+
+@pytest.mark.parametrize(("space", "expected"), [("nb201", 1), ("nos", 1), ("s1", 1), ("darts", 4)])
+def test_the_bottleneck_of_the_paper_is_that_of_its_own_space(space: str, expected: int) -> None:
+    recipe = resolve({"method": "entrannas", "space": space, "data": "cifar10"})
+    assert recipe.space_settings["bottleneck"] == expected
+    given = resolve({"method": "entrannas", "space": space, "data": "cifar10", "space_settings": {"bottleneck": 2}})
+    assert given.space_settings["bottleneck"] == 2
 
 
 def test_a_scale_that_a_method_does_not_have_is_refused_with_those_it_has() -> None:

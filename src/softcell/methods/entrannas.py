@@ -40,12 +40,13 @@ from softcell.settings import not_negative, positive
 Engines = Literal["first", "last", "all"] | tuple[int, ...]
 
 # §3 of the paper, which has its experiments, is not at hand: these are the settings of the same authors' other work.
+CIFAR_SPACE: dict[str, Any] = {"share_features": True, "bottleneck": 4}  # §2.5: ratio 4 "in our experiments"
 CIFAR = {
     "epochs": 50,
     "batch_size": 256,
     "weights": {"lr": 0.1},
     "architecture": {"lr": 6e-4},
-    "space_settings": {"share_features": True},
+    "space_settings": CIFAR_SPACE,
 }
 IMAGENET = {
     "epochs": 50,
@@ -53,7 +54,7 @@ IMAGENET = {
     "split": {"weights": 0.1, "validation": 0.025},  # PC-DARTS's shares
     "weights": {"lr": 0.5, "lr_min": 0.0, "schedule": "linear", "warmup": 5},
     "architecture": {"lr": 6e-4},
-    "space_settings": {"share_features": True, "stem": "imagenet"},
+    "space_settings": {**CIFAR_SPACE, "stem": "imagenet"},
 }
 ENLARGED = (
     "none",
@@ -75,7 +76,7 @@ SMALL = {
     "child_every": 1,
     "weights": {"lr": 0.1},
     "architecture": {"lr": 0.04},
-    "space_settings": {"share_features": True},
+    "space_settings": {"share_features": True},  # no bottleneck: a quarter of its 8 channels would be 2
 }
 
 
@@ -290,7 +291,7 @@ class EnTranNas(_EngineTransit):
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": CIFAR,
         "imagenet": IMAGENET,
-        "enlarged": {**CIFAR, "space_settings": {"share_features": True, "candidates": list(ENLARGED)}},
+        "enlarged": {**CIFAR, "space_settings": {**CIFAR_SPACE, "candidates": list(ENLARGED)}},
         "small": SMALL,
     }
 
@@ -311,7 +312,7 @@ class EnTranNasDst(_EngineTransit):
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": CIFAR,
         "imagenet": IMAGENET,
-        "enlarged": {**CIFAR, "space_settings": {"share_features": True, "candidates": list(ENLARGED[1:])}},
+        "enlarged": {**CIFAR, "space_settings": {**CIFAR_SPACE, "candidates": list(ENLARGED[1:])}},
         "small": SMALL,
     }
 

@@ -268,13 +268,17 @@ def default_scale(method: type[Method | Sampler], data: object) -> str:
     return data if isinstance(data, str) and data in method.recipes else "paper"
 
 
-def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> list[str]:
-    """Settings that the method's recipe wants of a space and that this one does not have.
+OF_DARTS_CELLS = {"candidates", "bottleneck"}
+"""Space settings that a method's recipe may have for the space `darts` alone."""
 
-    Candidates that a recipe names are those of DARTS cells: another space would be another one with them.
+
+def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> list[str]:
+    """Settings that the method's recipe has for a space and that are not applied to this one.
+
+    Those in `OF_DARTS_CELLS` are meant for the space of the paper: another space would be another one with them.
     """
     has = {field.name for field in fields(space) if field.init}  # type: ignore[arg-type]
-    has -= set() if space.name == "darts" else {"candidates"}
+    has -= set() if space.name == "darts" else OF_DARTS_CELLS
     return [key for key in method.recipes.get(scale, {}).get("space_settings", {}) if key not in has]
 
 

@@ -346,7 +346,8 @@ def _task(
             budget=budget,
         )
     for name in unmet(kind, type(space), recipe.scale):
-        tell(f"{recipe.method} wants `space.{name}`, which space {recipe.space!r} does not take: it goes without")
+        reason = "keeps its own" if name in recipe.space_settings else "has no such setting"
+        tell(f"`space.{name}` of {recipe.method}'s recipe is ignored: space {recipe.space!r} {reason}")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(fitted(kind, settings, supernet))
     resource, budget = resource_of(recipe, space, method, dataset, session, tell)
