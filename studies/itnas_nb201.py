@@ -83,6 +83,7 @@ def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchReci
     if method == "itnas":  # memory is not what is studied
         given["method_settings"] = {"recompute": False, **given.get("method_settings", {})}
     else:
+        given.pop("method_settings", None)  # --set method.…: IT-NAS's own
         # What they derive does not come from a pass over the validation half: one now and then tells how they fare.
         given["validate_every"] = max(same["validate_every"], 10)
         if options.engine == "compile":
@@ -148,8 +149,9 @@ def read_before(
         if "recipe" not in row:
             continue
         wanted = recipe_of(row["method"], row["seed"], options).to_dict()
-        wanted = json.loads(json.dumps(placeless(wanted)))  # as a record has it
-        other = [k for k, v in wanted.items() if k not in OWN and v != placeless(row["recipe"].get(k))]
+        # Settings that are newer than the record have their defaults there, as in a run that is resumed.
+        known = resolve(row["recipe"]).to_dict()
+        other = [k for k, v in wanted.items() if k not in OWN and placeless(v) != placeless(known[k])]
         if other:
             raise UserError(
                 f"searches that are compared must have one setting, but {row['method']} {row['seed']} in {record} has "
@@ -246,7 +248,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--precision", help="auto, float32 or bfloat16")
     parser.add_argument("--engine", help="auto, eager, graph or compile (for IT-NAS's transformers)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches; method.…: of IT-NAS"
+    )
     parser.add_argument("--at-once", type=int, help=f"searches that share the device; else {AT_ONCE} on a GPU")
     parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument(

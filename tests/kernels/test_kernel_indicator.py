@@ -37,7 +37,7 @@ LOGITS = ("shift", "itself", "zeros")
 """What is added to logits: gradients of these are sums over images in which most may cancel."""
 
 
-def made(case: Sizes, *, decided: bool = False) -> tuple[Tensor, Laid, Form]:
+def made(case: Sizes, *, decided: bool = False, token_norm: bool = True) -> tuple[Tensor, Laid, Form]:
     """Random numbers; decided: half of the inner values are far above 0 and half far below."""
     g, m, z, n, (h, w), c, inner, sides = case
     torch.manual_seed(0)
@@ -53,7 +53,11 @@ def made(case: Sizes, *, decided: bool = False) -> tuple[Tensor, Laid, Form]:
     drawn["value"] *= c**-0.5
     if decided:
         drawn["narrow_bias"] += 12 * c**0.5 * torch.tensor([1.0, -1.0]).repeat(inner)[:inner]
-    return torch.randn(g * m, n, h, w, c, dtype=torch.float64), Laid(**drawn), Form(sides, 1e-5, 1e-5)
+    return (
+        torch.randn(g * m, n, h, w, c, dtype=torch.float64),
+        Laid(**drawn),
+        Form(sides, 1e-5 if token_norm else None, 1e-5),
+    )
 
 
 def of_type(x: Tensor, laid: Laid, dtype: torch.dtype, device: str) -> tuple[Tensor, Laid]:
@@ -100,9 +104,12 @@ if not INTERPRETED:  # it has no bfloat16, and would take minutes for large maps
 
 @pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("row", [True, False])
-def test_outputs_and_gradients_are_those_of_the_twin(case: Sizes, dtype: torch.dtype, row: bool) -> None:
+@pytest.mark.parametrize("token_norm", [True, False])
+def test_outputs_and_gradients_are_those_of_the_twin(
+    case: Sizes, dtype: torch.dtype, row: bool, token_norm: bool
+) -> None:
     # In bfloat16 the sign of a value near the kink of a ReLU is a matter of rounding: there are none.
-    x, laid, form = made(case, decided=dtype == torch.bfloat16)
+    x, laid, form = made(case, decided=dtype == torch.bfloat16, token_norm=token_norm)
     x, laid = (
         x.to(dtype).double(),
         Laid(*(p.float().double() if i < 5 else p.to(dtype).double() for i, p in enumerate(laid))),
@@ -178,9 +185,12 @@ def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "with create_graph"])
 @pytest.mark.parametrize("zeros", [(), (0,), (1, 3)])
-def test_an_ensemble_on_the_kernels_gives_what_each_gives_alone(zeros: tuple[int, ...], again: bool) -> None:
+@pytest.mark.parametrize("token_norm", [True, False])
+def test_an_ensemble_on_the_kernels_gives_what_each_gives_alone(
+    zeros: tuple[int, ...], again: bool, token_norm: bool
+) -> None:
     torch.manual_seed(0)
-    modules = [LiteTransformer((4, 8, 8), 5, width=8).to(DEVICE) for _ in range(3)]
+    modules = [LiteTransformer((4, 8, 8), 5, width=8, token_norm=token_norm).to(DEVICE) for _ in range(3)]
     with torch.no_grad():
         for parameter in (p for module in modules for p in module.parameters()):
             parameter.add_(0.3 * torch.randn_like(parameter))

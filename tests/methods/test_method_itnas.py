@@ -73,11 +73,11 @@ def look(supernet: Supernet, method: ItNas, batches: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("space", ["nb201", "darts", "s1"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("recompute", "token_norm"), [(False, True), (True, True), (True, False)])
 def test_edges_run_together_are_those_run_one_by_one(
-    space: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+    space: str, recompute: bool, token_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supernet, method = make(space, recompute=recompute)
+    supernet, method = make(space, recompute=recompute, token_norm=token_norm)
     supernet.use_drop_path(0.5)
     supernet.drop_path.set_fraction(1.0)
     supernet.train()
@@ -144,8 +144,9 @@ def test_a_kept_mix_takes_new_lite_transformers_where_a_recording_reads_the_old(
 
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("tokens", ["pooled", "flat"])
-def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens: str) -> None:
-    supernet, method = make(space, tokens=tokens)
+@pytest.mark.parametrize("token_norm", [True, False])
+def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens: str, token_norm: bool) -> None:
+    supernet, method = make(space, tokens=tokens, token_norm=token_norm)
     x, literal = images(5), Literal(method)
     with torch.no_grad():
         torch.testing.assert_close(supernet(x, method.relax()), supernet(x, literal), rtol=1e-9, atol=1e-9)

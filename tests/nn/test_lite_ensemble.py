@@ -10,10 +10,12 @@ from softcell.nn.lite_transformer import LiteTransformer, by_position, order_of
 Outputs = dict[int, Tensor | None]
 
 
-def make(shape: tuple[int, int, int], count: int, pool: int | None) -> list[LiteTransformer]:
+def make(
+    shape: tuple[int, int, int], count: int, pool: int | None, *, token_norm: bool = True
+) -> list[LiteTransformer]:
     """In float64, every parameter random: fresh ones hide a forgotten scale or shift."""
     torch.manual_seed(0)
-    modules = [LiteTransformer(shape, 5, pool=pool, width=8).double() for _ in range(count)]
+    modules = [LiteTransformer(shape, 5, pool=pool, width=8, token_norm=token_norm).double() for _ in range(count)]
     with torch.no_grad():
         for module in modules:
             for parameter in module.parameters():
@@ -48,10 +50,11 @@ def together(modules: list[LiteTransformer], outputs: list[Outputs], sizes: list
 @pytest.mark.parametrize("shape", [(4, 8, 8), (3, 5, 7), (1, 1, 1)])
 @pytest.mark.parametrize("pool", [4, None])
 @pytest.mark.parametrize(("zeros", "left_out"), [((), ()), ((0,), ()), ((1, 3), (0,)), ((), (2, 4))])
+@pytest.mark.parametrize("token_norm", [True, False])
 def test_outputs_attention_and_gradients_are_those_of_each_alone(
-    shape: tuple[int, int, int], pool: int | None, zeros: tuple[int, ...], left_out: tuple[int, ...]
+    shape: tuple[int, int, int], pool: int | None, zeros: tuple[int, ...], left_out: tuple[int, ...], token_norm: bool
 ) -> None:
-    modules = make(shape, 6, pool)
+    modules = make(shape, 6, pool, token_norm=token_norm)
     outputs = given(shape, 6, zeros, left_out)
     wanted = [x for one in outputs for x in one.values() if x is not None]
     wanted += [parameter for module in modules for parameter in module.parameters()]

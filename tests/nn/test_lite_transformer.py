@@ -38,10 +38,11 @@ def maps(shape: tuple[int, int, int], tokens: int = 4, n: int = 2, zero: int | N
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pool", [4, 2, None])
+@pytest.mark.parametrize("token_norm", [True, False])
 def test_the_indicators_row_and_output_are_those_of_the_whole_transformer(
-    shape: tuple[int, int, int], pool: int | None
+    shape: tuple[int, int, int], pool: int | None, token_norm: bool
 ) -> None:
-    module, outputs = make(shape, pool=pool, width=8), maps(shape)
+    module, outputs = make(shape, pool=pool, width=8, token_norm=token_norm), maps(shape)
     output, attention = module(outputs)
     every, matrix = encoder(module, outputs)
     torch.testing.assert_close(output, every[:, 0], rtol=1e-10, atol=1e-10)
@@ -50,8 +51,9 @@ def test_the_indicators_row_and_output_are_those_of_the_whole_transformer(
         assert float(attention.detach().std()) > 1e-2, "the row must have something to compare"
 
 
-def test_gradients_are_those_of_the_whole_transformer() -> None:
-    module, outputs = make((3, 4, 6), width=8), maps((3, 4, 6))
+@pytest.mark.parametrize("token_norm", [True, False])
+def test_gradients_are_those_of_the_whole_transformer(token_norm: bool) -> None:
+    module, outputs = make((3, 4, 6), width=8, token_norm=token_norm), maps((3, 4, 6))
     inputs = [x.requires_grad_() for x in outputs.values() if x is not None]
     wanted = [*inputs, *module.parameters()]
     weight = torch.randn(2, 3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -60,6 +62,24 @@ def test_gradients_are_those_of_the_whole_transformer() -> None:
     for a, b in zip(mine, literal, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
         assert bool(a.any())
+
+
+def test_without_a_norm_on_tokens_logits_grow_with_the_maps() -> None:
+    """Post-norm: logits are linear in the summaries, so maps twice as large have logits twice as far apart."""
+    x = {k: torch.randn(2, 3, 8, 8, dtype=torch.float64) for k in range(4)}
+    doubled = {k: 2 * map_ for k, map_ in x.items()}
+
+    def logits(module: LiteTransformer, given: dict[int, Tensor]) -> Tensor:
+        rows = module.attend(given)[:, 1:].log()
+        return rows - rows.mean(1, keepdim=True)
+
+    for token_norm in (True, False):
+        module = make(token_norm=token_norm)
+        assert any(name.startswith("norm") for name, _ in module.named_parameters()) is token_norm
+        with torch.no_grad():
+            module.positions[1:].zero_()
+        expected = logits(module, x) if token_norm else 2 * logits(module, x)
+        torch.testing.assert_close(logits(module, doubled), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_absent_candidates_take_no_part() -> None:

@@ -22,7 +22,10 @@ def encoder(module: LiteTransformer, outputs: Mapping[int, Tensor | None]) -> tu
     summaries = []
     for x, place in zip(maps, places, strict=True):
         small = x if module.pool is None else F.adaptive_avg_pool2d(x, module.pool)
-        summaries.append(F.layer_norm(small.flatten(1) + place, place.shape, module.norm.weight, module.norm.bias))
+        token = small.flatten(1) + place
+        if module.norm is not None:  # the paper's encoder is post-norm: it has none here
+            token = F.layer_norm(token, place.shape, module.norm.weight, module.norm.bias)
+        summaries.append(token)
     tokens = torch.stack(summaries, dim=1)  # [n, m + 1, d]
     q, k = tokens @ module.query.weight.T, tokens @ module.key.weight.T
     attention = torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, dim=-1)  # Eq 3

@@ -138,3 +138,20 @@ def test_readings_are_compared_edge_by_edge() -> None:
     found = positions.compare({"whole": whole, "positions": whole.flip(1), "content": whole * 2})
     assert (found["tau_positions"], found["tau_content"]) == (pytest.approx(-1), pytest.approx(1))
     assert (found["same_winner_positions"], found["same_winner_content"]) == (0, 1)
+
+
+def test_a_record_older_than_a_setting_is_still_of_its_default(table: Path) -> None:
+    """The shipped record has searches from before `method.token_norm`: they had the norm."""
+    record = Path(__file__).parents[2] / "results" / "itnas" / "nb201-cifar10.json"
+    given = ["--table", str(table), "--scale", "paper", "--set", "validate_every=5"]
+    found, _ = nb201.read_before(record, nb201._options(given))
+    assert {seed for method, seed in found if method == "itnas"} == {0, 1, 2}
+    with pytest.raises(UserError, match="another method_settings"):
+        nb201.read_before(record, nb201._options([*given, "--set", "method.token_norm=false"]))
+
+
+def test_settings_of_the_method_are_those_of_it_nas(table: Path) -> None:
+    options = nb201._options(["--table", str(table), "--set", "method.token_norm=false"])
+    assert nb201.recipe_of("itnas", 0, options).method_settings["token_norm"] is False
+    for method in ("darts", "snas", "entrannas"):
+        assert "token_norm" not in nb201.recipe_of(method, 0, options).method_settings

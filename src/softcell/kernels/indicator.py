@@ -1,6 +1,6 @@
 """An indicator token attends to maps and puts them together (IT-NAS, Eq 3-4), for several edges g at once.
 
-    t_k = LN(pool(X_k) + p_k),  l_k = asked·t̂_k + shift,  a = softmax([l_0, l_1 … l_m, l of zeros])
+    t̂_k = LN(pool(X_k) + p_k),  l_k = asked·t̂_k + shift,  a = softmax([l_0, l_1 … l_m, l of zeros])
     T   = X_0 + (a_0 X_0 + Σ_k a_k X_k) W_v,  Y = LN(T),  output = LN(Y + FFN(Y))
 
 Plainly that is some twenty operations forward and fifty backward, most of them over whole maps. Triton's kernels have
@@ -56,10 +56,13 @@ UNREAD = ("shift", "itself", "zeros")
 
 
 class Form(NamedTuple):
-    """What is not in the numbers: sides of the summaries, and what the norms of tokens and of maps add to variances."""
+    """What is not in the numbers: sides of the summaries, and what the norms of tokens and of maps add to variances.
+
+    token_eps: None where tokens are not normalised: t̂ is then pool(X) + p itself.
+    """
 
     sides: tuple[int, int]
-    token_eps: float
+    token_eps: float | None
     map_eps: float
 
 
@@ -106,7 +109,7 @@ def indicate_by(small: Tensor, x: Tensor, laid: Laid, form: Form) -> tuple[Tenso
     g, m = laid.positions.shape[:2]
     _, n, h, w, c = x.shape
     small = small.view(g, m, n, -1)
-    tokens = F.layer_norm(small + laid.positions[:, :, None], small.shape[3:], eps=form.token_eps)
+    tokens = normalised_tokens(small + laid.positions[:, :, None], form.token_eps)
     logits = torch.baddbmm(laid.shift, tokens.view(g, m * n, -1), laid.asked).view(g, m, n)
     before, after = (part[:, :, None].expand(-1, -1, n) for part in (laid.itself, laid.zeros))
     attention = torch.softmax(torch.cat([before, logits, after], dim=1), dim=1)  # Eq 4, [g, tokens, n]
@@ -120,6 +123,11 @@ def indicate_by(small: Tensor, x: Tensor, laid: Laid, form: Form) -> tuple[Tenso
     more = product(torch.relu(inner), laid.widen, laid.widen_bias)
     total = _normalised(total + more.view_as(total), laid.ffn_scale, laid.ffn_shift, form.map_eps)
     return total.view(g, n, h, w, c), attention.transpose(1, 2)
+
+
+def normalised_tokens(x: Tensor, eps: float | None) -> Tensor:
+    """t̂ [..., d] of pooled values plus positions [..., d]: their LayerNorm without scale and shift, or themselves."""
+    return x if eps is None else F.layer_norm(x, x.shape[-1:], eps=eps)
 
 
 def _normalised(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:

@@ -39,12 +39,16 @@ def _windows(PB: tl.constexpr, TB: tl.constexpr, H: tl.constexpr, W: tl.constexp
 
 
 @triton.jit
-def _token(x, windows, position, here, eps, SHARE: tl.constexpr, D: tl.constexpr):
-    """t̂ [TB, CB] of a map [PB, CB], and 1 / its deviation."""
+def _token(x, windows, position, here, eps, SHARE: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """t̂ [TB, CB] of a map [PB, CB], and 1 / its deviation; without NORM the pooled map and 1."""
     small = _dot(windows.to(tl.float32).to(x.dtype), x) * SHARE + position
-    centred = tl.where(here, small - _total(small) / D, 0.0)
-    rstd = 1.0 / tl.sqrt(_total(centred * centred) / D + eps)
-    return centred * rstd, rstd
+    token = tl.where(here, small, 0.0)
+    rstd = 1.0
+    if NORM:
+        centred = tl.where(here, small - _total(small) / D, 0.0)
+        rstd = 1.0 / tl.sqrt(_total(centred * centred) / D + eps)
+        token = centred * rstd
+    return token, rstd
 
 
 @triton.jit
@@ -66,7 +70,7 @@ def _forward(
     out_ptr, attention_ptr, inside_ptr, normed_ptr, scales_ptr, samples, token_eps, map_eps,
     M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr, IB: tl.constexpr,
-    MB: tl.constexpr, ZB: tl.constexpr, KEEPS: tl.constexpr,
+    MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
@@ -89,7 +93,7 @@ def _forward(
     for k in range(M):
         x = tl.load(maps + k * step + at, mask=ok, other=0.0)
         position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
-        token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C)
+        token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
         logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
     itself = tl.load(itself_ptr + g)
     zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
@@ -201,7 +205,7 @@ def _backward_tokens(
     samples, width, token_eps,
     M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr,
-    MB: tl.constexpr, ZB: tl.constexpr, HAS_TOWARDS: tl.constexpr,
+    MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, HAS_TOWARDS: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of T back to the maps: through their sum, the attention and the summaries."""
     P: tl.constexpr = H * W
@@ -256,11 +260,12 @@ def _backward_tokens(
     for k in range(M):
         x = tl.load(x_ptr + first + k * step + at, mask=ok, other=0.0)
         position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
-        token, rstd = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C)
+        token, rstd = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
         slope = _one_of(slopes, k, MB)
         dasked += slope * token
         dtoken = slope * asked
-        dtoken = rstd * (dtoken - _total(dtoken) / (T * C) - token * (_total(dtoken * token) / (T * C)))
+        if NORM:
+            dtoken = rstd * (dtoken - _total(dtoken) / (T * C) - token * (_total(dtoken * token) / (T * C)))
         dtoken = tl.where(here, dtoken, 0.0)
         tl.store(positions + k * (T * C) + spot, dtoken, mask=here)
         spread = (dtoken * (R * Q / (H * W))).to(kind)
@@ -300,7 +305,7 @@ def _sizes(x, laid, form):
     blocks = {"PB": padded(h * w), "CB": padded(c)}
     tokens = {
         **{"M": m, "Z": z, "H": h, "W": w, "R": rows, "Q": columns, "TB": padded(rows * columns)},
-        **{"MB": padded(m, 1), "ZB": padded(z, 1)},
+        **{"MB": padded(m, 1), "ZB": padded(z, 1), "NORM": form.token_eps is not None},
     }
     # Two warps keep Triton from Hopper's `wgmma`, which for rows of 128 bytes (64 channels in bfloat16) ended in wrong
     # numbers or an illegal address (Triton 3.6, one H200). Narrower rows and float32 are right with it, and faster.
@@ -320,7 +325,7 @@ def forward(x, laid, form, keeps):
     kept = [x.new_empty(out.shape if keeps else 0) for _ in range(2)]
     scales = attention.new_empty((2, g, n) if keeps else 0)
     _forward[(g * n,)](
-        x, *laid, out, attention, *kept, scales, n, form.token_eps, form.map_eps,
+        x, *laid, out, attention, *kept, scales, n, form.token_eps or 0.0, form.map_eps,
         **common, **tokens, **inner, KEEPS=keeps, num_warps=warps, num_stages=1,
     )  # fmt: skip
     return out, attention, *kept, scales
@@ -340,7 +345,7 @@ def backward(x, laid, form, attention, inside, normed, scales, dy, towards):
     )  # fmt: skip
     _backward_tokens[(g * n,)](
         x, dx, dt, attention, attention if towards is None else towards, laid.positions, laid.asked, laid.own_value,
-        laid.value, rows, n, sum(widths), form.token_eps, **common, **tokens, HAS_TOWARDS=towards is not None,
+        laid.value, rows, n, sum(widths), form.token_eps or 0.0, **common, **tokens, HAS_TOWARDS=towards is not None,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
     own, own_value = torch.empty_like(laid.own), torch.empty_like(laid.own_value)

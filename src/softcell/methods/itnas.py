@@ -50,6 +50,7 @@ class ItNasSettings:
     """The Lite-Transformer and how its attention is read.
 
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
+    `token_norm`: a LayerNorm on the tokens before queries and keys; the paper's encoder is post-norm and has none.
     `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, and with single paths
     what the candidates under attention keep: memory saved for some time. `close`: an edge is called close when its best
     candidate leads by less than so many standard errors. `paths`: what runs in a step. `all` under attention;
@@ -60,6 +61,7 @@ class ItNasSettings:
     tokens: Literal["pooled", "flat"] = "pooled"
     pool: int = 4
     width: int = 64
+    token_norm: bool = True
     recompute: bool = True
     close: float = 2.0
     paths: Literal["all", "single", "pairwise"] = "all"
@@ -251,6 +253,7 @@ class ItNas(Method):
                 pool=s.pool if s.tokens == "pooled" else None,
                 width=s.width,
                 values=not outputs.in_parts,
+                token_norm=s.token_norm,
             )
             self.places[table.name].append((site, choice))
         self.ensembles, self.groups = form_groups(self._put_together(shapes))

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.indicator import Form, Laid, indicate, indicate_by
+from softcell.kernels.indicator import Form, Laid, indicate, indicate_by, normalised_tokens
 from softcell.nn.lite_transformer import LiteTransformer, summaries, summary, taken
 from softcell.nn.stack import LARGEST
 
@@ -33,7 +32,7 @@ class LiteEnsemble(nn.Module):
         self.order, self.maps = tuple(order), maps
         first = self._groups[0][0]
         self.shape, self.sides = first.shape, first.sides
-        self._form = Form(first.sides, first.norm.eps, first.after_attention.eps)
+        self._form = Form(first.sides, first.token_eps, first.after_attention.eps)
 
     def serves(self, maps: Sequence[Tensor]) -> bool:
         """Whether running these maps together pays: on a GPU, and on a CPU where calls cost as much as arithmetic."""
@@ -46,19 +45,20 @@ class LiteEnsemble(nn.Module):
         (c, h, w), width = first.shape, first.query.out_features
         with torch.autocast(first.positions.device.type, enabled=False):
             p = _side_by_side(modules)
-            scale, shift = p["norm.weight"], p["norm.bias"]
-            own = summary(p["indicator"], c, self.sides, scale.dtype)
-            first_token = F.layer_norm(own + p["positions"][:, 0], own.shape[1:], eps=self._form.token_eps)
-            token = torch.addcmul(shift, first_token, scale)
+            own = summary(p["indicator"], c, self.sides, p["positions"].dtype)
+            first_token = normalised_tokens(own + p["positions"][:, 0], self._form.token_eps)
+            normed = self._form.token_eps is not None
+            token = torch.addcmul(p["norm.bias"], first_token, p["norm.weight"]) if normed else first_token
             query = torch.bmm(p["query.weight"], token[:, :, None])
             met = torch.bmm(p["key.weight"].transpose(1, 2), query)[:, :, 0] * width**-0.5
-            asked, moved = scale * met, (shift * met).sum(1, keepdim=True)
+            if normed:
+                asked, moved = p["norm.weight"] * met, (p["norm.bias"] * met).sum(1, keepdim=True)
+            else:  # the norm's scale and shift are 1 and 0
+                asked, moved = met, met.new_zeros(len(modules), 1)
             known = first_token[:, None]
             if len(self.order) > self.maps + 1:
-                zeros = F.layer_norm(
-                    taken(p["positions"], self.order[self.maps + 1 :], 1), own.shape[1:], eps=self._form.token_eps
-                )
-                known = torch.cat([known, zeros], dim=1)
+                zeros = taken(p["positions"], self.order[self.maps + 1 :], 1)
+                known = torch.cat([known, normalised_tokens(zeros, self._form.token_eps)], dim=1)
             itself, zeros = torch.split((known * asked[:, None]).sum(2) + moved, [1, known.shape[1] - 1], dim=1)
             positions = taken(p["positions"], self.order[1 : self.maps + 1], 1)
             indicator = p["indicator"].permute(0, 2, 3, 1).reshape(len(modules), h * w, c)

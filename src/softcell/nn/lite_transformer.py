@@ -3,7 +3,7 @@
 A token is a feature map [c, h, w]; the indicator token (IT) is a learned one. Queries and keys are read off small
 summaries of the maps, values stay maps:
 
-    t_k = LayerNorm(pool(X_k) + p_k),  q = W_q t_0,  k_k = W_k t_k
+    t_k = LN(pool(X_k) + p_k),  q = W_q t_0,  k_k = W_k t_k        (without `token_norm`: t_k = pool(X_k) + p_k)
     a   = softmax(q·K^T / √d_q)                          (Eq 3-4; a_0 is the IT's attention to itself)
     Z   = W_v Σ_k a_k X_k                                 (W_v commutes with the sum, so it is applied once)
     Y   = LN(X_0 + Z),  output = LN(Y + FFN(Y))
@@ -31,11 +31,19 @@ class LiteTransformer(nn.Module):
     """One encoder layer with a single head over the IT and up to `tokens` maps of `shape`, positions 1 to `tokens`.
 
     `pool`: side of the summary that queries and keys are read off; None reads the whole map. `width`: d_q. Without
-    `values` there is attention alone (`attend`), for maps that are not put together here.
+    `values` there is attention alone (`attend`), for maps that are not put together here. `token_norm`: a LayerNorm
+    on the tokens before queries and keys; without it the encoder is post-norm, as in the paper.
     """
 
     def __init__(
-        self, shape: Shape, tokens: int, *, pool: int | None = 4, width: int = 64, values: bool = True
+        self,
+        shape: Shape,
+        tokens: int,
+        *,
+        pool: int | None = 4,
+        width: int = 64,
+        values: bool = True,
+        token_norm: bool = True,
     ) -> None:
         super().__init__()
         c, h, w = shape
@@ -43,7 +51,7 @@ class LiteTransformer(nn.Module):
         size = c * (h * w if pool is None else pool * pool)
         self.indicator = nn.Parameter(0.02 * torch.randn(c, h, w))
         self.positions = nn.Parameter(0.02 * torch.randn(tokens + 1, size))
-        self.norm = nn.LayerNorm(size)
+        self.norm = nn.LayerNorm(size) if token_norm else None
         self.query = nn.Linear(size, width, bias=False)
         self.key = nn.Linear(size, width, bias=False)  # a bias would shift all logits alike
         if values:
@@ -86,7 +94,9 @@ class LiteTransformer(nn.Module):
             parts = [self._summary(self.indicator[None]).expand(n, 1, d), summaries]
             if len(order) > m + 1:
                 parts.append(summaries.new_zeros(1).expand(n, len(order) - m - 1, d))
-            tokens = self.norm(torch.cat(parts, dim=1) + taken(self.positions, order))
+            tokens = torch.cat(parts, dim=1) + taken(self.positions, order)
+            if self.norm is not None:
+                tokens = self.norm(tokens)
             # q·(W_k t) = (W_k^T q)·t: one vector meets every token instead of a matrix. The IT's token is the same for
             # all images.
             asked = self.key.weight.T @ (self.query.weight @ tokens[0, 0])
@@ -118,6 +128,11 @@ class LiteTransformer(nn.Module):
     def _summary(self, x: Tensor) -> Tensor:
         """[n, c, h, w], or [n, 1, h, w] or [n, c, h', w'] of a calibrating candidate, to [n, d], as exact as that."""
         return summary(x, self.shape[0], self.sides, self.positions.dtype)
+
+    @property
+    def token_eps(self) -> float | None:
+        """What the norm of tokens adds to variances; None where tokens are not normalised."""
+        return None if self.norm is None else self.norm.eps
 
     @property
     def sides(self) -> tuple[int, int]:
