@@ -17,7 +17,7 @@ from softcell.nn.attention_local import LocalAttention
 from softcell.spaces import Network, build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import count_module
-from softcell.spaces.fullattention import CANDIDATES, FullAttentionSpace
+from softcell.spaces.fullattention import CANDIDATES, PRINTED, FullAttentionSpace
 
 SPACE = FullAttentionSpace()
 FEW = ("local_sa_k3_h4", "non_local_sa")
@@ -39,9 +39,9 @@ def shapes(network: Network, side: int) -> list[tuple[int, ...]]:
     return found
 
 
-def on_meta(space: FullAttentionSpace, side: int, genotype: Genotype | None = None) -> Network:
+def on_meta(space: FullAttentionSpace, side: int, genotype: Genotype | None = None, classes: int = 10) -> Network:
     with torch.device("meta"):
-        return space.network(genotype or sample(space.layout(), 0), (3, side, side), 10)
+        return space.network(genotype or sample(space.layout(), 0), (3, side, side), classes)
 
 
 def test_shapes_are_those_of_table_1() -> None:
@@ -124,22 +124,42 @@ def test_parameters_at_the_papers_widths_follow_from_the_blocks_by_hand() -> Non
         widen = 0 if c_in == c else c_in * c + 2 * c
         return c_in * h + 4 * h * h + h * c + norms + widen
 
-    for channels in (96, 80):
+    for channels, classes in ((96, 10), (80, 10), (112, 1000), (112, 200)):
         c = channels
         chain = [(c, c)] * 3 + [(c, 2 * c)] + [(2 * c, 2 * c)] * 5 + [(2 * c, 4 * c)] + [(4 * c, 4 * c)] * 5
         stem = block(3, c) + 2 * 3 * (c // 2)
-        by_hand = stem + sum(block(*widths) for widths in chain) + 4 * c * 10 + 10
+        by_hand = stem + sum(block(*widths) for widths in chain) + 4 * c * classes + classes
         space = replace(SPACE, channels=channels)
-        least, most = (parameters(on_meta(space, 32, g)) for g in space.extremes())
+        least, most = (parameters(on_meta(space, 32, g, classes)) for g in space.extremes())
         assert least == by_hand
         embeddings = sum(2 * 7 * (c_out // 2) for _, c_out in chain)
         assert most == by_hand + embeddings
     assert [line.split(" over")[0] for line in SPACE.remarks()] == [
         "parameters at 96 channels, 10 classes: 2,344,474 to 2,370,682",
         "parameters at 80 channels, 10 classes: 1,630,530 to 1,652,370",
+        "parameters at 112 channels, 1000 classes: 3,632,208 to 3,662,784",
+        "parameters at 112 channels, 200 classes: 3,273,008 to 3,303,584",
+    ]
+    assert [line.split("; the paper prints ")[1] for line in SPACE.remarks()] == [
+        "2.52M (CIFAR-10, Table III): -0.176M to -0.149M",
+        "1.75M (CIFAR-10, Table VII): -0.119M to -0.098M",
+        "4M (ImageNet, Table IV): -0.368M to -0.337M",
+        "3.82M (CUB-200-2011, Table V): -0.547M to -0.516M",
     ]
     more = 2_344_474 + 90 * (4 * 96 + 1)  # a column of the classifier for each of 90 further classes
     assert SPACE.remarks(100)[0].startswith(f"parameters at 96 channels, 100 classes: {more:,} to")
+    assert ["the paper prints" in line for line in SPACE.remarks(100)] == [False, False, True, True]
+
+
+def test_no_width_has_the_parameters_that_the_paper_prints_for_cub() -> None:
+    """As the page says: printed counts for CIFAR-10 are 273·C²; with this 3.82M would need 117 channels."""
+    for printed in PRINTED[:2]:
+        backbone = printed.parameters - (4 * printed.channels + 1) * printed.num_classes
+        assert abs(backbone / printed.channels**2 - 273) < 0.1
+    cub = PRINTED[-1].parameters
+    fitting = [c for c in range(16, 400) if abs(273 * c * c + (4 * c + 1) * 200 - cub) < 3e4]
+    assert fitting == [117], "no multiple of 16, which the stem's heads need"
+    assert [round((273 * 112**2 + (4 * 112 + 1) * classes) / 1e6, 2) for classes in (1000, 200)] == [3.87, 3.51]
 
 
 @pytest.mark.parametrize("change", [{"layers": 2}, {"repeats": 2}, {"tied": True}, {"candidates": FEW}])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ from search_toys import write_data
 from studies.fullattention import parsed
 from studies.runs import Deadline
 
+from softcell.cli.main import run as softcell
 from softcell.data.guard import check_readable, test_set_sealed
 from softcell.engine.device import resolve_device
 from softcell.engine.events import Event, OnEvent, Stepped
 from softcell.engine.lanes import interleave
 from softcell.errors import UserError
+from softcell.search import SearchRecipe
 from studies import fullattention, recorded
 
 TINY = ["--first", "1", "--epochs", "1", "--train-epochs", "1", "--seeds", "1", "--channels", "16", "--device", "cpu"]
@@ -30,6 +34,49 @@ TINY += [
     "batch_size=16",
 ]
 TINY += ["--set-training", "batch_size=16", "--precision", "float32", "--at-once", "2"]
+
+
+PAGE = Path(__file__).parents[2] / "docs/papers/full-attention.md"
+
+
+def table_vii() -> list[str]:
+    """The page's commands for the rows of Table VII, in its order."""
+    text = PAGE.read_text(encoding="utf-8").partition("The ablations of Table VII")[2]
+    fence = re.search(r"```console\n(.*?)```", text, re.DOTALL)
+    assert fence is not None
+    return [line.removeprefix("$ softcell ") for line in fence[1].splitlines()]
+
+
+@pytest.mark.parametrize(("line", "arm"), list(zip(table_vii(), ("tied", "alone", "both"), strict=True)))
+def test_the_pages_rows_of_table_vii_are_the_arms_of_the_study(
+    line: str, arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command resolves to the arm's recipe; only the epochs differ, which arms spend equally many of."""
+    found: list[SearchRecipe] = []
+
+    class Reached(BaseException):
+        pass
+
+    def stop(recipe: SearchRecipe, *_: object, **__: object) -> None:
+        found.append(recipe)
+        raise Reached
+
+    monkeypatch.setattr("softcell.api.search_with", stop)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Reached):
+        softcell(shlex.split(line))
+    study = fullattention.recipe_of(arm, 0, parsed(["--data", "cifar10"]))
+    assert study.pretrain.epochs == (20 if arm == "both" else 0)
+    assert study.space_settings["tied"] == (arm == "tied")
+    assert replace(found[0], epochs=study.epochs) == study
+
+
+def test_the_page_claims_no_more_arms_than_the_record_has() -> None:
+    record = json.loads((PAGE.parents[2] / "results/fullattention/phases-cifar10.json").read_text())
+    trained = {row["arm"] for row in record["rows"] if row["trained"] != "not measured"}
+    assert {"both", "alone"} <= trained
+    (row,) = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| 80 channels, error")]
+    assert ("cells not measured" in row) == ("tied" not in trained)
 
 
 class After(Deadline):

@@ -5,8 +5,10 @@ features of what is left are decoded by a series of up-sampling layers, and the 
 over the hidden pixels alone. No labels are needed, and the network is seen as `features` only, so that every method in
 every space can learn from it.
 
-Settled, since the paper does not say: 1 to 8 rectangles; with m of them each covers at most 1/(4m) of the image, so
-that their union stays within a quarter wherever they fall; hidden pixels are 0, the mean colour of normalised images.
+Settled, since the paper says no more than "several smaller, possibly overlapping, random masks [...] that cover up to
+1/4 of the image": 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is a quarter less
+what overlaps; a rectangle may lie across the border, where it is cut off, so that all pixels are hidden equally often;
+hidden pixels are 0, the mean colour of normalised images.
 """
 
 from __future__ import annotations
@@ -25,34 +27,44 @@ from softcell.nn.drop import uniform_for_batch
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.objective import Evaluated, Features, Objective
 
-MOST_MASKS = 8
+LEAST_MASKS, MOST_MASKS = 2, 8
 COVERED = 4
 """At most one part in so many of an image is hidden."""
 STRETCH = 2.0
 """The sides of a rectangle are at most this unequal."""
-_NUMBERS = 4  # random numbers of a rectangle: its area, its shape, its place
+_NUMBERS = 3  # random numbers of a rectangle: its shape, its place
 LEAST_WIDTH = 16
 
 
 def rectangles(numbers: Tensor, height: int, width: int) -> Tensor:
-    """Uniform numbers [n, 1 + 4 · most] to rectangles int64 [n, most, 4]: top, left, height, width; 0 high: none."""
+    """Uniform numbers [n, 1 + 3 · most] to rectangles int64 [n, most, 4]: top, left, height, width; 0 high: none.
+
+    The top of a rectangle is uniform over all rows at which it still reaches into the image. So each row is covered
+    with probability high / (height + high - 1), those at the border too; columns alike.
+    """
     most = (numbers.shape[1] - 1) // _NUMBERS
     pixels = height * width // COVERED
-    if pixels < 1:
-        raise UserError(f"context auto-regression needs images of at least {COVERED} pixels, got {height}x{width}")
-    count = 1 + (numbers[:, :1] * min(most, pixels)).long().clamp(max=min(most, pixels) - 1)  # [n, 1]
-    area, shape, y, x = numbers[:, 1:].unflatten(1, (most, _NUMBERS)).unbind(2)  # type: ignore[no-untyped-call]
-    largest = pixels // count  # whole pixels, so that m rectangles never cover more than the quarter
-    wanted = (largest * (0.5 + 0.5 * area)).floor().long().clamp(min=1)
+    if pixels < LEAST_MASKS:
+        least = COVERED * LEAST_MASKS
+        raise UserError(f"context auto-regression needs images of at least {least} pixels, got {height}x{width}")
+    choices = min(most, pixels) - LEAST_MASKS + 1
+    count = LEAST_MASKS + (numbers[:, :1] * choices).long().clamp(max=choices - 1)  # [n, 1]
+    shape, y, x = numbers[:, 1:].unflatten(1, (most, _NUMBERS)).unbind(2)  # type: ignore[no-untyped-call]
+    area = pixels // count  # whole pixels, so that m rectangles never cover more than the quarter
     stretch = torch.exp((2.0 * shape - 1.0) * math.log(STRETCH))
-    high = torch.sqrt(wanted * stretch).round().long().clamp(min=1, max=height)
-    high = torch.minimum(high, wanted)
-    wide = (wanted // high).clamp(min=1, max=width)
-    top = (y * (height - high + 1)).long().clamp(min=0)
-    left = (x * (width - wide + 1)).long().clamp(min=0)
-    top, left = torch.minimum(top, height - high), torch.minimum(left, width - wide)
+    high = torch.minimum(torch.sqrt(area * stretch).round().long().clamp(min=1, max=height), area)
+    wide = (area // high).clamp(min=1, max=width)
+    top, bottom = _placed(y, high, height)
+    left, right = _placed(x, wide, width)
     used = torch.arange(most, device=numbers.device)[None] < count
-    return torch.stack([top, left, high * used, wide * used], 2)
+    return torch.stack([top, left, (bottom - top) * used, (right - left) * used], 2)
+
+
+def _placed(number: Tensor, length: Tensor, side: int) -> tuple[Tensor, Tensor]:
+    """Begin and end, within 0..side, of intervals of a length that reach into it by at least one pixel."""
+    places = side + length - 1
+    begin = torch.minimum((number * places).long(), places - 1) - (length - 1)
+    return begin.clamp(min=0), (begin + length).clamp(max=side)
 
 
 def covered(boxes: Tensor, height: int, width: int) -> Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,25 @@ STRIDES = (1, 2, 1, 2, 1)
 STEM = (3, 8)
 """Extent and heads of the stem's attention."""
 LARGE, LARGEST_STAGE = 128, 56
-PRINTED = {96: 2.52e6, 80: 1.75e6}
-"""Parameters of the paper's networks for CIFAR-10 by initial channels (Table III, Table VII)."""
+
+
+class Printed(NamedTuple):
+    """A count of parameters that the paper prints, and the network it belongs to."""
+
+    where: str
+    channels: int
+    num_classes: int
+    parameters: float
+
+
+PRINTED = (
+    Printed("CIFAR-10, Table III", 96, 10, 2.52e6),
+    Printed("CIFAR-10, Table VII", 80, 10, 1.75e6),
+    Printed("ImageNet, Table IV", 112, 1000, 4e6),
+    # Table V names no width; ImageNet's is the largest that the paper has.
+    Printed("CUB-200-2011, Table V", 112, 200, 3.82e6),
+)
+"""Parameters of the paper's networks."""
 
 
 @register_space
@@ -141,17 +158,23 @@ class FullAttentionSpace(Space):
         return derive(layout, {name: -own for name, own in strengths.items()}), derive(layout, strengths)
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
-        """Parameters at the paper's widths, beside what it prints where the space is the paper's."""
+        """Parameters of the paper's networks, beside what it prints where the space is the paper's.
+
+        Another number of classes than 10 is what the networks for CIFAR are counted with.
+        """
         own = (self.layers, self.repeats, self.tied, set(self.candidates)) == (3, 1, False, set(CANDIDATES))
         lines = []
-        for channels, printed in PRINTED.items():
-            space = replace(self, channels=channels)
-            least, most = (_total(space, genotype, num_classes) for genotype in space.extremes())
-            low, high = (f"{(total - printed) / 1e6:+.3f}M" for total in (least, most))
-            gap = f"; the paper prints {printed / 1e6:.2f}M ({low} to {high})" if own else ""
-            lines.append(
-                f"parameters at {channels} channels, {num_classes} classes: {least:,} to {most:,} over all choices{gap}"
+        for printed in PRINTED:
+            classes = num_classes if printed.num_classes == 10 else printed.num_classes
+            space = replace(self, channels=printed.channels)
+            least, most = (_total(space, genotype, classes) for genotype in space.extremes())
+            line = (
+                f"parameters at {printed.channels} channels, {classes} classes: {least:,} to {most:,} over all choices"
             )
+            if own and classes == printed.num_classes:
+                low, high = (f"{(total - printed.parameters) / 1e6:+.3f}M" for total in (least, most))
+                line += f"; the paper prints {printed.parameters / 1e6:.3g}M ({printed.where}): {low} to {high}"
+            lines.append(line)
         return tuple(lines)
 
 
