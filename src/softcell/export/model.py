@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from softcell.engine import RunFolder
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
+from softcell.settings import convert
 from softcell.spaces import Network, Shape
 from softcell.spaces.pretrained import MODEL, read_description
 
@@ -69,20 +70,48 @@ def read_model(folder: str | Path) -> Model:
     """The model of a finished training run, of the folder of `softcell run`, or of an exported folder."""
     place = trained_folder(folder)
     description = read_description(place)
-    data = description["data"]
-    channels, height, width = data["shape"]
-    rows, columns = data.get("scaled_to", (height, width))
-    return Model(
-        Network.from_pretrained(place),
-        (channels, height, width),
-        tuple(data["classes"]),
-        tuple(data["mean"]),
-        tuple(data["std"]),
-        description.get("about", {}),
-        "embedding" if description.get("task") == "retrieve" else "logits",
-        (int(rows), int(columns)),
-        data.get("whole", False),
-    )
+    facts = _plain_facts(description, place)
+    output: Literal["logits", "embedding"] = "embedding" if description.get("task") == "retrieve" else "logits"
+    return Model(Network.from_pretrained(place), output=output, **facts)
+
+
+def _plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """What a folder says of its model, as plain numbers and texts of the right kind; anything else is a `UserError`.
+
+    These values are written into Python and ONNX files, and a folder may come from anybody.
+    """
+    data, where = convert(dict, description["data"], f"{place}: data"), f"{place}: data"
+    missing = [key for key in ("shape", "classes", "mean", "std") if key not in data]
+    if missing:
+        raise UserError(f"{where} must have `{missing[0]}`, but has not; export or train the model again")
+    shape = convert(tuple[int, ...], data["shape"], f"{where}.shape")
+    if len(shape) != 3 or min(shape) < 1:
+        raise UserError(f"{where}.shape must be channels, height and width, got {data['shape']!r}")
+    mean, std = (convert(tuple[float, ...], data[key], f"{where}.{key}") for key in ("mean", "std"))
+    if not len(mean) == len(std) == shape[0] or min(std) <= 0:
+        raise UserError(f"{where}.mean and {where}.std must have a number for each of {shape[0]} channels, std above 0")
+    scaled_to = convert(tuple[int, ...], data.get("scaled_to", shape[1:]), f"{where}.scaled_to")
+    if len(scaled_to) != 2 or scaled_to[0] < shape[1] or scaled_to[1] < shape[2]:
+        raise UserError(f"{where}.scaled_to must be a height and a width not below {shape[1:]}, got {scaled_to}")
+    classes = convert(tuple[str, ...], data["classes"], f"{where}.classes")
+    about = convert(dict, description.get("about", {}), f"{place}: about")
+    for key, value in about.items():
+        convert(str, value, f"{place}: about.{key}")
+    for text in (*classes, *about, *about.values()):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{place}: names and facts must be valid Unicode, got {text[:80]!r}") from None
+    whole = convert(bool, data.get("whole", False), f"{where}.whole")
+    return {
+        "shape": shape,
+        "classes": classes,
+        "mean": mean,
+        "std": std,
+        "about": about,
+        "scaled_to": scaled_to,
+        "whole": whole,
+    }
 
 
 def trained_folder(folder: str | Path) -> Path:

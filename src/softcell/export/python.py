@@ -10,15 +10,14 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from softcell.errors import UserError
 from softcell.export.model import BATCHES, Model, check_equal, sample_pixels
 from softcell.export.source import Key, Sources
 from softcell.export.tree import Expression, Tree, classes_of, named_parts
 
 WEIGHTS = "model.safetensors"
 
-HEADER = '''"""{title}
-
-{facts}
+HEADER = '''"""A network found by architecture search; ABOUT says what is known of it.
 
     from {module} import load, normalise
 
@@ -168,6 +167,8 @@ if __name__ == "__main__":
 
 def to_python(model: Model, module: str = "model") -> str:
     """The text of the file; `module` is the name it will be imported by."""
+    if not module.isidentifier():
+        raise UserError(f"a module's name must be a plain identifier, got {module!r}")
     network = model.network
     roots: list[Key] = classes_of(network)
     while True:  # plain values in the tree name classes of their own, whose code may read more of the tree
@@ -184,13 +185,11 @@ def to_python(model: Model, module: str = "model") -> str:
     body = "\n\n".join(
         (
             HEADER.format(
-                title=_plain(f"A network of the space {network.genotype.space!r}, found by architecture search."),
-                facts=_facts(model),
                 module=module,
                 weights=WEIGHTS,
-                channels=model.shape[0],
-                height=model.shape[1],
-                width=model.shape[2],
+                channels=int(model.shape[0]),
+                height=int(model.shape[1]),
+                width=int(model.shape[2]),
                 output=model.output,
                 pad=" " * max(0, 9 - len(model.output)),
             ),
@@ -205,7 +204,7 @@ def to_python(model: Model, module: str = "model") -> str:
             + END,
         )
     )
-    return "\n".join(line.rstrip() for line in body.splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in body.split("\n")).rstrip("\n") + "\n"
 
 
 def _imports(sources: Sources, further: set[str]) -> str:
@@ -227,11 +226,21 @@ def _imports(sources: Sources, further: set[str]) -> str:
 
 
 def _constants(model: Model) -> str:
-    classes = "\n".join(f"    {name!r}," for name in model.classes)
+    """Facts about the model as literals.
+
+    Whatever comes from a file, names of keys included, enters the source by `repr` of plain values and in no other way:
+    neither a docstring nor a comment holds any of it.
+    """
+    about = {"space": model.network.genotype.space, **(model.about or {"weights": "not trained"})}
+    facts = "\n".join(f"    {str(name)!r}: {str(value)!r}," for name, value in about.items())
+    classes = "\n".join(f"    {str(name)!r}," for name in model.classes)
+    shape = tuple(int(size) for size in model.shape)
+    mean, std = (tuple(float(value) for value in values) for values in (model.mean, model.std))
     comment = "# that the embedding was learnt from\n" if model.output == "embedding" else ""
     return (
-        f"SHAPE = {model.shape!r}  # of an image: channels, height, width\n"
-        f"MEAN = {model.mean!r}\nSTD = {model.std!r}\n{comment}CLASSES = (\n{classes}\n)"
+        f"ABOUT = {{\n{facts}\n}}\n"
+        f"SHAPE = {shape!r}  # of an image: channels, height, width\n"
+        f"MEAN = {mean!r}\nSTD = {std!r}\n{comment}CLASSES = (\n{classes}\n)"
     )
 
 
@@ -249,15 +258,6 @@ def _scaled(model: Model) -> str:
 def _function(name: str, expression: Expression) -> str:
     first, *rest = expression.lines()
     return "\n".join([f"def {name}() -> nn.Module:", f"    return {first}", *(f"    {line}" for line in rest)])
-
-
-def _facts(model: Model) -> str:
-    return "\n".join(f"{name}: {_plain(value)}" for name, value in model.about.items()) or "Weights: not trained."
-
-
-def _plain(text: str) -> str:
-    """Text that cannot end a docstring."""
-    return " ".join(str(text).replace("\\", "/").replace('"', "'").split())
 
 
 def check_python(file: Path, model: Model) -> float:

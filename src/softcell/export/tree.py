@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import keyword
 import math
 import re
 from collections import Counter
@@ -84,7 +85,7 @@ class Tree:
         extra = self._parts(module, without=_names_of(base, module)) if type(module) is not base else {}
         if not extra or key in REPLACED:
             return made
-        parts = tuple((f"{name}=", value) for name, value in extra.items())
+        parts = tuple((_keyword(name), value) for name, value in extra.items())
         return Expression("having(", (("", made), *parts), ")", hint or key[1])
 
     def _class_name(self, kind: type) -> str:
@@ -186,7 +187,16 @@ class Tree:
         return self._sources.names.get(key, key[1])
 
     def _call(self, name: str, values: Mapping[str, Expression], hint: str) -> Expression:
-        return Expression(f"{name}(", tuple((f"{key}=", value) for key, value in values.items()), ")", hint)
+        return Expression(f"{name}(", tuple((_keyword(key), value) for key, value in values.items()), ")", hint)
+
+
+def _keyword(name: str) -> str:
+    """`name=` in a call; a part of a module may have any name, of which only identifiers can be written so."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise UserError(
+            f"a part named {name!r} cannot be written into a Python file; use --to onnx or --to torch-export"
+        )
+    return f"{name}="
 
 
 def _torch_base(kind: type) -> type:
@@ -290,7 +300,8 @@ def _occurrences(root: Expression) -> Counter[str]:
 
 def _snake(name: str) -> str:
     words = re.sub(r"([a-z0-9])([A-Z])|([A-Z]+)([A-Z][a-z])", r"\1\3_\2\4", name.replace("ReLU", "Relu")).lower()
-    words = re.sub(r"\W+", "_", words).strip("_") or "part"
+    # Letters of ASCII alone: the hint may be a key that comes from a file.
+    words = re.sub(r"\W+", "_", words, flags=re.ASCII).strip("_") or "part"
     return f"make_{words}" if words.isidentifier() else f"make_part_{words}"
 
 
