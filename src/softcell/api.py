@@ -392,8 +392,10 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:
-    if RunFolder.open(folder).manifest["status"] != "finished":
+    run = RunFolder.open(folder)
+    if run.manifest["status"] != "finished":
         return None
+    run.verify("genotype.json", "metrics.jsonl", "architecture.jsonl")
     result = SearchResult(folder, recipe, Genotype.load(folder), _rows(folder), 0)
     if is_main() and not (folder / drawings.CELLS).exists():
         _draw_search(result)
@@ -401,9 +403,11 @@ def _finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:
 
 
 def _finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> TrainResult | None:
-    manifest = RunFolder.open(folder).manifest
+    run = RunFolder.open(folder)
+    manifest = run.manifest
     if manifest["status"] != "finished":
         return None
+    run.verify("metrics.jsonl")  # the weights are verified where they are loaded
     results = manifest["results"]
     cost = Cost(results["parameters"], results["multiply_adds"])
     network = load_network(folder)

@@ -26,12 +26,14 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         path = path if (path / "genotype.json").exists() else run_in(path)
         if not (path / "genotype.json").exists() and (path / "run.json").exists():
             raise UserError(_why_none(path))
-        return Genotype.load(path)
+        return _in_folder(path)
     if not path.exists():
         raise UserError(
             f"no genotype at {text[:80]!r}: give a file, a run folder, RUN@EPOCH, DARTS notation (Genotype(...)) or a "
             "NAS-Bench-201 string (|op~0|+...)"
         )
+    if path.name == "genotype.json" and (path.parent / "run.json").is_file():
+        RunFolder.open(path.parent).verify(path.name)
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -42,6 +44,21 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         return notation.parse(content)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _in_folder(path: Path) -> Genotype:
+    """The `genotype.json` of a folder; that of a finished run, or of the best of several seeds, must be unchanged."""
+    if (path / "run.json").is_file():
+        RunFolder.open(path).verify("genotype.json")
+    genotype = Genotype.load(path)
+    if not (path / "run.json").is_file() and (path / SEEDS).is_file() and (run_in(path) / "run.json").is_file():
+        best = run_in(path)
+        if _in_folder(best) != genotype:
+            raise UserError(
+                f"{path / 'genotype.json'} must be that of the best seed, {best}, but differs from it; to use your own "
+                "version of it, copy it out of the folder and give that file"
+            )
+    return genotype
 
 
 def is_notation(text: str) -> bool:

@@ -16,6 +16,7 @@ from softcell.errors import UserError
 from softcell.evaluate.recipe import resolve
 from softcell.spaces import build_space
 from softcell.spaces.count import count_genotype, evaluation_space
+from unsealed import unsealed
 
 COUNTED = evaluation_space("nb201", "digits")
 """Larger than what is trained here: a budget is about the size it was stated for."""
@@ -101,7 +102,7 @@ def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recip
     manifest, genotype = json.loads((old / "run.json").read_text()), json.loads((old / "genotype.json").read_text())
     manifest["results"].pop("data", None)
     del genotype["about"]["budget"]
-    (old / "run.json").write_text(json.dumps(manifest))
+    (old / "run.json").write_text(json.dumps(unsealed(manifest)))
     (old / "genotype.json").write_text(json.dumps(genotype))
     for source in (f"{bounded}@1", old):
         answer = call("train", source, *TINY_TRAIN, "--random", "1", "--out", "out", "--overwrite")

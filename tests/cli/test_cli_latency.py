@@ -18,6 +18,7 @@ from softcell.cli.latency import _searched_with
 from softcell.cli.main import run
 from softcell.evaluate import latency as subject
 from softcell.spaces import build_space
+from unsealed import unsealed
 
 FAST = ("--samples", "2", "--threads", "1")
 
@@ -40,7 +41,7 @@ def with_status(run_: Path, place: Path, status: str) -> Path:
     """The run as it would be had it ended so."""
     shutil.copytree(run_, place)
     manifest = json.loads((place / "run.json").read_text())
-    (place / "run.json").write_text(json.dumps({**manifest, "status": status}))
+    (place / "run.json").write_text(json.dumps({**unsealed(manifest), "status": status}))
     if status != "finished":
         (place / "model.safetensors").unlink()
     return place

@@ -11,6 +11,7 @@ from cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 from PIL import Image
 
 from softcell.baseline import Baseline, verdict
+from unsealed import unsealed
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def test_a_plugin_of_the_search_is_known_to_the_training(call: Softcell, tmp_pat
 
 
 def test_an_unfinished_search_is_no_genotype(call: Softcell, searched: Path, tmp_path: Path) -> None:
-    state = {**manifest(searched), "status": "interrupted"}
+    state = {**unsealed(manifest(searched)), "status": "interrupted"}
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "run.json").write_text(json.dumps(state))
     answer = call("train", "half")
@@ -190,7 +191,7 @@ def test_folders_of_several_runs_stand_for_one_of_them(call: Softcell, searched:
 def test_a_run_that_has_no_architecture_says_why(call: Softcell, searched: Path, tmp_path: Path) -> None:
     for name, change in (("teacher", {"kind": "teacher"}), ("lost", {})):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(json.dumps({**manifest(searched), **change}))
+        (tmp_path / name / "run.json").write_text(json.dumps({**unsealed(manifest(searched)), **change}))
     assert "is a teacher run, which has no architecture" in call("train", "teacher").error
     assert "genotype.json of this search is gone" in call("train", "lost").error
     assert "must name an epoch of a search" in call("show", "teacher@1").error

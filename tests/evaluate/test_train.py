@@ -29,6 +29,7 @@ from softcell.evaluate import RECIPES, TrainRecipe, TrainResult, load_network, r
 from softcell.evaluate.task import TrainTask, learning_rate
 from softcell.nn.auxiliary import quarters
 from softcell.spaces import SPACES, build_space
+from unsealed import unsealed
 
 TRAIN = sys.modules["softcell.evaluate.train"]
 
@@ -191,7 +192,7 @@ def test_the_weights_file_leaves_the_tower_out(finished: TrainResult) -> None:
 def test_load_network_refuses_what_is_not_a_finished_training(finished: TrainResult, tmp_path: Path) -> None:
     manifest = json.loads((finished.folder / "run.json").read_text())
     for change, word in (({"status": "interrupted"}, "interrupted"), ({"kind": "search"}, "search run")):
-        (tmp_path / "run.json").write_text(json.dumps({**manifest, **change}))
+        (tmp_path / "run.json").write_text(json.dumps({**unsealed(manifest), **change}))
         with pytest.raises(UserError, match=word):
             load_network(tmp_path)
     with pytest.raises(UserError, match="check the path"):

@@ -21,6 +21,7 @@ from softcell.data import load
 from softcell.errors import UserError
 from softcell.export import FORMATS, graph, python, read_model, write
 from softcell.export.source import Sources
+from unsealed import unseal, unsealed
 
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
 
@@ -170,7 +171,7 @@ def test_weights_of_another_network_are_kept_unless_told_otherwise(trained: Path
     export(trained, "safetensors", tmp_path)  # the same weights, which need no leave
     kept = (tmp_path / "model.safetensors").read_bytes()
     other = {name: value + 1 for name, value in load_file(trained / "model.safetensors").items()}
-    shutil.copytree(trained, tmp_path / "other")
+    unseal(shutil.copytree(trained, tmp_path / "other"))
     save_file(other, tmp_path / "other" / "model.safetensors")
     (tmp_path / "model.json").unlink()
     with pytest.raises(UserError, match="exists already and holds other weights"):
@@ -230,8 +231,10 @@ def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: 
     (tmp_path / "file").touch()
     assert "is a file" in error(trained, "--to", "python", "--out", tmp_path / "file" / "deep")
     (copy / "model.safetensors").write_bytes(b"broken")
+    assert "SHA-256 differs" in error(copy, "--to", "onnx")
+    unseal(copy)
     assert "not the weights" in error(copy, "--to", "onnx")
-    manifest = json.loads((copy / "run.json").read_text())
+    manifest = unsealed(json.loads((copy / "run.json").read_text()))
     (copy / "run.json").write_text(json.dumps({**manifest, "kind": "search"}))
     assert f"`softcell train '{copy}'`" in error(copy, "--to", "onnx")
     (copy / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
@@ -250,7 +253,7 @@ def test_a_whole_run_is_exported_beside_its_training_and_an_unfinished_one_says_
     assert run(["export", str(whole), "--to", "python"]) == 2
     assert going_on in capsys.readouterr().err
     shutil.copytree(trained, whole / "train")
-    manifest = json.loads((whole / "train" / "run.json").read_text())
+    manifest = unsealed(json.loads((whole / "train" / "run.json").read_text()))
     (whole / "train" / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
     assert run(["export", str(whole), "--to", "python"]) == 2
     assert going_on in capsys.readouterr().err

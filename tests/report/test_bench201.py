@@ -27,6 +27,7 @@ from softcell.report.bench201 import (
     trajectory_notes,
     trajectory_rows,
 )
+from unsealed import unseal
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +79,7 @@ def test_a_copied_folder_is_no_second_seed(table: Nb201Table, tmp_path: Path) ->
 def test_means_over_epochs_are_means_over_all_runs(table: Nb201Table, tmp_path: Path) -> None:
     for seed in (0, 1, 2):
         make_search(tmp_path / f"seed-{seed}", seed=seed, epochs=4)
+    unseal(tmp_path / "seed-1")
     lines = (tmp_path / "seed-1/architecture.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "seed-1/architecture.jsonl").write_text("".join(lines[:2]))  # as a search that was stopped early
     runs = bench_runs(table, [tmp_path])
@@ -120,7 +122,7 @@ def test_what_is_no_finished_search_is_passed_over_in_folders_and_refused_by_nam
 
 def test_a_search_of_smaller_cells_is_refused_by_its_folder(table: Nb201Table, tmp_path: Path) -> None:
     make_search(tmp_path / "good")
-    folder = make_search(tmp_path / "small", seed=1)
+    folder = unseal(make_search(tmp_path / "small", seed=1))
     cell = Cell((Pick(0, 1, "nor_conv_3x3"), Pick(0, 2, "nor_conv_3x3"), Pick(1, 2, "none")), (2,))
     Genotype("nb201", {"cell": cell}).save(folder / "genotype.json")
     with pytest.raises(UserError, match=r"small: NAS-Bench-201 has cells of 4 nodes .* ends in 2"):

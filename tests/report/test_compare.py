@@ -15,6 +15,7 @@ from softcell.report.compare import Comparison, compare
 from softcell.report.runs import find_runs, read_runs
 from softcell.report.stats import holm, summarise, welch
 from softcell.report.tables import groups_csv, markdown, pairs_csv, runs_csv
+from unsealed import unsealed
 
 A, B = [0.91, 0.93, 0.92, 0.95], [0.85, 0.90, 0.84]
 
@@ -137,7 +138,7 @@ def test_different_kinds_of_accuracy_are_never_compared(tmp_path: Path) -> None:
         make_search(tmp_path / f"o{seed}", seed=seed, accuracy=0.8 + seed / 50, data="other")
     child = json.loads((tmp_path / "s1" / "run.json").read_text())
     child["results"]["child_accuracy"] = 0.5
-    (tmp_path / "s1" / "run.json").write_text(json.dumps(child))
+    (tmp_path / "s1" / "run.json").write_text(json.dumps(unsealed(child)))
     found = comparison(tmp_path)
     assert len({(g.measure, g.data) for g in found.groups}) == 4
     assert found.pairs == ()
@@ -157,7 +158,7 @@ def test_architectures_of_one_seed_are_called_that(tmp_path: Path) -> None:
         make_training(tmp_path / f"r{k}", method="random", seed=k + 5, accuracy=accuracy - 0.1)
         manifest = json.loads((tmp_path / f"r{k}" / "run.json").read_text())
         manifest["seed"] = manifest["recipe"]["seed"] = 0
-        (tmp_path / f"r{k}" / "run.json").write_text(json.dumps(manifest))
+        (tmp_path / f"r{k}" / "run.json").write_text(json.dumps(unsealed(manifest)))
     (pair,) = comparison(tmp_path).pairs
     assert "All runs of random draw in nb201 share one seed: their spread is that of architectures." in pair.sentence
 

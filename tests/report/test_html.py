@@ -21,6 +21,7 @@ from softcell.report.html.mistakes import overlay
 from softcell.report.html.sections import changed
 from softcell.report.html.weights import shade
 from softcell.report.runs import find_runs, labels, read_run, table_names
+from unsealed import unsealed
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -148,7 +149,7 @@ def test_names_of_users_are_text(tmp_path: Path) -> None:
     search = make_search(tmp_path / "s", data=EVIL, recipe={"method_settings": {EVIL: EVIL}})
     manifest = json.loads((search / "run.json").read_text())
     manifest["command"] = [EVIL]
-    (search / "run.json").write_text(json.dumps(manifest))
+    (search / "run.json").write_text(json.dumps(unsealed(manifest)))
     page = report([folder, search])
     parsed = parse(page)
     assert [tag for tag, _ in parsed.tags].count("script") == 1
@@ -205,7 +206,7 @@ def test_values_of_the_wrong_kind_break_no_report(tmp_path: Path, turn: int) -> 
 
     search, training = make_search(tmp_path / "s"), make_training(tmp_path / "t")
     for folder in (search, training):
-        manifest = json.loads((folder / "run.json").read_text())
+        manifest = unsealed(json.loads((folder / "run.json").read_text()))
         fixed = {key: manifest[key] for key in ("format", "version", "kind", "status")}
         inner = {key: broken(manifest[key]) for key in ("recipe", "results", "versions", "hardware")}
         for changed_ in (broken(manifest) | fixed, {**manifest, **inner}):
@@ -271,7 +272,7 @@ def test_weights_have_the_names_of_their_space_or_numbers(tmp_path: Path) -> Non
     assert "nor_conv_3x3" in report([folder])
     manifest = json.loads((folder / "run.json").read_text())
     manifest["recipe"]["space"] = "somebody's plugin"
-    (folder / "run.json").write_text(json.dumps(manifest))
+    (folder / "run.json").write_text(json.dumps(unsealed(manifest)))
     text = "".join(parse(report([folder])).text)
     assert "candidate 5" in text and "choice 6" in text
 

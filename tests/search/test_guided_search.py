@@ -41,6 +41,7 @@ from softcell.spaces import Bound
 from softcell.spaces.fused import literal
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 from softcell.testing import tiny_space
+from unsealed import unsealed
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,7 @@ def test_a_resumed_search_needs_the_teacher_it_began_with(place: Path, tmp_path:
     manifest = json.loads((tmp_path / "run" / "run.json").read_text())
     manifest["results"]["guide"]["digest"] = "0" * 64
     manifest["status"] = "interrupted"
-    (tmp_path / "run" / "run.json").write_text(json.dumps(manifest))
+    (tmp_path / "run" / "run.json").write_text(json.dumps(unsealed(manifest)))
     with pytest.raises(UserError, match="keeps its teacher"):
         search(guided(place), tmp_path / "run", resume=True)
 

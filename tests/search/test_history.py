@@ -15,6 +15,7 @@ from softcell.errors import UserError
 from softcell.search import resolve
 from softcell.search.history import FILE, about_of, best_so_far, genotype_of, line, named_epoch
 from softcell.spaces import build_space
+from unsealed import unseal
 
 TINY = {"batch_size": 256, "threads": 1, "space_settings": {"cells": 3, "channels": 2, "nodes": 1}}
 
@@ -69,6 +70,7 @@ def test_of_architectures_trained_one_by_one_it_is_the_best_so_far() -> None:
 def test_a_line_that_was_cut_off_is_no_line(searched: Path, tmp_path: Path) -> None:
     for name in ("run.json", FILE):
         (tmp_path / name).write_text((searched / name).read_text())
+    unseal(tmp_path)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"epoch": 2, "tab')
     assert read_genotype(f"{tmp_path}@last") == read_genotype(f"{searched}@2")
@@ -77,6 +79,7 @@ def test_a_line_that_was_cut_off_is_no_line(searched: Path, tmp_path: Path) -> N
 def test_lines_written_without_settings_take_those_of_the_genotype(searched: Path, tmp_path: Path) -> None:
     for name in ("run.json", "genotype.json"):
         (tmp_path / name).write_text((searched / name).read_text())
+    unseal(tmp_path)
     rows = [json.loads(text) for text in (searched / FILE).read_text().splitlines()]
     (tmp_path / FILE).write_text(
         "".join(json.dumps({k: v for k, v in r.items() if k != "settings"}) + "\n" for r in rows)

@@ -40,11 +40,13 @@ def compare(
     from softcell.errors import UserError
     from softcell.report import tables
     from softcell.report.compare import compare as compare_runs
-    from softcell.report.runs import find_runs, read_runs
+    from softcell.report.runs import check_intact, find_runs, read_runs
 
     if of != "groups" and format_ != "csv":
         raise UserError(f"--of {of} belongs to --format csv; the other formats show groups and pairs together")
-    found = compare_runs(read_runs(find_runs(runs)))
+    folders = find_runs(runs)
+    check_intact(folders)
+    found = compare_runs(read_runs(folders))
     if not found.groups:
         raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
     if format_ == "table":

@@ -37,10 +37,11 @@ def report(
     from softcell.cli.console import console
     from softcell.errors import UserError
     from softcell.report.html import REPORT, write_report
-    from softcell.report.runs import find_runs
+    from softcell.report.runs import check_intact, find_runs
 
     o.load_plugins(plugin)
     folders = find_runs(runs)
+    check_intact(folders)
     own = runs[0] / REPORT if len(runs) == 1 else None
     path = out or own or Path(REPORT)
     if path.is_dir():

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from softcell.engine.checksums import DIGEST, check_digest, checksums_of, digest_of, mismatch
 from softcell.engine.files import TEMPORARY, atomic_write_text
 from softcell.engine.migrate import FORMAT, VERSION, migrate
 from softcell.engine.provenance import collect, now
@@ -32,6 +33,7 @@ def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, 
         "finished": None,
         **collect(),
         "results": {},
+        "checksums": {},
     }
 
 
@@ -88,8 +90,12 @@ class RunFolder:
             raise UserError(f"a run's folder has a {MANIFEST}, but {path} has none; check the path") from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file} must be readable JSON, but is not: {error}") from error
+        if isinstance(manifest, dict):
+            check_digest(manifest, file)
         manifest = migrate(manifest, str(file))
         _check(manifest)
+        manifest.setdefault("checksums", {})
+        manifest.pop(DIGEST, None)
         return cls(path, manifest)
 
     @property
@@ -103,16 +109,32 @@ class RunFolder:
         if unknown:
             raise UserError(f"update changes fields that a manifest has, but got {', '.join(unknown)}")
         changed = {**self._manifest, **copy.deepcopy(fields)}
+        if changed["status"] != "finished":
+            changed["checksums"] = {}  # the files of a run that continues change
         _check(changed)
         self._manifest = changed
         self._write()
 
     def finish(self, status: Literal["interrupted", "finished", "failed"], **results: Any) -> None:
-        """Record how the run ended, when, and what came out (added to the results so far)."""
-        self.update(status=status, finished=now(), results={**self._manifest["results"], **results})
+        """Record how the run ended, when, and what came out (added to the results so far).
+
+        Of a finished run also the checksums of its files, which must all be written by now.
+        """
+        sums = checksums_of(self.path) if status == "finished" else {}
+        self.update(status=status, finished=now(), results={**self._manifest["results"], **results}, checksums=sums)
+
+    def verify(self, *names: str) -> None:
+        """Raise `UserError` where one of these files was changed after the run had finished."""
+        for name in names:
+            if (found := mismatch(self.path, self._manifest.get("checksums", {}), name)) is not None:
+                raise UserError(found)
 
     def _write(self) -> None:
-        text = json.dumps(self._manifest, indent=2, ensure_ascii=False, allow_nan=False)
+        manifest = self._manifest
+        if manifest["status"] == "finished":
+            # Of what a reader will find: JSON turns tuples into lists and all keys into text.
+            manifest = {**manifest, DIGEST: digest_of(json.loads(json.dumps(manifest, allow_nan=False)))}
+        text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
         atomic_write_text(self.path / MANIFEST, text + "\n")
 
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from softcell import __version__
+from softcell.engine.checksums import checksum
 from softcell.engine.files import TEMPORARY, atomic_write_text, fsync_folder
 from softcell.errors import UserError
 from softcell.export import graph, python
@@ -65,7 +66,8 @@ class Ready:
                     )
                 case "safetensors":
                     difference = _write_weights(model, files[0])
-                    described = json.dumps(_description(self.source), indent=2, ensure_ascii=False)
+                    known = {"checksums": {WEIGHTS: checksum(files[0])}}
+                    described = json.dumps({**_description(self.source), **known}, indent=2, ensure_ascii=False)
                     atomic_write_text(files[1], described + "\n")
                 case "python":
                     _write_weights(model, files[1])

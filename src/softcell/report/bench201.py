@@ -21,7 +21,7 @@ from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb20
 from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
 from softcell.report.compare import texts, varying, what, without_repeats
 from softcell.report.curves import curves_svg
-from softcell.report.runs import Run, find_runs, is_table, read_runs
+from softcell.report.runs import Run, check_intact, find_runs, is_table, read_runs
 from softcell.report.stats import Summary, summarise
 from softcell.search.history import genotype_of
 
@@ -54,7 +54,9 @@ def bench_runs(
     """
     found, passed = [], []
     named = set(map(Path, paths))
-    for run in read_runs(find_runs(paths)):
+    folders = find_runs(paths)
+    check_intact(folders)
+    for run in read_runs(folders):
         if (reason := _unfit(run)) is None:
             found.append(run)
         elif run.folder in named:

@@ -1,8 +1,8 @@
 """Run folders as the report, the comparison and the live page read them: forgiving, and without running their code.
 
 A run may be going on, killed half-way or copied while it was written. Only an unreadable `run.json` is an error;
-whatever else is missing or damaged is left out and named in `Run.problems`. Plugins that a run names are not loaded: to
-look at a folder must not mean to run what is in it.
+whatever else is missing or damaged is left out and named in `Run.problems` (`check_intact` is stricter). Plugins that a
+run names are not loaded: to look at a folder must not mean to run what is in it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from softcell.arch import Genotype
+from softcell.engine.checksums import mismatch
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
-from softcell.evaluate.predictions import read_predictions
+from softcell.evaluate.predictions import PREDICTIONS, read_predictions
 from softcell.search.phases import FIRST
 from softcell.spaces import build_space
 
 DRAWN = "random draw"
+LINES = ("metrics.jsonl", "architecture.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,12 @@ def companions(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
+def check_intact(folders: Iterable[Path]) -> None:
+    """Raises `UserError` where a file that is read of a finished run was changed after it had finished."""
+    for folder in folders:
+        RunFolder.open(folder).verify(*LINES, "genotype.json", PREDICTIONS)
+
+
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """All runs, each labelled by what its path does not share with the others."""
     return [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
@@ -170,16 +178,27 @@ def read_run(folder: Path, label: str | None = None) -> Run:
     """Everything in a folder that can be read; `UserError` where it is no run."""
     manifest = RunFolder.open(folder).manifest
     problems: list[str] = []
-    metrics = [row for row in read_lines(folder, "metrics.jsonl", problems) if number(row.get("epoch")) is not None]
-    architecture = [row for row in read_lines(folder, "architecture.jsonl", problems) if "epoch" in row]
+    known = mapping(manifest["checksums"])
+
+    def intact(name: str) -> bool:
+        """Whether a file is there and, in a finished run, as the run left it."""
+        found = mismatch(folder, known, name)
+        if found is None and name in known and not (folder / name).is_file():
+            found = f"{name} is gone; the run left one"
+        problems.extend([] if found is None else [found])
+        return found is None
+
+    lines = {name: read_lines(folder, name, problems) if intact(name) else [] for name in LINES}
+    metrics = [row for row in lines["metrics.jsonl"] if number(row.get("epoch")) is not None]
+    architecture = [row for row in lines["architecture.jsonl"] if "epoch" in row]
     genotype, predictions = None, None
-    if (folder / "genotype.json").is_file():
+    if (folder / "genotype.json").is_file() and intact("genotype.json"):
         try:
             genotype = Genotype.load(folder)
         except (UserError, RecursionError) as error:
             problems.append(str(error))
     try:
-        predictions = read_predictions(folder)
+        predictions = read_predictions(folder) if intact(PREDICTIONS) else None
     except UserError as error:
         problems.append(str(error))
     name = label if label is not None else folder.resolve().name

@@ -81,7 +81,9 @@ def derived_in(folder: Path, wanted: str) -> Genotype:
 
     As derived then: a budget, or evolution at the end of the search, has no part in it.
     """
-    manifest, rows = RunFolder.open(folder).manifest, _rows(folder)
+    run = RunFolder.open(folder)
+    run.verify(FILE, "genotype.json")
+    manifest, rows = run.manifest, _rows(folder)
     if manifest["kind"] != "search":
         raise UserError(f"{folder}@{wanted} must name an epoch of a search, but {folder} is a {manifest['kind']} run")
     if not rows:

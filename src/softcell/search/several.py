@@ -133,8 +133,12 @@ def _place(folder: Path, seed: int) -> Path:
 
 def _finished(folder: Path, recipe: SearchRecipe, seed: int) -> SearchResult | None:
     place = _place(folder, seed)
-    if not (place / "run.json").is_file() or RunFolder.open(place).manifest["status"] != "finished":
+    if not (place / "run.json").is_file():
         return None
+    run = RunFolder.open(place)
+    if run.manifest["status"] != "finished":
+        return None
+    run.verify("genotype.json", "metrics.jsonl")
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()]
     return SearchResult(place, replace(recipe, seed=seed), Genotype.load(place), rows, 0)
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
+from softcell.engine.checksums import checksum
 from softcell.errors import UserError
 from softcell.registry import load_plugins
 from softcell.spaces.base import Inputs, Network
@@ -48,12 +49,14 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     path = Path(folder)
     if (path / MODEL).is_file():
         return _exported(path / MODEL)
-    manifest = RunFolder.open(path).manifest
+    run = RunFolder.open(path)
+    manifest = run.manifest
     if manifest["kind"] != "train" or manifest["status"] != "finished":
         raise UserError(
             f"{folder} must be a finished training run, but it is a {manifest['kind']} run with status "
             f"{manifest['status']!r}; make one with `softcell train`"
         )
+    run.verify("genotype.json", WEIGHTS)
     results, recipe = manifest["results"], manifest["recipe"]
     about = {"data": results["data"]["source"], "parameters": f"{results['parameters']:,}"}
     about["multiply-adds"] = f"{results['multiply_adds']:,}"
@@ -89,4 +92,11 @@ def _exported(file: Path) -> dict[str, Any]:
     for key in ("genotype", "space_settings", "data", "plugins"):
         if key not in data:
             raise UserError(f"{file}: `{key}` is missing; export the model again")
+    known = data.get("checksums", {})  # exports of earlier versions have none
+    weights = file.with_name(WEIGHTS)
+    if isinstance(known, dict) and WEIGHTS in known and weights.is_file() and checksum(weights) != known[WEIGHTS]:
+        raise UserError(
+            f"{weights} is not what was exported with {file.name}: its SHA-256 differs from the one there; export the "
+            "model again"
+        )
     return data

@@ -105,7 +105,9 @@ def load_classifier(file: str | Path, classifier: str | None = None) -> Classifi
 
 
 def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    manifest = RunFolder.open(folder).manifest
+    run = RunFolder.open(folder)
+    run.verify(WEIGHTS)
+    manifest = run.manifest
     results = manifest["results"]
     if manifest["status"] != "finished":
         raise UserError(f"a teacher must be fully trained, but {folder} is {manifest['status']!r}; resume it")
