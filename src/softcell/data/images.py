@@ -123,6 +123,11 @@ class Resident(Images):
     def device(self) -> torch.device:
         return self._pixels.device
 
+    @property
+    def pixels(self) -> Tensor:
+        """All images as stored, uint8 [N, C, H', W'], without the guard of the test set: for fingerprints alone."""
+        return self._pixels
+
     def to(self, device: torch.device | str) -> "Resident":
         """These images on `device`; the object itself if they are there already."""
         device = torch.device(device)
@@ -178,6 +183,12 @@ class Files(Images):
 
     def path(self, index: int) -> Path:
         return self.root / os.fsdecode(bytes(self._names[index]))
+
+    def layout(self) -> bytes:
+        """What is known of the images without reading a file: names, sizes as seen and stored, boxes."""
+        boxes = b"" if self._boxes is None else self._boxes.astype("<f8").tobytes()
+        sizes = str((self.shape, self.stored, self._whole)).encode()
+        return b"\0".join((sizes, boxes, b"\0".join(map(bytes, self._names))))
 
     def _looked_at(self, index: int) -> tuple[Box | None, float]:
         return box_of(self._boxes, index), self.stored[0] / self.shape[1]

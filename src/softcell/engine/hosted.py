@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from softcell.engine import checkpoint
 from softcell.engine.distributed import World, on_main
 from softcell.engine.events import Note, OnEvent
 from softcell.engine.files import atomic_write_text
+from softcell.engine.identity import check_data, identity_of
 from softcell.engine.lanes import Running
 from softcell.engine.loop import Outcome, running
 from softcell.engine.runfolder import RunFolder
@@ -33,18 +35,21 @@ def run_in_folder(
     folder of a new run is there already.
     """
 
-    def prepare() -> RunFolder:
-        if resume or made:
-            opened = RunFolder.open(out)
-            opened.update(status="running")
-            return opened
-        return RunFolder.create(out, manifest(), overwrite)
+    def prepare() -> tuple[RunFolder, dict[str, Any]]:
+        fresh = manifest()
+        if not (resume or made):
+            return RunFolder.create(out, fresh, overwrite), identity_of(fresh)
+        opened = RunFolder.open(out)
+        if not checkpoint.exists(out):  # otherwise that says what the run began with
+            check_data(identity_of(opened.manifest)["data"], identity_of(fresh)["data"], out)
+        opened.update(status="running")
+        return opened, identity_of(fresh)
 
-    folder = on_main(prepare, world)
+    folder, identity = on_main(prepare, world)
     for name, text in files.items():
         on_main(lambda name=name, text=text: atomic_write_text(out / name, text), world)  # type: ignore[misc]
     try:
-        outcome = yield from running(task, out, world, resume=resume, on_event=on_event)
+        outcome = yield from running(task, out, world, resume=resume, on_event=on_event, identity=identity)
     except Exception:
         if world.is_main:  # without the others: it may be this rank alone that failed
             folder.finish("failed")

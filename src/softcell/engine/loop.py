@@ -8,14 +8,18 @@ killed may find its files behind its checkpoint or ahead of it, and rewrites the
 import os
 import signal as signals
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from softcell.engine import checkpoint
 from softcell.engine.distributed import World, gather_objects, on_main, same_everywhere
 from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
 from softcell.engine.history import METRICS, History
+from softcell.engine.identity import KEY, check_identity
 from softcell.engine.interrupt import Interrupt, agree, exit_code
 from softcell.engine.lanes import Running, drain
 from softcell.engine.pace import Pace
@@ -66,6 +70,7 @@ def run(
     resume: bool,
     on_event: OnEvent | None = None,
     save_every_epochs: int = 1,
+    identity: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Run `task` to its end or to a signal, keeping checkpoints and `metrics.jsonl` in the existing `folder`.
 
@@ -77,8 +82,18 @@ def run(
         on_event: called on rank 0 for each event.
         save_every_epochs: epochs between checkpoints, more where saving takes long (`SAVING`); the last epoch is always
             saved.
+        identity: what checkpoints belong to (`softcell.engine.identity`); a checkpoint of another run is refused.
     """
-    return drain(running(task, folder, world, resume=resume, on_event=on_event, save_every_epochs=save_every_epochs))
+    run_ = running(
+        task,
+        folder,
+        world,
+        resume=resume,
+        on_event=on_event,
+        save_every_epochs=save_every_epochs,
+        identity=identity,
+    )
+    return drain(run_)
 
 
 def running(
@@ -89,20 +104,30 @@ def running(
     resume: bool,
     on_event: OnEvent | None = None,
     save_every_epochs: int = 1,
+    identity: Mapping[str, Any] | None = None,
 ) -> Running[Outcome]:
     """`run`, giving way after every step, so that runs can share a process."""
     if save_every_epochs < 1:
         raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
-    return _Loop(task, Path(folder), world, on_event, save_every_epochs).run(resume)
+    return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity).run(resume)
 
 
 class _Loop:
-    def __init__(self, task: Task, folder: Path, world: World, on_event: OnEvent | None, save_every: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        folder: Path,
+        world: World,
+        on_event: OnEvent | None,
+        save_every: int,
+        identity: Mapping[str, Any] | None,
+    ) -> None:
         self.task = task
         self.folder = folder
         self.world = world
         self.on_event = on_event if world.is_main else None
         self.save_every = save_every
+        self.identity = identity
         self.at = _Progress()
         self.pace = Pace()
         self.interrupt = Interrupt()
@@ -242,6 +267,7 @@ class _Loop:
             "task": task_state,
             "local": local if at.step > 0 else None,
             "world_size": world.size,
+            **({} if self.identity is None else {KEY: self.identity}),
         }
 
         def write() -> None:
@@ -264,6 +290,22 @@ class _Loop:
         if loaded.note:
             self._emit(Note(loaded.note))
         state = loaded.state
+        if self.identity is not None:
+            for note in check_identity(state, self.identity, self.folder):
+                self._emit(Note(note))
+        try:
+            self._load(state)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"the checkpoint in {self.folder} does not fit this run: it may be of another method, space or version "
+                f"({type(error).__name__}: {reason[:200]}). Put the run's own checkpoint back, or start a new run."
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Puts the run where the checkpoint `state` left it."""
         self._restore_local(state)
         self.at = _Progress(
             state["epoch"], state["step"], state["seconds"], state["stopped"], History(state["history"])

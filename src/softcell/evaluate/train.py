@@ -14,6 +14,7 @@ from torch import nn
 
 from softcell.arch import Genotype
 from softcell.data import Augment, Dataset, fingerprint, load, split
+from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, new_manifest
@@ -257,6 +258,7 @@ def facts_of(dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) ->
             "source": dataset.source,
             "scaled_to": list(dataset.scaled_to or dataset.shape[1:]),
             "whole": dataset.whole,
+            "fingerprint": content_of(dataset, with_test=True),
         },
     }
 

@@ -22,6 +22,7 @@ from softcell.data.catalogue import loaded_once
 from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.events import EpochEnded, Event, OnEvent
+from softcell.engine.identity import amend
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, count_genotype
 from softcell.pipeline.choose import Choice, cheaper, choose, explained, fit, plain_network
@@ -244,6 +245,7 @@ class _Run:
             self.screen.say(f"the search is cut from {extent(recipe)} to {extent(shorter)}: its time is up")
             plan.search["recipe"] = shorter.to_dict()
             RunFolder.open(folder).update(recipe=shorter.to_dict())
+            amend(folder, shorter.to_dict())
             plan.save()
             return self.search(choice)
         if result.genotype is None:

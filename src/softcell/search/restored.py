@@ -11,9 +11,11 @@ from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
 from softcell.data import Dataset, load, split
+from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.checkpoint import load_latest
+from softcell.engine.identity import check_identity, identity_of
 from softcell.engine.session import place
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
@@ -83,9 +85,14 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
         supernet = place(space.supernet(dataset.shape, dataset.num_classes), where, dtype)
         settings: object = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
         method = place(fitted(kind, settings, supernet), where, dtype)
-    state = loaded.state["task"]
-    supernet.load_state_dict(state["supernet"])
-    method.load_state_dict(state["method"])
+    now = identity_of({**manifest, "recipe": recipe.to_dict()})
+    check_identity(loaded.state, {**now, "data": content_of(dataset, with_test=False)}, folder)
+    try:
+        supernet.load_state_dict(loaded.state["task"]["supernet"])
+        method.load_state_dict(loaded.state["task"]["method"])
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the checkpoint in {folder} does not fit the search there ({reason[:200]})") from error
     supernet.eval()
     parts = split(dataset.train, recipe.split, recipe.seed)
     done = manifest["status"] == "finished"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from softcell.arch import Genotype, sample
 from softcell.data import Batches, Dataset, fingerprint, split
+from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
@@ -211,7 +212,11 @@ def _search(
     task = _task(recipe, dataset, parts, session, on_event)
 
     def manifest() -> dict[str, Any]:
-        data = {"shape": list(dataset.shape), "num_classes": dataset.num_classes}
+        data = {
+            "shape": list(dataset.shape),
+            "num_classes": dataset.num_classes,
+            "fingerprint": content_of(dataset, with_test=False),
+        }
         known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, "data": data, **task.about}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
@@ -220,6 +225,7 @@ def _search(
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
     if start is not None:
         assert isinstance(task, SearchTask)
+        on_main(lambda: RunFolder.open(start.parent).verify(start.name), world)
         if world.is_main:
             read_logits(task.method, start)
         broadcast_module(task.method, world)
