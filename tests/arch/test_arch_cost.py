@@ -27,11 +27,14 @@ def logits() -> Tensor:
 def test_a_convolution_costs_as_equations_35_to_37_say() -> None:
     # 4×5 output, 3×3 window, 6 to 8 channels in 2 groups: 9·6·8/2 = 216 weights.
     assert convolution(4, 5, 9, 6, 8, groups=2) == Resources(216, 20 * 216, 20 * 14 + 216)
+    # With stride 2 an input of 8×10 is read for the same output.
+    assert convolution(4, 5, 9, 6, 8, groups=2, reduction=4) == Resources(216, 20 * 216, 80 * 6 + 20 * 8 + 216)
 
 
 def test_pooling_and_passing_cost_as_equations_38_to_40_say() -> None:
     assert pooling(4, 5, 9, 6, 6) == Resources(0, 20 * 9 * 6, 20 * 12)
     assert pooling(4, 5, 9, 6, 6, printed=True) == Resources(0, 20 * 9 * 36, 20 * 12)
+    assert pooling(4, 5, 9, 6, 6, reduction=4) == Resources(0, 20 * 9 * 6, 80 * 6 + 20 * 6)
     assert passing(4, 5, 6, 6) == Resources(0, 0, 20 * 12)
 
 

@@ -45,12 +45,34 @@ def test_candidates_cost_as_appendix_f_says() -> None:
         assert cost(pool, printed_pooling=True) == Resources(0, hw * 9 * c * c, hw * 2 * c)
 
 
-def test_sizes_are_those_of_the_output_and_a_skip_of_stride_2_is_its_convolutions() -> None:
+def test_a_layer_of_stride_2_reads_the_whole_input_and_a_skip_of_stride_2_is_its_convolutions() -> None:
     hw, c = 3 * 4, 4
-    assert cost("max_pool_3x3", stride=2) == Resources(0, hw * 9 * c, hw * 2 * c)
-    assert cost("nor_conv_3x3", stride=2) == Resources(9 * c * c, hw * 9 * c * c, hw * 2 * c + 9 * c * c)
+    assert cost("max_pool_3x3", stride=2) == Resources(0, hw * 9 * c, hw * 5 * c)
+    assert cost("nor_conv_3x3", stride=2) == Resources(9 * c * c, hw * 9 * c * c, hw * 5 * c + 9 * c * c)
     half = c * c // 2  # two 1×1 convolutions from c to c/2
-    assert cost("skip_connect", stride=2) == Resources(2 * half, hw * 2 * half, 2 * (hw * (c + c // 2) + half))
+    assert cost("skip_connect", stride=2) == Resources(2 * half, hw * 2 * half, 2 * (hw * (4 * c + c // 2) + half))
+
+
+def test_memory_access_of_reduction_cells_is_that_of_the_authors_code() -> None:
+    """DARTS on CIFAR-10, 16 channels: the reduction cells write 16×16 maps of 32 channels and 8×8 maps of 64.
+
+    With the output's H·W for both maps, as Eq 37 and 40 are printed, it would be 1.28 to 2.92 times less.
+    """
+    ratios = []
+    for c, size in ((32, 16), (64, 8)):
+        depthwise = {"3x3": 9 * c, "5x5": 25 * c}
+        # Channels read and written per output position: a map at stride 2 counts 4·c for the input and c for the output.
+        expected = {f"{kind}_pool_3x3": (5 * c, 0) for kind in ("max", "avg")}
+        expected["skip_connect"] = (2 * (4 * c + c // 2), c * c)  # two convolutions, each to half of the channels
+        for window, weights in depthwise.items():
+            expected[f"dil_conv_{window}"] = (5 * c + 2 * c, weights + c * c)
+            expected[f"sep_conv_{window}"] = (5 * c + 3 * 2 * c, 2 * (weights + c * c))
+        for name, (channels, weights) in expected.items():
+            found = cost(name, stride=2, channels=c, size=(2 * size, 2 * size)).memory
+            assert found == size * size * channels + weights, name
+            surplus = size * size * 3 * c * (2 if name == "skip_connect" else 1)
+            ratios.append(found / (found - surplus))
+    assert (min(ratios), max(ratios)) == pytest.approx((1.28, 2.92), abs=0.005)
 
 
 class Mixer(nn.Module):

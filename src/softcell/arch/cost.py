@@ -1,17 +1,20 @@
 """What candidates cost, and what a mix of them is expected to cost: pure data and pure functions.
 
 Xie, Zheng, Liu, Lin: SNAS, ICLR 2019, §2.4 and Appendix F. H×W is the size of a layer's output, f×k its window, I and O
-its input and output channels, g its groups.
+its input and output channels, g its groups, s its stride.
 
     Eq 9   E[L(Z) + η·C(Z)]                                    the objective; η is a weight
     Eq 10  C(Z) = Σ_edges Z_edge · C(O_edge)                   -> `linear_cost`
     Eq 11  E[C(Z)] = Σ_edges E[Z_edge · C(O_edge)]             -> `linear_cost` of probabilities, `policy_cost`
     Eq 35  parameters of a convolution  f·k·I·O/g              -> `convolution`
     Eq 36  FLOPs of a convolution       H·W·f·k·I·O/g
-    Eq 37  memory access                H·W·(I+O) + f·k·I·O/g
+    Eq 37  memory access                H·W·(s²·I+O) + f·k·I·O/g
     Eq 38  FLOPs of pooling             H·W·f·k·I·O as printed  -> `pooling`
     Eq 39  FLOPs of a skip connection   0                      -> `passing`
-    Eq 40  memory access of both        H·W·(I+O)
+    Eq 40  memory access of both        H·W·(s²·I+O)
+
+Eq 37 and 40 are printed without s²: their H×W is one size for input and output. A layer of stride 2 reads a map of four
+times the size of the one it writes, and the authors' code counts it so.
 
 One multiplication with one addition counts as one FLOP, as in Eq 36; others call that a multiply-add.
 """
@@ -38,20 +41,25 @@ class Resources(NamedTuple):
     memory: int = 0
 
 
-def convolution(height: int, width: int, window: int, c_in: int, c_out: int, groups: int = 1) -> Resources:
-    """A convolution without bias; `window` is f·k, the number of its taps."""
+def convolution(
+    height: int, width: int, window: int, c_in: int, c_out: int, groups: int = 1, *, reduction: int = 1
+) -> Resources:
+    """A convolution without bias; height and width are its output's, `window` is f·k and `reduction` s²."""
     weights = window * c_in * c_out // groups  # Eq 35
-    return Resources(weights, height * width * weights, height * width * (c_in + c_out) + weights)  # Eq 36, 37
+    memory = height * width * (reduction * c_in + c_out) + weights  # Eq 37
+    return Resources(weights, height * width * weights, memory)  # Eq 36
 
 
-def pooling(height: int, width: int, window: int, c_in: int, c_out: int, *, printed: bool = False) -> Resources:
-    """A pooling layer.
+def pooling(
+    height: int, width: int, window: int, c_in: int, c_out: int, *, reduction: int = 1, printed: bool = False
+) -> Resources:
+    """A pooling layer; sizes as for `convolution`.
 
     Deviation: a real pooling layer reads f·k values per output value, so H·W·f·k·O; Eq 38 prints another factor I,
     which `printed` gives.
     """
     flops = height * width * window * c_out * (c_in if printed else 1)  # Eq 38
-    return Resources(0, flops, height * width * (c_in + c_out))  # Eq 40
+    return Resources(0, flops, height * width * (reduction * c_in + c_out))  # Eq 40
 
 
 def passing(height: int, width: int, c_in: int, c_out: int) -> Resources:

@@ -116,7 +116,7 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
     pooled = sum(layer.flops for layer in layers if not layer.parameters)
     memory = sum(layer.memory for layer in layers)
     if not layers:
-        memory = passing(y.shape[-2], y.shape[-1], x.shape[1], y.shape[1]).memory + parameters
+        memory = x.numel() + y.numel() + parameters  # Eq 40
     return Resources(parameters, products() + pooled, memory)
 
 
@@ -140,6 +140,8 @@ def _layer(layer: nn.Module, x: Tensor, y: Tensor, printed_pooling: bool) -> Res
     height, width = y.shape[-2:]
     assert isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d)
     sides = layer.kernel_size if isinstance(layer.kernel_size, tuple) else (layer.kernel_size, layer.kernel_size)
+    steps = layer.stride if isinstance(layer.stride, tuple) else (layer.stride, layer.stride)
+    window, reduction = sides[0] * sides[1], steps[0] * steps[1]
     if isinstance(layer, nn.Conv2d):
-        return convolution(height, width, sides[0] * sides[1], x.shape[1], y.shape[1], layer.groups)
-    return pooling(height, width, sides[0] * sides[1], x.shape[1], y.shape[1], printed=printed_pooling)
+        return convolution(height, width, window, x.shape[1], y.shape[1], layer.groups, reduction=reduction)
+    return pooling(height, width, window, x.shape[1], y.shape[1], reduction=reduction, printed=printed_pooling)
