@@ -61,7 +61,7 @@ def test_memory_access_of_reduction_cells_is_that_of_the_authors_code() -> None:
     ratios = []
     for c, size in ((32, 16), (64, 8)):
         depthwise = {"3x3": 9 * c, "5x5": 25 * c}
-        # Channels read and written per output position: a map at stride 2 counts 4·c for the input and c for the output.
+        # Channels read and written per output position: with stride 2 a map of c channels is 4·c to read, c to write.
         expected = {f"{kind}_pool_3x3": (5 * c, 0) for kind in ("max", "avg")}
         expected["skip_connect"] = (2 * (4 * c + c // 2), c * c)  # two convolutions, each to half of the channels
         for window, weights in depthwise.items():

@@ -121,7 +121,10 @@ def policy_cost(probabilities: Tensor, costs: Tensor, uniform: Tensor) -> Tensor
 
 
 def log_cost(weights: Tensor, costs: Tensor) -> Tensor:
-    """The log form of the authors' code for one kind of cost: Σ_edges ln(max(1, expected cost)), averaged over sites.
+    """The log form of the authors' code for one kind of cost: Σ_edges ln(max(1, cost)), averaged over sites.
+
+    Of a relaxed sample it is theirs. Of the probabilities it is the logarithm of the expected cost; the expectation of
+    the former is below it, and differs from it in gradient too, since a logarithm is not linear.
 
     weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; gives [].
     """

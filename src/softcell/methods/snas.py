@@ -93,7 +93,7 @@ class Snas(Method):
             "child_every": 1,
             "weights": {"lr_min": 0.0},
             "architecture": {"clip": 10.0},
-            "resource": {"preset": "moderate"},
+            "resource": {"preset": "moderate", "estimator": "monte-carlo"},
         },
         "small": {
             "epochs": 12,
@@ -102,7 +102,7 @@ class Snas(Method):
             "child_every": 1,
             "weights": {"lr": 0.05, "lr_min": 0.0},
             "architecture": {"lr": 0.05, "clip": 10.0},
-            "resource": {"preset": "moderate"},
+            "resource": {"preset": "moderate", "estimator": "monte-carlo"},
         },
     }
 

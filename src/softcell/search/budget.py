@@ -16,7 +16,7 @@ import torch
 from softcell.arch import Genotype, Layout, Rule, derive
 from softcell.arch.cost import CostTables
 from softcell.search.latencies import latency, measured_for, read_latencies
-from softcell.search.resource import PRESETS, Resource, ResourcePenalty
+from softcell.search.resource import Resource, ResourcePenalty
 from softcell.settings import to_dict
 from softcell.spaces import Shape, Space
 from softcell.spaces.count import count_genotype
@@ -231,4 +231,4 @@ def shown(kind: str, value: float) -> str:
 
 
 def _stronger(settings: Resource) -> float:
-    return max(3.0 * settings.eta, PRESETS[settings.form]["aggressive"])
+    return max(3.0 * settings.eta, settings.levels["aggressive"])
