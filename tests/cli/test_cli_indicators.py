@@ -72,6 +72,18 @@ def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path
     assert (tmp_path / "new" / "deep" / "c.png").is_file()
 
 
+def test_gradcam_draws_attentions_and_kernels_of_a_second_tier(call: Softcell, tmp_path: Path) -> None:
+    sizes = [f"space.{name}" for name in ("channels=2", "nodes=1")]
+    few = [*sizes, "split.weights=128", "split.validation=64"]
+    settings = [word for one in few for word in ("--set", one)]
+    searched = call("search", "nos", *settings, "--epochs", "1", "--out", "nos", "--quiet")
+    assert searched.code == 0, searched.error
+    answer = call("gradcam", "nos", "--edge", "2->3", "--image", "0", "--out", "c.png")
+    assert answer.code == 0, answer.error
+    for op in ("sep_conv_3x3", "spatial_attention", "channel_attention", "dynamic_conv_5x5"):
+        assert op in answer.out
+
+
 @pytest.mark.parametrize(("scaled", "whole"), [(None, False), ((10, 10), False), ((8, 8), True), ((10, 10), True)])
 def test_a_picture_is_prepared_as_the_dataset_is(
     found: Path, tmp_path: Path, scaled: tuple[int, int] | None, whole: bool

@@ -1,6 +1,7 @@
 """Where a network looked: Grad-CAM (Selvaraju et al., 2017) of the feature map that the classifier reads.
 
 And where every candidate of one choice of a supernet looked (IT-NAS, Figure 4): Grad-CAM of the candidates' own maps.
+In cells that calibrate (NOS) attentions and dynamic kernels have none; theirs are the maps that they add to their node.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from softcell.arch import Live, Mix, WeightMix
+from softcell.arch import Live, Mix, Table, WeightMix
 from softcell.spaces import Network, Supernet
+from softcell.spaces.block import calibrates, watching
 
 
 def grad_cam(network: Network, images: Tensor, classes: Tensor) -> Tensor | None:
@@ -73,6 +75,9 @@ def candidate_cams(
     show; so a candidate of weight 0 has a map too.
     """
     assert not supernet.training, "batch-norm must not mix the images of a batch"
+    table = supernet.layout.table(supernet.layout.sites[site])
+    if calibrates(table):
+        return _calibrating_cams(supernet, mix, table, site, choice, images, classes)
     watched = _Watched(mix, site, choice)
     with torch.enable_grad():
         scores = supernet(images.clone().requires_grad_(), watched).gather(1, classes[:, None]).sum()
@@ -85,6 +90,28 @@ def candidate_cams(
         k: _heat(torch.zeros_like(x) if gradient is None else gradient, x.detach())
         for (k, x), gradient in zip(maps.items(), gradients, strict=True)
     }
+
+
+def _calibrating_cams(
+    supernet: Supernet, mix: Mix, table: Table, site: int, choice: int, images: Tensor, classes: Tensor
+) -> dict[int, Tensor]:
+    """`candidate_cams` where features, attentions and kernels arrive at a node (NOS, Eq 2-5).
+
+    The map of a candidate is what it adds to its node: o(x) of a feature, base ⊙ A of an attention and base ⊛ D of a
+    kernel, where base is the sum of the node's features, in both tiers. Its gradient is that of the sum it is added to:
+    of base for a feature, which the node's calibrations read too, and of the node's value for the others. The weight,
+    one positive number for all of an image, is left out: a map in 0..1 does not show it. Methods that make weights out
+    of maps are explained with the weights as they are.
+    """
+    with torch.enable_grad(), watching(table, site, choice) as watch:
+        scores = supernet(images.clone().requires_grad_(), mix).gather(1, classes[:, None]).sum()
+        if watch.features is None or watch.value is None:
+            return {}  # no feature arrives at the node
+        to_features, to_value = torch.autograd.grad(
+            scores, [watch.features, watch.value], allow_unused=True, materialize_grads=True
+        )
+    with torch.no_grad():
+        return {k: _heat(to_features if is_feature else to_value, x) for k, (x, is_feature) in watch.added().items()}
 
 
 def _heat(gradient: Tensor, maps: Tensor) -> Tensor:

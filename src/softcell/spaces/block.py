@@ -21,7 +21,9 @@ calibration weighs 1/m among the m connections that its choice keeps, as it woul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -36,6 +38,55 @@ from softcell.spaces.fused import literal, remembered
 
 Chosen = Mapping[tuple[int, ...], Tensor]
 """Weights that have been read, by their positions in the flattened matrix of a mix."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """What is kept of one choice at one site while its cell is computed.
+
+    made: by candidate what its module makes of the source's value, and the module where it calibrates. features, value:
+    the sum of the target's features (`base` above) and the target's value, both [n, c, h, w].
+    """
+
+    site: int
+    choice: int
+    source: int
+    target: int
+    made: dict[int, tuple[Calibration | None, Tensor]] = field(default_factory=dict)
+    features: Tensor | None = None
+    value: Tensor | None = None
+
+    def added(self) -> dict[int, tuple[Tensor, bool]]:
+        """By candidate the map [n, c, h, w] that it adds to the target, without its weight, and to which sum.
+
+        A feature adds o(x) to the sum of the features, which the calibrations of the node read too (True). An attention
+        adds base ⊙ A and a kernel base ⊛ D to the node's value (False).
+        """
+        base = self.features
+        if base is None:
+            return {}
+        return {
+            k: (x, True) if module is None else (module.applied(base, x), False) for k, (module, x) in self.made.items()
+        }
+
+
+_watches: list[Watch] = []
+
+
+@contextmanager
+def watching(table: Table, site: int, choice: int) -> Iterator[Watch]:
+    """Keeps what one choice of a cell that calibrates is made of; nothing that is computed changes."""
+    own = table.choices[choice]
+    _watches.append(Watch(site, choice, own.source, own.target))
+    try:
+        yield _watches[-1]
+    finally:
+        _watches.pop()
+
+
+def watched(site: int) -> Watch | None:
+    """The watch on a choice of this site, if there is one."""
+    return _watches[-1] if _watches and _watches[-1].site == site else None
 
 
 def calibrates(table: Table) -> bool:
@@ -96,14 +147,21 @@ class Block:
             base = arrived.plus(self._combiner.combine(features, mix, site, factors))
         if base is None:
             return None
+        watch = watched(site)
+        if watch is not None and watch.target == node:
+            base = watch.features = base.view_as(base)  # a sum of one is the map itself, which others may read
         made = [
             (self._calibrations[op], one)
             for op, own in calibrations.items()
             if (one := self._sum_calibrations(own, chosen, mix, site, factors)) is not None
         ]
         if literal():
-            return total([base, *(module.applied(base, one) for module, one in made)])
-        return calibrated(base, made)
+            value = total([base, *(module.applied(base, one) for module, one in made)])
+        else:
+            value = calibrated(base, made)
+        if watch is not None and watch.target == node:
+            value = watch.value = value.view_as(value)
+        return value
 
     def _sum_calibrations(
         self, outputs: list[Output], chosen: Chosen, mix: Mix, site: int, factors: Tensor | None

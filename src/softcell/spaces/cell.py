@@ -18,7 +18,7 @@ from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
 from softcell.nn.drop import DropPath
 from softcell.spaces.arrivals import Arrived, Combiner, node_value
-from softcell.spaces.block import Block, calibrates
+from softcell.spaces.block import Block, calibrates, watched
 from softcell.spaces.bottleneck import Bottleneck, narrowed
 from softcell.spaces.edges import Edges, Runner, SpecOf
 from softcell.spaces.fused import Departures, Fused, OutputsApart, literal, serves
@@ -126,7 +126,18 @@ class MixedCell(nn.Module):
                 summed = fuses and self._depart_together(node, runners[node], mix, site, factors, arrived)
                 made = {} if fuses or not served else self._depart_apart(node, runners[node], mix, site)
                 self._depart(node, runners[node], mix, site, factors, arrived, made, calibrations_only=summed)
+                watch = watched(site)
+                if watch is not None and watch.source == node:
+                    watch.made = self._made(watch.choice, runners[node])
         return values
+
+    def _made(self, choice: int, run: Runner) -> dict[int, tuple[Calibration | None, Tensor]]:
+        """What every candidate of a choice makes of its source, whether it is live or not."""
+        return {
+            k: (module if isinstance(module, Calibration) else None, run(module))
+            for entry, own, k, _ in self._leaving[self.table.choices[choice].source]
+            if own == choice and (module := self.edges.module(entry)) is not None
+        }
 
     def has_fused_form(self) -> bool:
         """Whether the cell, or what leaves one of its nodes, would run fused where kernels serve."""
