@@ -25,7 +25,7 @@ ORDER = (
     {"sweep", "pipeline"},
     {"cli"},
 )
-GROUND = {"errors", "settings", "registry"}
+GROUND = {"errors", "settings", "registry", "trust"}
 """Known to everybody, and knowing only each other."""
 
 ALLOWED = {

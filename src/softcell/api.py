@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from softcell.settings import MOST_SEEDS, build, is_seed, merge
 from softcell.sources import read_genotype, run_of
 from softcell.spaces import SPACES, Network, build_space
 from softcell.spaces.teacher import register_teacher
+from softcell.trust import allow, trusting
+from softcell.trust import trust as agree
 
 __all__ = [
     "Genotype",
@@ -76,6 +79,7 @@ def search(
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
+    trust: bool = False,
     **settings: Any,
 ) -> SearchResult:
     """Searches an architecture and leaves a run folder with drawings; by default DARTS in its own space on `digits`.
@@ -83,10 +87,13 @@ def search(
     settings: keys of `SearchRecipe`, with nested mappings for its parts: `epochs=5, weights={"lr": 0.1},
         space_settings={"cells": 5}`. They win over `config`, a YAML or JSON file or an earlier run.
     out: a new folder; `runs/<method>-<space>-<data>-<n>` when None. `resume` goes on with the run in it.
+    trust: run code that `config`, a resumed run or a teacher brings along; `plugins` named here are trusted anyway.
     """
     given = _given(settings, method=method, space=space, data=data)
-    recipe = search_recipe(given, config=config, resume_from=_resumed(out) if resume else None)
-    return search_with(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
+    with trusting(trust):
+        trust_named(given)
+        recipe = search_recipe(given, config=config, resume_from=_resumed(out) if resume else None)
+        return search_with(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
 
 
 def train(
@@ -99,6 +106,7 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
+    trust: bool = False,
     **settings: Any,
 ) -> TrainResult:
     """Trains the network of a genotype from scratch and measures it once on the test set.
@@ -108,22 +116,26 @@ def train(
     recipe: `small`, `cifar` or `imagenet`; the one that suits the data when None.
     settings: keys of `TrainRecipe`, such as `epochs=5, space_settings={"cells": 8}`; they win over `config`.
     out: a new folder; `runs/train-<space>-<data>-<n>` when None. `resume` goes on with the run in it.
+    trust: run plugins that the genotype's run, `config` or a resumed run names; those named here are trusted anyway.
     """
     given = _given(settings, data=data, recipe=recipe)
     resume_from = _resumed(out) if resume else None
-    chosen, full = train_recipe(genotype, given, config=config, resume_from=resume_from)
-    return train_with(chosen, full, out, resume=resume, overwrite=overwrite, on_event=on_event)
+    with trusting(trust):
+        trust_named(given)
+        chosen, full = train_recipe(genotype, given, config=config, resume_from=resume_from)
+        return train_with(chosen, full, out, resume=resume, overwrite=overwrite, on_event=on_event)
 
 
 def search_recipe(
     given: Mapping[str, Any], *, config: str | Path | None = None, resume_from: Path | None = None
 ) -> SearchRecipe:
     """The complete recipe of a search; that of the run in `resume_from` where there is one."""
-    base = {} if config is None else _config(config, "search")[0]
-    load_plugins((*base.get("plugins", ()), *given.get("plugins", ())))
+    base = {} if config is None else _without_trust(_config(config, "search")[0])
+    load_plugins((*base.get("plugins", ()), *given.get("plugins", ())), _named_by(config))
     if resume_from is not None:
-        return stored_recipe(resume_from, layered(base, given))
-    return resolve(base, given)
+        return stored_recipe(resume_from, layered(base, _without_trust(given)))
+    recipe = resolve(base, given)
+    return replace(recipe, guide=replace(recipe.guide, trust=False))  # the next reader of the run decides for himself
 
 
 def train_recipe(
@@ -138,7 +150,7 @@ def train_recipe(
     if resume_from is None and not isinstance(genotype, Genotype):
         base = layered(_inherited(genotype, layered(base, given)), base)
     plugins = list(dict.fromkeys((*base.get("plugins", ()), *given.get("plugins", ()))))
-    load_plugins(plugins)
+    load_plugins(plugins, _named_by(config if genotype is None or isinstance(genotype, Genotype) else genotype))
     if plugins and resume_from is None:
         given = {**given, "plugins": plugins}
     wanted = read_genotype(genotype) if genotype is not None else stored
@@ -194,7 +206,7 @@ def seeds_recipe(
         begun = next((place for s in known if (place := folder / f"seed-{s}" / "run.json").is_file()), None)
         if begun is None:
             raise UserError(f"none of the seeds of {folder} has begun; start anew with --overwrite")
-        return known, stored_recipe(begun.parent, layered(given, {"seed": known[0]})), folder
+        return known, stored_recipe(begun.parent, layered(_without_trust(given), {"seed": known[0]})), folder
     recipe = search_recipe(given, config=config)
     if seeds is None or seeds < 1:
         raise UserError(f"--seeds must be at least 1, but is {seeds}")
@@ -240,12 +252,15 @@ def search_seeds(
     at_once: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    trust: bool = False,
     **settings: Any,
 ) -> SeveralResult:
     """`search` with `seeds` seeds from `seed` on, on a GPU at the same time; `keep` says whose checkpoints stay."""
     given = _given(settings, method=method, space=space, data=data)
-    chosen, recipe, folder = seeds_recipe(given, seeds=seeds, out=out, resume=resume)
-    return search_seeds_with(recipe, folder, chosen, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite)
+    with trusting(trust):
+        trust_named(given)
+        chosen, recipe, folder = seeds_recipe(given, seeds=seeds, out=out, resume=resume)
+        return search_seeds_with(recipe, folder, chosen, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite)
 
 
 def train_with(
@@ -282,12 +297,15 @@ def compare_indicators(
     device: str = "auto",
     data_root: str | None = None,
     tell: Callable[[str], None] | None = None,
+    trust: bool = False,
 ) -> dict[str, Any]:
     """What indicators say of every candidate of a search's supernet, the best by each, and Kendall's tau between them.
 
     by: `alpha`, `attention`, `perturbation`; all that there are when None. See `softcell.search.indicators`.
+    trust: run plugins that the run names.
     """
-    found = restore(folder, device=device, data_root=data_root)
+    with trusting(trust):
+        found = restore(folder, device=device, data_root=data_root)
     made = _indicators.compute(found, by, images=images, epochs=epochs, tell=tell or (lambda text: None))
     about = {"run": str(folder), "method": found.recipe.method, "space": found.recipe.space}
     used = None if made.baseline is None else made.baseline.images  # a split may have fewer than were asked for
@@ -339,6 +357,31 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def trust_named(given: Mapping[str, Any]) -> None:
+    """Trusts what the user names himself: plugins, and with `guide.trust` the program of a teacher.
+
+    given: settings from the command line or a Python call, never those of a file.
+    """
+    plugins, guide = given.get("plugins"), given.get("guide")
+    if isinstance(plugins, list | tuple):
+        for path in plugins:
+            agree(path)
+    if isinstance(guide, Mapping) and guide.get("trust") is True:
+        allow("program")
+
+
+def _without_trust(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without a word on trust, which no file can give itself."""
+    guide = settings.get("guide")
+    if not isinstance(guide, Mapping):
+        return dict(settings)
+    return {**settings, "guide": {key: value for key, value in guide.items() if key != "trust"}}
+
+
+def _named_by(source: str | Path | None) -> str:
+    return "the recipe" if source is None else str(source)
+
+
 def _given(settings: Mapping[str, Any], **named: str | Path | None) -> dict[str, Any]:
     """Settings with those that have a parameter of their own; paths as text, None left out."""
     return layered(settings, {key: str(value) for key, value in named.items() if value is not None})
@@ -378,7 +421,7 @@ def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str,
         found |= {key: recipe[key] for key in ("data", "data_root", "image_size") if recipe.get(key) is not None}
     if manifest["kind"] != "search":
         return found
-    load_plugins(found["plugins"])
+    load_plugins(found["plugins"], f"the run in {folder}")
     space = SPACES.get(recipe["space"])
     left = space.sizes() | space.search_only
     kept = {key: value for key, value in recipe["space_settings"].items() if key not in left}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from softcell.errors import UserError, nearest
+from softcell.trust import Content, trust, trusted
 
 T = TypeVar("T")
 
@@ -57,29 +58,46 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self._package}.{module.name}")
 
 
-def load_plugins(paths: Iterable[str | Path]) -> None:
-    """`load_plugin` for each, in this order."""
+def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> None:
+    """Runs the Python files that a recipe, a run or a sweep names, in this order; all must be trusted (`trust`)."""
+    if isinstance(paths, str):
+        raise UserError(f"plugins must be a list of files, got {paths!r}")
     for path in paths:
-        load_plugin(path)
+        if not _is_loaded(Path(path).resolve()):
+            _run(trusted(path, asked_by), path)
 
 
 def load_plugin(path: str | Path) -> None:
-    """Runs a user's Python file, which registers spaces, methods or candidates of its own."""
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise UserError(f"--plugin must name a Python file, but {path} is none")
-    name = f"softcell_plugin_{file.stem}"
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
-        return
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
+    """Runs a user's Python file, which registers spaces, methods or candidates of its own.
+
+    Whoever calls this, or names the file with `--plugin`, trusts it by that: it will run unasked where a run names it.
+    """
+    content = trust(path)
+    if not _is_loaded(content.path):
+        _run(content, path)
+
+
+def _module_name(file: Path) -> str:
+    return f"softcell_plugin_{file.stem}"
+
+
+def _is_loaded(file: Path) -> bool:
+    module = sys.modules.get(_module_name(file))
+    return module is not None and getattr(module, "__file__", None) == str(file)
+
+
+def _run(content: Content, path: str | Path) -> None:
+    name = _module_name(content.path)
+    spec = importlib.util.spec_from_file_location(name, content.path)
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        # The bytes that were looked at, not the file as it is by now, nor a compiled one from a __pycache__ beside it.
+        exec(compile(content.data, str(content.path), "exec"), module.__dict__)
     except UserError:
         del sys.modules[name]
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]  # a second try must fail again, not pass for loaded
         raise UserError(f"plugin {path} failed: {type(error).__name__}: {error}") from error

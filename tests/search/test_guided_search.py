@@ -41,6 +41,7 @@ from softcell.spaces import Bound
 from softcell.spaces.fused import literal
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 from softcell.testing import tiny_space
+from softcell.trust import UntrustedError, trusting
 from unsealed import unsealed
 
 
@@ -321,7 +322,7 @@ def test_teachers_come_from_runs_weights_programs_and_python(place: Path, tmp_pa
 
     batch = torch.export.Dim("batch", min=1, max=1024)
     torch.export.save(torch.export.export(Maps(), (x,), dynamic_shapes=({0: batch},)), tmp_path / "maps.pt2")
-    with pytest.raises(UserError, match=r"guide\.trust=true"):
+    with pytest.raises(UntrustedError, match="--trust"):
         find_teacher(str(tmp_path / "maps.pt2"))
     from_program = find_teacher(str(tmp_path / "maps.pt2"), trust=True)
     assert from_program.about["digest"] == hashlib.sha256((tmp_path / "maps.pt2").read_bytes()).hexdigest()
@@ -339,8 +340,8 @@ def test_teachers_come_from_runs_weights_programs_and_python(place: Path, tmp_pa
 def test_a_program_for_one_size_of_batches_is_refused(exported: int, message: str, place: Path, tmp_path: Path) -> None:
     program = torch.export.export(nn.Conv2d(1, 2, 3, padding=1), (torch.randn(exported, 1, 8, 8),))
     torch.export.save(program, tmp_path / "fixed.pt2")
-    given = {"teacher": str(tmp_path / "fixed.pt2"), "trust": True}
-    with pytest.raises(UserError, match=message):
+    given = {"teacher": str(tmp_path / "fixed.pt2")}
+    with trusting(), pytest.raises(UserError, match=message):
         search(guided(place, guide=given), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -28,6 +28,7 @@ def export(
     ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write to; else RUN/export.")] = None,
     overwrite: o.OverwriteFile = False,
+    trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Write a trained network for use elsewhere; what is written is run and compared with the network."""

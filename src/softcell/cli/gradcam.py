@@ -42,6 +42,7 @@ def gradcam(
     device: o.Device = None,
     data_root: o.DataRoot = None,
     overwrite: o.OverwriteFile = False,
+    trust: o.Trust = False,
 ) -> None:
     """Show where each candidate of a layer looks in a picture: Grad-CAM of every candidate's feature map."""
     import io

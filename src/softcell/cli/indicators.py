@@ -37,6 +37,7 @@ def indicators(
     device: o.Device = None,
     data_root: o.DataRoot = None,
     overwrite: o.OverwriteFile = False,
+    trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Compare what indicators say of the candidates of one trained supernet, edge by edge.

@@ -13,6 +13,7 @@ from softcell.cli import options as o
 from softcell.errors import UserError
 
 if TYPE_CHECKING:
+    from softcell.arch import Genotype
     from softcell.spaces import Shape
 
 EPILOG = o.examples(
@@ -32,6 +33,7 @@ def info(
     classes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of classes: 10.")] = None,
     set_: o.Set = None,
     plugin: o.Plugin = None,
+    trust: o.Trust = False,
 ) -> None:
     """Count parameters, multiply-adds and bytes of a network, or describe a space.
 
@@ -65,16 +67,19 @@ def describe_network(
     from softcell.search.history import named_epoch
     from softcell.settings import merge
     from softcell.spaces import SPACES, build_space
+    from softcell.trust import is_trusted
 
-    folder, manifest, found = inputs.with_run(what)
+    folder, manifest, found = inputs.with_run(what, only_trusted=True)
+    untrusted = [] if manifest is None else [p for p in manifest["recipe"].get("plugins", ()) if not is_trusted(p)]
+    if untrusted and manifest is not None and folder is not None:
+        _describe_without(out, manifest, folder, found, untrusted)
+        return
     own, own_image, own_classes = inputs.own_network(what, manifest)
     base = dict(SPACES.get(found.space).evaluation.get("cifar", {})) if own is None else own
     space = settled(found, build_space(found.space, merge(base, settings)), settings)
     image, classes = image or own_image or (3, 32, 32), classes or own_classes or 10
     cost = count_genotype(space, found, image, classes)
-    facts(out, space=found.space)
-    if found.about:
-        facts(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in found.about.items()))
+    _describe_genotype(out, found)
     retrieving = manifest is not None and manifest["recipe"].get("task") == "retrieve"
     outputs = f"embedding of {classes}" if retrieving else f"{classes} classes"
     sizes = ", ".join(f"{key} {getattr(space, key)}" for key in _sizes(space))
@@ -87,6 +92,33 @@ def describe_network(
     )
     if manifest is not None and folder is not None:
         describe_run(out, manifest, folder, found.about.get("epochs") if named_epoch(what) is not None else None)
+
+
+def _describe_genotype(out: Console, found: Genotype) -> None:
+    from softcell.cli.results import facts
+
+    facts(out, space=found.space)
+    if found.about:
+        facts(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in found.about.items()))
+
+
+def _describe_without(
+    out: Console, manifest: dict[str, Any], folder: Path, found: Genotype, untrusted: list[str]
+) -> None:
+    """What the files of a run say themselves, where its plugins are not trusted and so are not run."""
+    from softcell.cli.results import facts
+
+    _describe_genotype(out, found)
+    results = manifest["results"]
+    for key in ("parameters", "multiply_adds"):
+        if isinstance(results.get(key), int):
+            facts(out, **{key: f"{results[key]:,} (as the run says)"})
+    describe_run(out, manifest, folder, None)
+    facts(
+        out,
+        not_counted=f"the run names {', '.join(map(str, untrusted))}, which is not trusted here and was not run; read "
+        "it, then repeat with --trust",
+    )
 
 
 def _plain(value: object) -> str:

@@ -34,19 +34,23 @@ def genotype(text: str) -> Genotype:
     return read_genotype(content)
 
 
-def with_run(text: str) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
+def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
     """The architecture that an argument names and, where it is that of a run, its folder and manifest.
 
-    The run's plugins are loaded first: its space may be one of theirs.
+    The run's plugins are loaded first: its space may be one of theirs. only_trusted: those that are not trusted are
+    left out instead of being refused.
     """
     from softcell.engine import RunFolder
     from softcell.registry import load_plugins
     from softcell.sources import run_of
+    from softcell.trust import is_trusted
 
     folder = run_of(text)
     manifest = None if folder is None else RunFolder.open(folder).manifest
     if manifest is not None:
-        load_plugins(manifest["recipe"].get("plugins", ()))
+        named = manifest["recipe"].get("plugins", ())
+        known = [path for path in named if is_trusted(path)] if only_trusted else named
+        load_plugins(known, f"the run in {folder}")
     return folder, manifest, genotype(text)
 
 

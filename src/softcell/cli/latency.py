@@ -61,6 +61,7 @@ def latency(
     set_: o.Set = None,
     overwrite: o.OverwriteFile = False,
     plugin: o.Plugin = None,
+    trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Measure how long candidates and networks take on this machine, in milliseconds.

@@ -38,6 +38,7 @@ from softcell.cli import (
 )
 from softcell.cli.patience import patience
 from softcell.errors import UserError
+from softcell.trust import asking
 
 USAGE = 2
 INTERRUPTED = 130  # what shells report for an end by Ctrl-C
@@ -135,7 +136,7 @@ def _warn(
 def run(arguments: list[str]) -> int:
     """Runs one command and gives its exit code."""
     try:
-        with patience(f"softcell {_command(arguments)}".strip()):
+        with patience(f"softcell {_command(arguments)}".strip()), asking(_ask_user(), _notify):
             code = app(arguments, prog_name="softcell", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -155,6 +156,18 @@ def run(arguments: list[str]) -> int:
         # The machine's side: a full disk, a folder without permission.
         place = f"{error.filename}: " if error.filename else ""
         return _tell(f"{place}{error.strerror or error}")
+
+
+def _ask_user() -> Callable[[str], bool] | None:
+    """Puts a question to the user in a terminal; None where nobody would answer, as under torchrun."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    return (
+        (lambda text: typer.confirm(text, err=True)) if alone and sys.stdin.isatty() and sys.stderr.isatty() else None
+    )
+
+
+def _notify(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _tell(text: str) -> int:

@@ -63,9 +63,27 @@ Architecture = Annotated[
 Notation = Literal["json", "darts", "nb201"]
 
 
+def _agree(given: bool) -> bool:
+    from softcell.trust import allow
+
+    if given:
+        allow()
+    return given
+
+
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        callback=_agree,
+        help="Run the code that a run, recipe or sweep brings along (plugins, .pt2 programs); asked once per content.",
+    ),
+]
+
+
 def settings(set_: list[str] | None, plugin: list[Path] | None, **options: Any) -> dict[str, Any]:
     """What was given on the command line as settings of a recipe; an option that was left out is no setting."""
-    from softcell.api import layered
+    from softcell.api import layered, trust_named
     from softcell.settings import assignments
 
     named = {key: value for key, value in options.items() if value is not None and value is not False}
@@ -74,7 +92,9 @@ def settings(set_: list[str] | None, plugin: list[Path] | None, **options: Any) 
         named["plugins"] = [str(path.resolve()) for path in plugin]
     if "data_root" not in named and _lies_here(named.get("data")):
         named["data_root"] = str(Path.cwd())  # likewise
-    return layered(named, assignments(set_ or ()))
+    given = layered(named, assignments(set_ or ()))
+    trust_named(given)
+    return given
 
 
 def _lies_here(data: str | None) -> bool:
@@ -87,7 +107,8 @@ def _lies_here(data: str | None) -> bool:
 def load_plugins(plugin: list[Path] | None) -> None:
     from softcell import registry
 
-    registry.load_plugins(plugin or ())
+    for path in plugin or ():
+        registry.load_plugin(path)
 
 
 def examples(*lines: str) -> str:

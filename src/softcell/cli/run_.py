@@ -56,6 +56,7 @@ def run(
         Path | None, typer.Option(metavar="DIR", help="Folder of the run; else runs/run-DATA-N with the next free N.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> int:
     """From a folder of images to a trained and exported network, in a stated time and budget.

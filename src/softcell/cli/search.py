@@ -98,6 +98,7 @@ def search(
     precision: o.Precision = None,
     engine: o.Engine = None,
     plugin: o.Plugin = None,
+    trust: o.Trust = False,
     tensorboard: o.Tensorboard = False,
     quiet: o.Quiet = False,
 ) -> int:

@@ -46,6 +46,8 @@ def sweep(
         typer.Option(metavar="KEY=VALUE", help="Option of submitit or Ray, as timeout_min=60; may be repeated."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be run.")] = False,
+    plugin: o.Plugin = None,
+    trust: o.Trust = False,
 ) -> int:
     """Run methods x spaces x seeds from a small file; what is finished is never repeated.
 
@@ -59,18 +61,36 @@ def sweep(
     from softcell.settings import assignments, merge
     from softcell.sweep import jobs_of, read_plan, run_sweep
     from softcell.sweep.launch import make_launcher
-    from softcell.sweep.plan import PLAN
+    from softcell.sweep.plan import PLAN, code_of, folders_of, plain_options
+    from softcell.trust import PASSED_ON, digests, is_trusted, trusted
+    from softcell.trust import trust as agree
 
-    found = read_plan(plan)
-    folder = out or (plan if plan.is_dir() else RUNS / plan.stem)
-    every = jobs_of(found, folder)
+    for path in plugin or ():
+        agree(path)  # naming a plugin of the sweep is to trust it
     screen = console()
+    folder = out or (plan if plan.is_dir() else RUNS / plan.stem)
+    if dry_run:
+        found = read_plan(plan, only_read=True)
+        unknown = [str(path) for path, kind in code_of(found) if not is_trusted(path, kind)]
+        if unknown:
+            for place in folders_of(found, folder):
+                screen.print(str(place), markup=False)
+            screen.print(
+                f"settings were not checked: the sweep names {', '.join(unknown)}, which is not trusted here and was "
+                "not run; read it, then repeat with --trust",
+                style="yellow",
+                markup=False,
+            )
+            return 0
+    found = read_plan(plan)
+    code = [trusted(path, f"the sweep in {plan}", kind).path for path, kind in code_of(found)]
+    every = jobs_of(found, folder)
     if dry_run:
         for job in every:
             screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {job.folder}", markup=False)
         return 0
-    options = merge(found.cluster if on != "local" else {}, assignments(cluster or ()))
-    launcher = make_launcher(on, folder.resolve(), jobs, options)
+    options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or ()))
+    launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
     folder.mkdir(parents=True, exist_ok=True)
     if source.resolve() != (folder / PLAN).resolve():

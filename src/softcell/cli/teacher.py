@@ -42,6 +42,7 @@ def teacher(
     precision: o.Precision = None,
     engine: o.Engine = None,
     plugin: o.Plugin = None,
+    trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> int:
     """Train a network of fixed architecture, to guide searches with (`softcell search --guide DIR`)."""

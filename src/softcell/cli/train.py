@@ -71,6 +71,7 @@ def train(
     precision: o.Precision = None,
     engine: o.Engine = None,
     plugin: o.Plugin = None,
+    trust: o.Trust = False,
     tensorboard: o.Tensorboard = False,
     quiet: o.Quiet = False,
 ) -> int:

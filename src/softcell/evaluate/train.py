@@ -102,7 +102,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "train":
         raise UserError(f"--resume of a training needs a train run, but {folder} holds a {manifest['kind']} run")
-    load_plugins(manifest["recipe"].get("plugins", ()))
+    load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
     space = settled(genotype, build_space(genotype.space, recipe.space_settings), {})  # earlier versions stored others
@@ -112,9 +112,9 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     return genotype, recipe
 
 
-def load_network(folder: str | Path) -> Network:
-    """The trained network of a finished training run, on the CPU and in eval mode."""
-    return Network.from_pretrained(folder)
+def load_network(folder: str | Path, *, trust: bool = False) -> Network:
+    """The trained network of a finished training run, on the CPU and in eval mode. trust: run plugins that it names."""
+    return Network.from_pretrained(folder, trust=trust)
 
 
 def _train(

@@ -21,6 +21,7 @@ from softcell.errors import UserError
 from softcell.export import graph, python
 from softcell.export.model import Model, read_model, trained_folder
 from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
+from softcell.trust import trusting
 
 Format = Literal["onnx", "safetensors", "python", "torch-export"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -80,10 +81,16 @@ class Ready:
         return Exported(to, files, difference, model.output)
 
 
-def export(folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False) -> Exported:
-    """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`)."""
+def export(
+    folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False, trust: bool = False
+) -> Exported:
+    """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`).
+
+    trust: run plugins that the folder names.
+    """
     to = format_named(to)
-    return ready(folder, [to], out, overwrite=overwrite).write(to)
+    with trusting(trust):
+        return ready(folder, [to], out, overwrite=overwrite).write(to)
 
 
 def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *, overwrite: bool) -> Ready:

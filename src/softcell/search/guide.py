@@ -42,7 +42,8 @@ class Guide:
     unguided search.
     `weight`: λ. `form`: `mean-square`, or `norm` for Eq 6 to the letter. `classifier`: the network that a file's
     weights belong to, built in or registered. `layers`: submodules of the teacher whose outputs are compared.
-    `trust`: read a .pt2 program, which may hold code.
+    `trust`: counts on the command line and in a Python call alone, where it stands for `--trust`; that of a file is
+    ignored.
     """
 
     teacher: str | None = None
@@ -78,7 +79,7 @@ def make_objective(
     """
     if settings.teacher is None:
         return CrossEntropy(), {}
-    found = find_teacher(settings.teacher, classifier=settings.classifier, layers=settings.layers, trust=settings.trust)
+    found = find_teacher(settings.teacher, classifier=settings.classifier, layers=settings.layers)
     teacher = session.place(found.module)
     pairs = _pair(stages(), _sizes(found, shape, session), shape)
     needed = partial(teacher, number=1 + max(pairs))

@@ -67,7 +67,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
         raise UserError(f"a supernet comes from a search, but {folder} holds a {manifest['kind']} run")
-    load_plugins(manifest["recipe"].get("plugins", ()))
+    load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     recipe = resolve(manifest["recipe"])
     kind = METHODS.get(recipe.method)
     if not issubclass(kind, Method):

@@ -185,7 +185,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     if manifest["kind"] != "search":
         raise UserError(f"--resume of a search needs a search run, but {folder} holds a {manifest['kind']} run")
     stored = manifest["recipe"]
-    load_plugins(stored.get("plugins", ()))
+    load_plugins(stored.get("plugins", ()), f"the run in {folder}")
     # First of all: settings of one method or space mean nothing to another.
     named = {key: stored[key] for key in ("method", "space")}
     refuse_changes(named, {key: given.get(key, value) for key, value in named.items()})

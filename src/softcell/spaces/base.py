@@ -109,11 +109,14 @@ class Network(nn.Module, ABC):
         return [module for module in self.modules() if isinstance(module, PickedCell)]
 
     @staticmethod
-    def from_pretrained(folder: str | Path) -> Network:
-        """The trained network of a training run or an exported folder, on the CPU and in eval mode."""
+    def from_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
+        """The trained network of a training run or an exported folder, on the CPU and in eval mode.
+
+        trust: run the plugins that the folder names, although they were not trusted here before.
+        """
         from softcell.spaces.pretrained import load_pretrained  # spaces know this file, not the other way round
 
-        return load_pretrained(folder)
+        return load_pretrained(folder, trust=trust)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Pixels [n, c, h, w] in 0..1 as this network was trained to see them."""

@@ -17,6 +17,7 @@ from softcell.errors import UserError
 from softcell.registry import load_plugins
 from softcell.spaces.base import Inputs, Network
 from softcell.spaces.registry import build_space
+from softcell.trust import trusting
 
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
@@ -24,10 +25,11 @@ FORMAT = "softcell-model"
 VERSION = 1
 
 
-def load_pretrained(folder: str | Path) -> Network:
-    """The network in `folder` with its weights, on the CPU and in eval mode."""
+def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
+    """The network in `folder` with its weights, on the CPU and in eval mode. trust: run plugins that it names."""
     description = read_description(folder)
-    load_plugins(description["plugins"])
+    with trusting(trust):
+        load_plugins(description["plugins"], f"the model in {folder}")
     genotype = Genotype.from_dict(description["genotype"], f"{folder}: genotype")
     space = build_space(genotype.space, description["space_settings"])
     channels, height, width = description["data"]["shape"]

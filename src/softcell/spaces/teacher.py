@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from softcell.nn.guide import Tapped
 from softcell.registry import load_plugins
 from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained
+from softcell.trust import trusted, trusting
 
 FORMAT = "softcell-classifier"
 WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".pth.tar", ".ckpt")
@@ -58,7 +60,10 @@ def register_teacher(name: str, module: nn.Module, layers: Sequence[str] = ()) -
 def find_teacher(
     source: str, *, classifier: str | None = None, layers: Sequence[str] = (), trust: bool = False
 ) -> FoundTeacher:
-    """The teacher that `source` names; `classifier` says what a file's weights belong to, built in or registered."""
+    """The teacher that `source` names; `classifier` says what a file's weights belong to, built in or registered.
+
+    trust: read a .pt2 program, which may run code, though it was not trusted here before.
+    """
     path, about = Path(source), dict[str, Any]()
     is_weights = path.name.lower().endswith(WEIGHT_FILES) and path.is_file()
     if classifier is not None and not is_weights and (source in _REGISTERED or path.exists()):
@@ -80,7 +85,7 @@ def find_teacher(
     elif path.is_dir():
         found, about = _from_run(path)
     elif path.suffix.lower() == ".pt2" and path.is_file():
-        found, about = _from_program(path, trust), {"digest": hashlib.sha256(path.read_bytes()).hexdigest()}
+        found, about = _from_program(path, trust)
     else:
         hint = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
         if source in ARCHITECTURES:
@@ -113,7 +118,8 @@ def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         raise UserError(f"a teacher must be fully trained, but {folder} is {manifest['status']!r}; resume it")
     about = {"accuracy": results.get("accuracy"), "split": results.get("split")}
     if manifest["kind"] == "teacher":
-        load_plugins(manifest["recipe"].get("plugins", ()))  # the network may have a candidate of theirs
+        # The network may have a candidate of theirs.
+        load_plugins(manifest["recipe"].get("plugins", ()), f"the teacher in {folder}")
         return _from_weights(folder / WEIGHTS, None), about
     if manifest["kind"] == "train":
         return load_pretrained(folder), about
@@ -181,16 +187,13 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name.removeprefix(prefix): value for name, value in loaded.items()}, {}
 
 
-def _from_program(file: Path, trust: bool) -> nn.Module:
-    if not trust:
-        raise UserError(
-            f"{file}: an exported program may hold code that runs while it is read; if you trust whoever made it, say "
-            "--set guide.trust=true"
-        )
+def _from_program(file: Path, trust: bool) -> tuple[nn.Module, dict[str, Any]]:
+    with trusting(trust):  # reading one unpickles objects
+        content = trusted(file, "--guide", "program")
     log = logging.getLogger("torch.export")  # would print a traceback beside our one line
     was, log.disabled = log.disabled, True
     try:
-        program = torch.export.load(file)
+        program = torch.export.load(io.BytesIO(content.data))  # what was looked at, not the file as it is by now
     except Exception as error:  # a foreign file: no archive, another version's, code that fails
         reason = " ".join(str(error).split())
         raise UserError(
@@ -198,7 +201,7 @@ def _from_program(file: Path, trust: bool) -> nn.Module:
         ) from error
     finally:
         log.disabled = was
-    return _Program(program)
+    return _Program(program), {"digest": content.digest}
 
 
 class _Program(nn.Module):

@@ -36,8 +36,9 @@ class Launcher(Protocol):
 class Local:
     """Processes on this machine, `at_once` at the same time; several share its cores and get a GPU each in turn."""
 
-    def __init__(self, at_once: int = 1) -> None:
+    def __init__(self, at_once: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self.at_once: int | None = at_once
+        self._given = dict(environment or {})
         self._slots = list(range(at_once))
 
     def submit(self, job: Job) -> Handle:
@@ -45,10 +46,10 @@ class Local:
         return _Thread(Work(job.folder, job.random, self._environment(slot)), lambda: self._slots.insert(0, slot))
 
     def _environment(self, slot: int) -> dict[str, str]:
+        result = dict(self._given)
         if self.at_once in (None, 1):
-            return {}
+            return result
         assert self.at_once is not None
-        result = {}
         if "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             result["OMP_NUM_THREADS"] = str(max(1, cores // self.at_once))
@@ -95,7 +96,8 @@ class Submitit:
 
     at_once: int | None = None
 
-    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+        self._given = dict(environment or {})
         try:
             import submitit
         except ImportError:
@@ -111,7 +113,7 @@ class Submitit:
             ) from error
 
     def submit(self, job: Job) -> Handle:
-        return _Submitted(self._executor.submit(run_job, str(job.folder), job.random))
+        return _Submitted(self._executor.submit(run_job, str(job.folder), job.random, self._given))
 
 
 class _Submitted:
@@ -134,7 +136,8 @@ class Ray:
 
     at_once: int | None = None
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
         try:
             import ray
         except ImportError:
@@ -150,7 +153,7 @@ class Ray:
             raise UserError(f"Ray refuses to start with {dict(options) or 'no options'}: {error}") from error
 
     def submit(self, job: Job) -> Handle:
-        return _Task(self._ray, self._remote.remote(str(job.folder), job.random))
+        return _Task(self._ray, self._remote.remote(str(job.folder), job.random, self._environment))
 
 
 class _Task:
@@ -171,10 +174,16 @@ class _Task:
         self._asked = True
 
 
-def make_launcher(on: str, out: Path, at_once: int | None, options: Mapping[str, Any]) -> Launcher:
-    """The launcher of a name: `local`, `slurm` or `ray`."""
+def make_launcher(
+    on: str,
+    out: Path,
+    at_once: int | None,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str] | None = None,
+) -> Launcher:
+    """The launcher of a name: `local`, `slurm` or `ray`. environment: variables that every job is given."""
     if on == "local":
         if options:
             raise UserError(f"--cluster belongs to --on slurm or ray, but got {', '.join(options)} on this machine")
-        return Local(at_once or 1)
-    return Submitit(out, options) if on == "slurm" else Ray(options)
+        return Local(at_once or 1, environment)
+    return Submitit(out, options, environment) if on == "slurm" else Ray(options, environment)

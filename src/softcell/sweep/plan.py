@@ -30,8 +30,11 @@ from softcell.registry import load_plugins
 from softcell.search.recipe import read_mapping
 from softcell.settings import MOST_SEEDS, build, merge
 from softcell.spaces import SPACES, build_space
+from softcell.trust import Kind
 
 PLAN = "sweep.yaml"
+COMMANDS = {"slurm_python", "slurm_setup", "slurm_srun_args", "slurm_additional_parameters", "python", "runtime_env"}
+"""Options of submitit and Ray that name programs, or pass on whatever they are given."""
 # Where a run computes is no part of what it computes: a sweep may go on on another machine.
 _ELSEWHERE = {"device", "engine", "threads", "data_root", "plugins"}
 
@@ -155,16 +158,53 @@ def _same(folder: Path, wanted: Mapping[str, Any]) -> None:
         )
 
 
-def read_plan(path: str | Path) -> Plan:
-    """The plan in a YAML file, or the one that a sweep's folder keeps; its plugins are loaded."""
+def read_plan(path: str | Path, *, only_read: bool = False) -> Plan:
+    """The plan in a YAML file, or the one that a sweep's folder keeps. Its plugins are loaded unless `only_read`."""
     file = Path(path)
     if file.is_dir():
         file = file / PLAN
     if not file.is_file():
         raise UserError(f"{file} must be a YAML file that describes a sweep, or its folder; there is no such file")
     plan = build(Plan, read_mapping(file), where="sweep")
-    load_plugins(plan.plugins)
+    if not only_read:
+        load_plugins(plan.plugins, f"the sweep in {file}")
     return plan
+
+
+def code_of(plan: Plan) -> list[tuple[Path, Kind]]:
+    """The files of a plan that run code: plugins, and teachers that are exported programs."""
+    parts = [plan.search, *plan.only.values(), plan.train if isinstance(plan.train, dict) else {}]
+    plugins = [*plan.plugins, *(path for part in parts for path in part.get("plugins", ()))]
+    guides = [part["guide"] for part in parts if isinstance(part.get("guide"), Mapping)]
+    teachers = [Path(str(guide["teacher"])) for guide in guides if guide.get("teacher") is not None]
+    found: list[tuple[Path, Kind]] = [(Path(path), "plugin") for path in plugins]
+    return found + [(path, "program") for path in teachers if path.suffix.lower() == ".pt2" and path.is_file()]
+
+
+def plain_options(plan: Plan) -> dict[str, Any]:
+    """What the file says for the launcher, as long as it runs nothing: the file may come from anybody.
+
+    Submitit and Ray take shell commands too (`slurm_setup`, `runtime_env`); these have to be typed.
+    """
+    for key, value in plan.cluster.items():
+        is_plain = value is None or isinstance(value, bool | int | float)
+        is_plain = is_plain or (isinstance(value, str) and value.isprintable())
+        if not is_plain or key in COMMANDS:
+            raise UserError(
+                f"sweep.cluster.{key} of a file must be a number or a word and must not run anything, got {value!r}; "
+                f"if you agree to it, move it to the command line: --cluster {key}=..."
+            )
+    return dict(plan.cluster)
+
+
+def folders_of(plan: Plan, out: Path) -> list[Path]:
+    """The folders of all jobs, known without running anything."""
+    return [
+        out.resolve() / f"{method}-{space}-seed{seed}"
+        for seed in plan.all_seeds
+        for space in plan.spaces
+        for method in plan.methods
+    ]
 
 
 def jobs_of(plan: Plan, out: Path) -> list[Job]:

@@ -114,9 +114,9 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def run_job(folder: str, random: int) -> int:
+def run_job(folder: str, random: int, environment: Mapping[str, str] | None = None) -> int:
     """What a cluster's worker calls."""
-    return Work(folder, random).run()
+    return Work(folder, random, environment).run()
 
 
 def last_error(folder: Path) -> str:

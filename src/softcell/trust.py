@@ -1,0 +1,235 @@
+"""Which files may run code here: those that the user named or agreed to, by path and content.
+
+Recipes, run folders and sweeps may name Python files (plugins) and exported programs, and loading either of them runs
+code. Such a folder may come from anybody, so a file runs only if it is trusted:
+
+- it was named on the command line (`--plugin`) or in a Python call;
+- the user agreed with `--trust`, `trust=True` or at the prompt;
+- or one of this happened before to the same content at the same path. Agreements are kept in a small JSON file below
+  `$SOFTCELL_STATE`, else `$XDG_STATE_HOME/softcell`, else `~/.local/state/softcell`.
+
+Nothing that a file says about itself counts. A sweep hands what was agreed to on to its jobs through the environment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from softcell.errors import UserError
+
+STATE = "SOFTCELL_STATE"
+PASSED_ON = "SOFTCELL_TRUSTED"
+"""Digests, separated by commas, of what the process that started this one trusts."""
+FORMAT, VERSION = "softcell-trust", 1
+MOST_VERSIONS = 50
+"""So many contents of one path are remembered: a plugin under development changes often."""
+Kind = Literal["plugin", "program"]
+Ask = Callable[[str], bool]
+"""Puts a question to the user; True where the answer is yes."""
+_WORDS: dict[Kind, str] = {
+    "plugin": "a Python file that would be run",
+    "program": "an exported program, which may hold code that runs while it is read",
+}
+
+
+class UntrustedError(UserError):
+    """A file would run code, and nobody has agreed to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A file as it was read once: what is looked at is what will be run."""
+
+    path: Path
+    data: bytes
+    digest: str
+
+
+@dataclass(slots=True)
+class _Scope:
+    """What was agreed to in advance, how to ask, and whom to notify of what is trusted."""
+
+    kinds: set[Kind] = field(default_factory=set)
+    ask: Ask | None = None
+    notify: Callable[[str], None] | None = None
+
+
+_scope: ContextVar[_Scope | None] = ContextVar("softcell_trust", default=None)
+_agreed: set[tuple[str, str]] = set()
+
+
+@contextmanager
+def asking(ask: Ask | None = None, notify: Callable[[str], None] | None = None) -> Iterator[None]:
+    """A context with agreements of its own; `allow` inside it ends with it. ask: None where nobody can be asked."""
+    token = _scope.set(_Scope(set(), ask, notify))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def allow(*kinds: Kind) -> None:
+    """Agrees to everything (of these kinds) that the present context will ask for."""
+    scope = _scope.get()
+    assert scope is not None, "`allow` belongs into `asking` or `trusting`"
+    scope.kinds |= set(kinds or ("plugin", "program"))
+
+
+@contextmanager
+def trusting(agreed: bool = True) -> Iterator[None]:
+    """Within this context all files that would run code are trusted; with False nothing changes.
+
+    Example:
+        >>> with trusting():
+        ...     pass  # load a run folder whose plugins you have read
+    """
+    before = _scope.get() or _Scope()
+    kinds: set[Kind] = {"plugin", "program"} if agreed else before.kinds
+    token = _scope.set(_Scope(set(kinds), before.ask, before.notify))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def trust(path: str | Path, kind: Kind = "plugin") -> Content:
+    """Trusts a file because the user named it, now and from now on; gives its content."""
+    content = read(path, kind)
+    if not _is_known(content):
+        _agree(content)
+    return content
+
+
+def trusted(path: str | Path, asked_by: str, kind: Kind = "plugin") -> Content:
+    """The content of a trusted file; `UntrustedError` where nobody agrees to it. asked_by: what names the file."""
+    content, scope = read(path, kind), _scope.get() or _Scope()
+    if _is_known(content):
+        return content
+    changed = content.path in (Path(known) for known in _remembered())
+    what = (
+        f"{asked_by} names {content.path}, {_WORDS[kind]} (sha256 {content.digest[:12]}…). "
+        f"{'It has changed since it was trusted here' if changed else 'It was not trusted here before'}"
+    )
+    if kind in scope.kinds:
+        _agree(content)
+        if scope.notify is not None:
+            scope.notify(f"trusted {content.path} (sha256 {content.digest[:12]}…), remembered in {store()}")
+        return content
+    if scope.ask is not None and scope.ask(f"{what}. Trust it?"):
+        _agree(content)
+        return content
+    name_it = f", or name it with --plugin {shlex.quote(str(content.path))}" if kind == "plugin" else ""
+    raise UntrustedError(
+        f"{what}. Read it, then repeat the command with --trust{name_it} (in Python: trust=True); what a recipe says "
+        "of trust does not count"
+    )
+
+
+def is_trusted(path: str | Path, kind: Kind = "plugin") -> bool:
+    """Whether a file would be run without asking anybody; one that cannot be read would not."""
+    try:
+        content = read(path, kind)
+    except UserError:
+        return False
+    return _is_known(content) or kind in (_scope.get() or _Scope()).kinds
+
+
+def digests(paths: Iterable[str | Path]) -> str:
+    """For the environment of other processes (`PASSED_ON`): what this one was given, and the contents of `paths`."""
+    given = [word for word in os.environ.get(PASSED_ON, "").split(",") if word]
+    return ",".join(dict.fromkeys([*given, *(read(path, "program").digest for path in paths)]))
+
+
+def read(path: str | Path, kind: Kind = "plugin") -> Content:
+    """The file at `path`, whole."""
+    file = Path(path).resolve()
+    if not file.is_file() or (kind == "plugin" and file.suffix != ".py"):
+        rule = "--plugin must name a Python file" if kind == "plugin" else "an exported program must be a file"
+        raise UserError(f"{rule}, but {path} is none")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
+    return Content(file, data, hashlib.sha256(data).hexdigest())
+
+
+def store() -> Path:
+    """The file that agreements are kept in."""
+    own = os.environ.get(STATE)
+    if own:
+        # A relative path would let the folder in which a command is typed say what is trusted.
+        if not Path(own).is_absolute():
+            raise UserError(f"{STATE} must be an absolute path, got {own!r}")
+        return Path(own) / "trust.json"
+    base = Path(os.environ.get("XDG_STATE_HOME") or "")
+    if not base.is_absolute():  # as the XDG rules say
+        base = Path.home() / ".local" / "state"
+    return base / "softcell" / "trust.json"
+
+
+def _is_known(content: Content) -> bool:
+    if (str(content.path), content.digest) in _agreed:
+        return True
+    if content.digest in os.environ.get(PASSED_ON, "").split(","):
+        return True
+    return content.digest in _remembered().get(str(content.path), ())
+
+
+def _agree(content: Content) -> None:
+    _agreed.add((str(content.path), content.digest))
+    file = store()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Ranks of torchrun and jobs of a sweep may all agree at the same moment.
+        with open(file.with_name(".trust.lock"), "ab") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            known = _remembered()
+            others = [digest for digest in known.get(str(content.path), ()) if digest != content.digest]
+            known[str(content.path)] = [*others, content.digest][-MOST_VERSIONS:]
+            text = json.dumps({"format": FORMAT, "version": VERSION, "files": known}, indent=2) + "\n"
+            temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+            try:
+                with open(temporary, "w", encoding="utf-8") as stream:
+                    stream.write(text)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(temporary, file)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(
+            f"{content.path} is trusted for now, but that cannot be remembered in {file} ({error.strerror or error})",
+            stacklevel=2,
+        )
+
+
+def _remembered() -> dict[str, list[str]]:
+    """Digests by path; of a file that is damaged nothing counts."""
+    file = store()
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"{file} cannot be read ({error}); files that it says are trusted are not", stacklevel=2)
+        return {}
+    files = data.get("files") if isinstance(data, dict) and data.get("format") == FORMAT else None
+    if not isinstance(files, dict):
+        return {}
+    return {
+        path: [digest for digest in known if isinstance(digest, str)]
+        for path, known in files.items()
+        if isinstance(known, list)
+    }
