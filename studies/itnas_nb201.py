@@ -33,6 +33,9 @@ from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, Nb201Table, load_table
 from softcell.report import bench201
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
+from studies.itnas_readings import FILE as READINGS
+from studies.itnas_readings import read_lines, selected
+from studies.itnas_readings import show as show_readings
 from studies.itnas_taus import NAMES, proxies, rank, show_accuracies, show_taus, summarise_taus
 from studies.runs import (
     NOT_MEASURED,
@@ -110,10 +113,22 @@ def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], 
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "selection": manifest["results"].get("selection"),
+        **readings(method, seed, table, options),
         "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")},
         **{key: before[key] for key in ("indicators", "taus") if key in before},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }
+
+
+def readings(method: str, seed: int, table: Nb201Table, options: argparse.Namespace) -> dict[str, Any]:
+    """What other readings of the attention select; the rows of all cells and passes are kept beside the record."""
+    file = folder_of(method, seed, options) / READINGS
+    if not file.is_file():
+        return {}
+    options.out.mkdir(parents=True, exist_ok=True)
+    kept = options.out / f"attention-{Path(options.data).stem}-{seed}.jsonl"
+    atomic_write_text(kept, file.read_text("utf-8"))
+    return {"readings": selected(table, read_lines(file))}
 
 
 def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> Any:
@@ -189,6 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     methods = list(summary["accuracies"])
     show_accuracies(console, table, runs, methods, {m: f"{_done(rows, m)} done" for m in methods}, PUBLISHED)
     show_taus(console, summary["taus"])
+    show_readings(console, [row["readings"] for row in rows if row.get("readings")])
     console.print(f"written: {_record(options)}")
 
 

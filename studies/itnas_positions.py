@@ -48,7 +48,7 @@ class Read(ItMix):
     """Runs the supernet as it is and notes the attention that one part of the tokens alone would give."""
 
     def __init__(self, method: ItNas, kind: str) -> None:
-        super().__init__(method, method.moments.begun_anew())
+        super().__init__(method, method.begin_look())
         self._kind = kind
 
     def combine_together(

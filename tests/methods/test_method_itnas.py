@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 from reference_itnas import encoder
 
 from softcell.arch import Layout, Mix, Plan
+from softcell.arch.aggregate import AGGREGATES, Aggregate
 from softcell.arch.margins import margins
 from softcell.errors import UserError
 from softcell.methods import fitted
@@ -157,6 +158,65 @@ def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens:
             [torch.stack([literal.rows[s, c] for s in sites]).mean((0, 1)) for c in range(len(table))]
         )
         torch.testing.assert_close(method.indicator()[table.name], expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", AGGREGATES)
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+def test_every_aggregate_is_that_of_the_literal_rows(space: str, how: Aggregate) -> None:
+    """From single images and sites, one number after the other."""
+    supernet, method = make(space, aggregate=how)
+    x, literal = images(5), Literal(method)
+    with torch.no_grad():
+        supernet(x, literal)
+    look(supernet, method, [x[:2], x[2:]])
+    selected = method.margins()
+    for table in method.layout.tables:
+        sites = method.layout.sites_of(table.name)
+        own = method.by_site(table.name)
+        for c, choice in enumerate(table.choices):
+            rows = torch.stack([literal.rows[s, c] for s in sites])  # [sites, images, width]
+            torch.testing.assert_close(own.means[:, c], rows.mean(1), rtol=1e-9, atol=1e-12)
+            real = rows[0, 0] > 0
+            torch.testing.assert_close(own.logs[:, c, real], rows[..., real].log().mean(1), rtol=1e-9, atol=1e-9)
+            shapes = [method.transformer(s, c).shape for s in sites]
+            last = [i for i, shape in enumerate(shapes) if shape == shapes[-1]]
+            votes = torch.bincount(rows.mean(1).argmax(1), minlength=table.width).double()
+            expected = {
+                "mean": rows.mean((0, 1)),
+                "log-mean": torch.where(real, rows.clamp(min=1e-30).log().mean((0, 1)).exp(), 0.0),
+                "vote": (votes + rows.mean((0, 1))) / (len(sites) + 1),
+                "last": rows[-1].mean(0),
+                "last-stage": rows[last].mean((0, 1)),
+            }[how]
+            torch.testing.assert_close(method.indicator()[table.name][c], expected, rtol=1e-9, atol=1e-12)
+            # The error of the lead: over images by single images, over sites by single sites.
+            margin, names = selected[table.name][c], choice.candidates
+            best, second = names.index(margin.best), names.index(str(margin.runner_up))
+            used = {"last": rows[-1:], "last-stage": rows[last]}.get(how, rows)
+            used = used.clamp(min=1e-30).log() if how == "log-mean" else used
+            paired = (used[..., best] - used[..., second]).mean(0)
+            if how == "vote":
+                first = rows.mean(1).argmax(1)
+                by_site = (first == best).double() - (first == second).double()
+                assert margin.image_error == 0.0
+            else:
+                by_site = (used[..., best] - used[..., second]).mean(1)
+                assert margin.image_error == pytest.approx(float(paired.std()) / 5**0.5)
+                assert margin.margin == pytest.approx(float(paired.mean()))
+            spread = float(by_site.std()) / len(by_site) ** 0.5 if len(by_site) > 1 else 0.0
+            assert margin.site_error == pytest.approx(spread, abs=1e-12)
+            assert margin.standard_error == pytest.approx((margin.image_error**2 + spread**2) ** 0.5)
+
+
+def test_a_checkpoint_from_before_sums_by_site_is_read() -> None:
+    supernet, method = make()
+    look(supernet, method, [images(3)])
+    old = {name: value for name, value in method.state_dict().items() if not name.startswith("site_sums")}
+    assert len(old) < len(method.state_dict())
+    _, again = make(seed=1)
+    again.load_state_dict(old)
+    assert again.derive() == method.derive()
+    assert all(m.site_error == 0.0 and m.sites is None for m in again.margins()["cell"])
 
 
 def test_none_takes_part_where_it_can_be_derived_and_nowhere_else() -> None:

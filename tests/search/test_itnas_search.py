@@ -57,6 +57,27 @@ def test_margins_are_in_the_results_and_the_halves_are_halves(finished: Path) ->
     assert [pick.op for pick in picks] == [edge["best"] for edge in selection["edges"]["cell"]]
 
 
+def test_the_rows_of_every_site_are_in_the_record(finished: Path) -> None:
+    lines = [json.loads(line) for line in (finished / "attention.jsonl").read_text().splitlines()]
+    architecture = [json.loads(line) for line in (finished / "architecture.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1]
+    for line, other in zip(lines, architecture, strict=True):
+        own = line["tables"]["cell"]
+        means = torch.tensor(own["mean"], dtype=torch.float64)
+        assert own["sites"] == [0, 1, 2] and own["stages"] == [1, 2, 3] and means.shape == (3, 6, 5)
+        assert float((means[0] - means[1]).abs().max()) > 1e-4, "rows of single sites, not their mean"
+        whole = means.mean(0)
+        expected = torch.tensor(other["tables"]["cell"], dtype=torch.float64)
+        torch.testing.assert_close(whole / whole.sum(1, keepdim=True), expected, rtol=1e-6, atol=1e-7)
+        assert bool((torch.tensor(own["log"], dtype=torch.float64) <= means.log() + 1e-8).all()), "Jensen"
+
+
+def test_where_nothing_was_looked_at_nothing_is_recorded(data: Path, tmp_path: Path) -> None:
+    search(recipe(data, epochs=3, validate_every=2), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "attention.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2]
+
+
 def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Path) -> None:
     """The trained state, looked at in batches of 16 (in the search) and of 5."""
     stored = json.loads((finished / "run.json").read_text())["results"]["selection"]["edges"]["cell"]

@@ -14,11 +14,12 @@ from search_toys import write_data
 
 from softcell.arch import Cell, Genotype, notation
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS, load_table
+from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, load_table
 from softcell.search import resolve
 from softcell.spaces import build_space
 from studies import itnas_nb201 as nb201
 from studies import itnas_positions as positions
+from studies import itnas_readings as readings
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,15 @@ def test_searches_go_on_are_looked_up_and_ranked_and_records_grow(
     named = {(t["supernet"], t["indicator"]) for t in first["summary"]["taus"]}
     assert {(s, i) for s in ("itnas", "darts") for i in ("attention", "alpha", "perturbation")} <= named
     assert {("untrained", "naswot"), ("untrained", "synflow")} <= named
+    (row,) = (row for row in first["rows"] if row["method"] == "itnas")
+    own = row["readings"]["mean, last pass"]
+    assert own["architecture"] == row["architecture"] and own["accuracies"] == row["accuracies"]
+    lines = readings.read_lines(tmp_path / "attention-data-0.jsonl")
+    assert [line["epoch"] for line in lines] == [0, 1]
+    assert readings.selected(known, lines) == row["readings"], "from the file beside the record alone"
+    last = torch.tensor(lines[-1]["tables"]["cell"]["mean"])[-1].argmax(1).tolist()
+    picks = notation.from_nb201(row["readings"]["last, last pass"]["architecture"]).cells["cell"].picks
+    assert [pick.op for pick in picks] == [OPERATIONS[k] for k in last]
     for split in ("valid", "test"):
         assert (tmp_path / f"trajectory-data-{split}.svg").is_file()
 

@@ -15,7 +15,11 @@ from softcell.arch.derive import rows, strongest
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """By how much the strongest candidate of an edge leads the second, and the standard error of that lead."""
+    """By how much the strongest candidate of an edge leads the second, and the standard error of that lead.
+
+    The error has two parts: `image_error`, over images, and `site_error`, over the sites that were averaged. `wins`:
+    at how many of the `sites` the strongest candidate leads the second.
+    """
 
     edge: str
     best: str
@@ -24,28 +28,35 @@ class Margin:
     margin: float | None
     standard_error: float | None
     close: bool
+    image_error: float | None = None
+    site_error: float | None = None
+    wins: int | None = None
+    sites: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.edge} {self.best} over {self.runner_up} by {self.margin:.2g} ± {self.standard_error:.2g}"
+        text = f"{self.edge} {self.best} over {self.runner_up} by {self.margin:.2g} ± {self.standard_error:.2g}"
+        return text if self.sites is None else f"{text}, at {self.wins} of {self.sites} sites"
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What a derivation from images rests on: the margins of every table's edges, by its name.
 
-    An edge is close when its margin is below `close_below` standard errors.
+    An edge is close when its margin is below `close_below` standard errors. `aggregate`: how sites were put together.
     """
 
     images: int
     close_below: float
     edges: Mapping[str, Sequence[Margin]]
+    aggregate: str = "mean"
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "images": self.images,
+            "aggregate": self.aggregate,
             "close_below": self.close_below,
             "close_edges": sum(m.close for own in self.edges.values() for m in own),
             "edges": {name: [m.to_dict() for m in own] for name, own in self.edges.items()},
@@ -59,15 +70,23 @@ class Selection:
 
 
 def margins(
-    table: Table, mean: Tensor, products: Tensor, images: int, exclude: Sequence[str] = (), close: float = 2.0
+    table: Table,
+    mean: Tensor,
+    products: Tensor | None,
+    images: int,
+    exclude: Sequence[str] = (),
+    close: float = 2.0,
+    sites: Sequence[Tensor] | None = None,
 ) -> list[Margin]:
     """One margin per choice.
 
     mean [choices, width] of the strengths over images, products [choices·width, choices·width] the mean of their
-    products of two. An edge is close when its margin is below `close` standard errors.
+    products of two; None where strengths are not means over images. sites: per choice the strengths [sites, width] that
+    the mean is one of. An edge is close when its margin is below `close` standard errors, over images and over sites: a
+    candidate that leads by a little in all cells is surer than one that leads by much in some and trails in others.
     """
     values, found = rows(table, mean), []
-    second: list[list[float]] = products.double().cpu().tolist()
+    second: list[list[float]] | None = None if products is None else products.double().cpu().tolist()
     for index, (choice, row) in enumerate(zip(table.choices, values, strict=True)):
         allowed = [k for k, op in enumerate(choice.candidates) if op not in exclude] or list(
             range(len(choice.candidates))
@@ -80,8 +99,21 @@ def margins(
         other, start = ranked[1], index * table.width
         a, b = start + best, start + other
         lead = row[best] - row[other]
-        # Var(a - b) = E[a²] - 2 E[ab] + E[b²] - (E[a] - E[b])², unbiased
-        variance = max(0.0, second[a][a] - 2 * second[a][b] + second[b][b] - lead**2)
-        error = sqrt(variance / max(1, images - 1))
-        found.append(Margin(str(choice), names[best], row[best], names[other], lead, error, lead < close * error))
+        by_image = 0.0
+        if second is not None:
+            # Var(a - b) = E[a²] - 2 E[ab] + E[b²] - (E[a] - E[b])², unbiased
+            variance = max(0.0, second[a][a] - 2 * second[a][b] + second[b][b] - lead**2)
+            by_image = sqrt(variance / max(1, images - 1))
+        by_site, wins, count = 0.0, None, None
+        if sites is not None and len(sites[index]):
+            leads = (sites[index][:, best] - sites[index][:, other]).double().cpu().tolist()
+            wins, count, centre = sum(one > 0 for one in leads), len(leads), sum(leads) / len(leads)
+            by_site = sqrt(sum((one - centre) ** 2 for one in leads) / max(1, count - 1) / count)
+        error = sqrt(by_image**2 + by_site**2)
+        found.append(
+            Margin(
+                *(str(choice), names[best], row[best], names[other], lead, error, lead < close * error),
+                *(by_image, by_site, wins, count),
+            )
+        )
     return found

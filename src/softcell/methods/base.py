@@ -115,6 +115,10 @@ class Method(nn.Module, ABC):
         """Sums over images that a pass with the mix of `looking` has added to; the search adds those of all ranks."""
         return ()
 
+    def readings(self) -> dict[str, Any]:
+        """What the latest pass over the validation split read, by the name of a record: a line of `<name>.jsonl`."""
+        return {}
+
     def findings(self) -> dict[str, Any]:
         """What the derived architecture rests on, as JSON, for `run.json`."""
         return {}

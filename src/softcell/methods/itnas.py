@@ -3,12 +3,13 @@
     Eq 3-4  Z_it = softmax(q_it K^T / √d_q) V, a = [a_0, a_1, …, a_n]  -> `softcell.nn.lite_transformer`, `ItMix`
     Eq 5    supernet and Lite-Transformers from one loss, single-level   -> `softcell.search.steps.single_level`
     §3.3    all images of the validation half pass once                  -> `ItNas.looking`, `AttentionRows`
-    Eq 6    A* = argmax(a[1:]) of the mean                               -> `ItNas.derive`
+    Eq 6    A* = argmax(a[1:]) of the mean                               -> `ItNas.derive`, `arch.aggregate`
     §4.1    DARTS cells: the inputs with the strongest attention stay    -> the space's rule on a[1:]
 
 Every cell and edge has a Lite-Transformer of its own; a table's indicator is the mean of the indicator token's rows
-over its cells and the images. Candidates that the space never derives (`none` in DARTS and S3) take no part; `none` of
-NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.3: SGD, 0.025, momentum 0.9, 3e-4).
+over its cells and the images (`aggregate` has other ways). Candidates that the space never derives (`none` in DARTS and
+S3) take no part; `none` of NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.3: SGD,
+0.025, momentum 0.9, 3e-4).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from softcell.arch import Genotype, Layout, Live, Mix, Plan, Rule, count, derive
+from softcell.arch.aggregate import Aggregate, SiteRows, aggregate, scores
 from softcell.arch.margins import Margin, Selection, margins
 from softcell.arch.mix import live_where
 from softcell.arch.paths import uniform_path, widened
@@ -34,9 +36,9 @@ from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 from softcell.nn.lite_ensemble import LiteEnsemble
 from softcell.nn.lite_groups import Group, Member, form_groups
-from softcell.nn.lite_rows import AttentionRows
+from softcell.nn.lite_rows import AttentionRows, Looked
 from softcell.nn.lite_transformer import LiteTransformer, order_of
-from softcell.nn.moments import TableMoments
+from softcell.nn.moments import SiteSums, TableMoments, logarithm
 from softcell.nn.recompute import inputs_kept_alone
 from softcell.settings import not_negative
 from softcell.spaces.shapes import Shapes
@@ -52,10 +54,12 @@ class ItNasSettings:
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
     `token_norm`: a LayerNorm on the tokens before queries and keys; the paper's encoder is post-norm and has none.
     `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, and with single paths
-    what the candidates under attention keep: memory saved for some time. `close`: an edge is called close when its best
-    candidate leads by less than so many standard errors. `paths`: what runs in a step. `all` under attention;
-    `single`: all of one random choice, one random candidate of every other (SPOS); `pairwise`: one random candidate
-    everywhere, attended to alone, which ranks weakly.
+    what the candidates under attention keep: memory saved for some time. `aggregate`: how the rows of a table's cells
+    become one: their `mean`; `log-mean`, the geometric mean; `vote`, the share of cells where a candidate is first;
+    `last`, the last cell alone; `last-stage`, the mean over cells of its shape. `close`: an edge is called close when
+    its best candidate leads by less than so many standard errors, over images and over cells. `paths`: what runs in a
+    step. `all` under attention; `single`: all of one random choice, one random candidate of every other (SPOS);
+    `pairwise`: one random candidate everywhere, attended to alone, which ranks weakly.
     """
 
     tokens: Literal["pooled", "flat"] = "pooled"
@@ -63,6 +67,7 @@ class ItNasSettings:
     width: int = 64
     token_norm: bool = True
     recompute: bool = True
+    aggregate: Aggregate = "mean"
     close: float = 2.0
     paths: Literal["all", "single", "pairwise"] = "all"
 
@@ -79,7 +84,7 @@ class ItMix(Mix):
     def __init__(
         self,
         method: ItNas,
-        into: TableMoments | None = None,
+        into: Looked | None = None,
         plan: Plan | None = None,
         place: tuple[str, int] | None = None,
     ) -> None:
@@ -231,6 +236,8 @@ class ItNas(Method):
         self.live = {table.name: live_where(self.masks[table.name]) for table in layout.tables}
         self.transformers = nn.ModuleDict()
         self.moments = TableMoments(layout)
+        self.site_sums = nn.ModuleDict()  # by table
+        self.stages: dict[int, int] = {}  # by site; maps of one shape
         self.places: dict[str, list[tuple[int, int]]] = {table.name: [] for table in layout.tables}
         self.ensembles: list[LiteEnsemble] = []
         self.groups: dict[int, list[Group]] = {}  # by site
@@ -256,7 +263,20 @@ class ItNas(Method):
                 token_norm=s.token_norm,
             )
             self.places[table.name].append((site, choice))
+        for table in self.layout.tables:
+            self.site_sums[table.name] = SiteSums(self.places[table.name], table.width)
+        self.stages = self._stages()
         self.ensembles, self.groups = form_groups(self._put_together(shapes))
+
+    def _stages(self) -> dict[int, int]:
+        """By site a number that grows where the shape of its maps changes."""
+        found, shapes = dict[int, int](), list[object]()
+        for site in range(len(self.layout.sites)):
+            own = [self.transformer(*at).shape for places in self.places.values() for at in places if at[0] == site]
+            if own and own[-1] not in shapes[-1:]:
+                shapes.append(own[-1])
+            found[site] = len(shapes)
+        return found
 
     def _put_together(self, shapes: Shapes) -> Iterator[Member]:
         """The edges whose outputs Lite-Transformers put together; others are attended to alone."""
@@ -282,13 +302,13 @@ class ItNas(Method):
         return bool(self.settings.paths != "all")
 
     def looking(self) -> Mix | None:
-        return ItMix(self, self.moments.begun_anew()) if self.settings.paths == "all" else None
+        return ItMix(self, self.begin_look()) if self.settings.paths == "all" else None
 
     def looking_in_turn(self) -> Sequence[tuple[Mix, Mix]]:
         """Every choice under full attention once, at all its sites, while the others run a random path."""
         if self.settings.paths == "all":
             return ()
-        into = self.moments.begun_anew()
+        into = self.begin_look()
         places = [(table.name, choice) for table in self.layout.tables for choice in self.attended(table.name)]
         plans = [self._path(f"{int(self.key)} look {n}", place) for n, place in enumerate(places)]
         return [
@@ -335,15 +355,42 @@ class ItNas(Method):
         return widened(self.layout, path, whole, self.live)
 
     def looked(self) -> Sequence[Tensor]:
-        return self.moments.sums()
+        return [*self.moments.sums(), *(sums for name in self.site_sums for sums in self._sites(name).sums())]
+
+    def _sites(self, table: str) -> SiteSums:
+        found = self.site_sums[table]
+        assert isinstance(found, SiteSums)
+        return found
+
+    def begin_look(self) -> Looked:
+        """Where the rows of a new pass go; forgets those of the one before."""
+        for sums in self.looked():
+            sums.zero_()
+        sites = {name: self._sites(name) for name in self.site_sums}
+        return Looked(self.moments, sites, self.settings.aggregate, self.stages)
 
     def indicator(self) -> dict[str, Tensor]:
-        """a[1:] per table [choices, width] in float64, the mean over cells and images of the latest pass."""
+        """a[1:] per table [choices, width] in float64, aggregated over cells and images of the latest pass."""
         found = {}
         for table in self.layout.tables:
-            seen = self.moments[table.name].mean().view(table.shape)
+            if self.settings.aggregate == "mean":
+                seen = self.moments[table.name].mean().view(table.shape)
+            else:
+                seen = aggregate(self.by_site(table.name), self.settings.aggregate) * self.masks[table.name]
             found[table.name] = torch.where(seen.any(1, keepdim=True), seen, self.uniform(table.name).double())
         return found
+
+    def by_site(self, table: str) -> SiteRows:
+        """The rows of every site that reads a table, as means over the images of the latest pass."""
+        own, sums = self.layout.table(table), self._sites(table)
+        sites, images = self.layout.sites_of(table), self.moments[table].count.clamp(min=1.0)
+        means, logs = (sums.total.new_zeros(len(sites), *own.shape) for _ in range(2))
+        present = torch.zeros(len(sites), len(own), dtype=torch.bool)
+        for row, (site, choice) in enumerate(sums.places):
+            at = sites.index(site)
+            means[at, choice], logs[at, choice] = sums.total[row] / images, sums.logs[row] / images
+            present[at, choice] = True
+        return SiteRows(means, logs, present, [self.stages[site] for site in sites])
 
     def probabilities(self) -> dict[str, Tensor]:
         """The indicator without the IT's attention to itself: sums to 1 per choice. Uniform before the first pass."""
@@ -374,21 +421,40 @@ class ItNas(Method):
         return [str(self.selection())]
 
     def selection(self) -> Selection:
-        return Selection(self.moments.images(), self.settings.close, self.margins())
+        return Selection(self.moments.images(), self.settings.close, self.margins(), self.settings.aggregate)
 
     def margins(self) -> dict[str, list[Margin]]:
-        """By table one per edge, from the latest pass."""
-        return {
-            table.name: margins(
+        """By table one per edge, from the latest pass; in logarithms where those are averaged."""
+        how, found = self.settings.aggregate, {}
+        for table in self.layout.tables:
+            moments, own = self.moments[table.name], self.by_site(table.name)
+            has_sites = bool(own.means.any())  # unlike runs from before there were sums by site
+            strengths = self.indicator()[table.name]
+            found[table.name] = margins(
                 table,
-                self.indicator()[table.name],
-                self.moments[table.name].mean_products(),
+                logarithm(strengths) if how == "log-mean" else strengths,
+                None if how == "vote" else moments.mean_products(),
                 self.moments.images(),
                 self.left_out,
                 self.settings.close,
+                scores(own, how) if has_sites else None,
             )
-            for table in self.layout.tables
-        }
+        return found
+
+    def readings(self) -> dict[str, Any]:
+        """`attention.jsonl`: means over images of every site's rows, and of their logarithms, in nine digits."""
+        if not self.moments.images():
+            return {}
+        tables = {}
+        for table in self.layout.tables:
+            own = self.by_site(table.name)
+            tables[table.name] = {
+                "sites": list(self.layout.sites_of(table.name)),
+                "stages": list(own.stages),
+                "mean": rounded(own.means),
+                "log": rounded(own.logs),
+            }
+        return {"attention": {"images": self.moments.images(), "tables": tables}}
 
     def gauges(self) -> dict[str, Tensor]:
         """The share of its attention that the IT keeps to itself, by table."""
@@ -402,6 +468,13 @@ class ItNas(Method):
 
     def _dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), torch.get_default_dtype())
+
+
+def rounded(values: Tensor) -> Any:
+    """Nested lists in nine digits: leads may be in the seventh, and more would make long files."""
+    if values.dim() == 0:
+        return float(f"{float(values):.9g}")
+    return [rounded(one) for one in values.cpu()]
 
 
 def _forget_key(method: ItNas, incompatible: object) -> None:

@@ -1,20 +1,35 @@
 """Attention rows of single images, gathered over a forward pass: those of all cells of a table become one vector.
 
 A row [n, tokens + 1] is what an indicator token paid itself (column 0) and each candidate. Cells of a table share one
-architecture, so a table's attention is the mean of its cells' rows; over images it is summed up by `Moments`.
+architecture, so a table's attention is an aggregate of its cells' rows, as a rule their mean. Over images it is summed
+up by `Moments`; the rows of every cell by `SiteSums`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.arch import Layout
+from softcell.arch.aggregate import Aggregate, used_sites
 from softcell.nn.lite_transformer import by_position
-from softcell.nn.moments import TableMoments
+from softcell.nn.moments import SiteSums, TableMoments, logarithm
+
+
+class Looked(NamedTuple):
+    """Where rows of a pass over images go: sums of the tables' vectors by `aggregate`, and of every site's rows.
+
+    stages: a number for every site; those with maps of one shape have the same.
+    """
+
+    tables: TableMoments
+    sites: Mapping[str, SiteSums]
+    aggregate: Aggregate
+    stages: Mapping[int, int]
 
 
 class AttentionRows:
@@ -31,7 +46,7 @@ class AttentionRows:
         layout: Layout,
         places: Mapping[str, Sequence[tuple[int, int]]],
         uniform: Callable[[str], Tensor],
-        into: TableMoments | None = None,
+        into: Looked | None = None,
         only: tuple[str, int] | None = None,
         *,
         counts: bool = True,
@@ -65,13 +80,38 @@ class AttentionRows:
         awaited = [place for place in self._places[table] if self._only is None or place[1] == choice]
         if any(place not in self._rows for place in awaited):
             return
+        sums, sites = self._into.tables[table], self._into.sites[table]
         if self._only is None:
-            self._into[table].add(self.mean(table).flatten(1))
+            sums.add(self.viewed(table).flatten(1))
+            sites.add(torch.stack([self._candidates(*place) for place in sites.places]))
         else:
             first = choice * self._layout.table(table).width
-            self._into[table].add(self.mean(table)[:, choice], first, counts=self._counts)
+            sums.add(self.viewed(table)[:, choice], first, counts=self._counts)
+            for place in awaited:
+                at = sites.places.index(place)
+                sites.add(self._candidates(*place)[None], slice(at, at + 1))
         for place in awaited:
             del self._rows[place]
+
+    def viewed(self, table: str) -> Tensor:
+        """What every image says of the candidates [n, choices, width], by the aggregate of what is looked at.
+
+        The mean over the sites that count, of attention or of its logarithm, in float64: without a norm on tokens
+        candidates may differ in the seventh digit. A vote is one of sites, not of images: there it is the mean over
+        all sites.
+        """
+        assert self._into is not None
+        how = self._into.aggregate
+        own, found = self._layout.table(table), dict[int, Tensor]()
+        for choice in {choice for site, choice in self._rows if self._layout.sites[site] == table}:
+            sites = [s for s in self._layout.sites_of(table) if (s, choice) in self._rows]
+            used = used_sites([True] * len(sites), [self._into.stages[s] for s in sites], how)
+            rows = torch.stack([self._candidates(sites[i], choice) for i in used])
+            found[choice] = (logarithm(rows) if how == "log-mean" else rows.double()).mean(0)
+        n = next(iter(found.values())).shape[0]
+        uniform = self._uniform(table).double()
+        uniform = logarithm(uniform) if how == "log-mean" else uniform
+        return torch.stack([found[i] if i in found else uniform[i].expand(n, -1) for i in range(len(own))], dim=1)
 
     def mean(self, table: str) -> Tensor:
         """Attention to the candidates [n, choices, width] of every image, the mean over the table's cells."""
@@ -79,8 +119,7 @@ class AttentionRows:
         found: dict[int, list[Tensor]] = {}
         for site, choice in self._rows:
             if self._layout.sites[site] == table:
-                row = self._by_position(site, choice)
-                found.setdefault(choice, []).append(F.pad(row[:, 1:], (0, own.width + 1 - row.shape[1])))
+                found.setdefault(choice, []).append(self._candidates(site, choice))
         like = next(iter(found.values()))[0]
         n = like.shape[0]
         uniform = self._uniform(table).to(like.dtype)  # edges of zeros alone
@@ -88,6 +127,11 @@ class AttentionRows:
             [torch.stack(found[i]).mean(0) if i in found else uniform[i].expand(n, -1) for i in range(len(own))],
             dim=1,
         )
+
+    def _candidates(self, site: int, choice: int) -> Tensor:
+        """Attention to the candidates [n, width] of the table."""
+        row, width = self._by_position(site, choice), self._layout.table(self._layout.sites[site]).width
+        return F.pad(row[:, 1:], (0, width + 1 - row.shape[1]))
 
     def _by_position(self, site: int, choice: int) -> Tensor:
         """[n, tokens + 1]; laid out only here, since most rows are never read."""

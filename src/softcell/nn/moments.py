@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,6 @@ class Moments(nn.Module):
         self.total[places] += exact.sum(0)
         self.products[places, places] += exact.T @ exact
 
-    def reset(self) -> None:
-        for buffer in self.sums():
-            buffer.zero_()
-
     def sums(self) -> list[Tensor]:
         return [self.count, self.total, self.products]
 
@@ -60,6 +56,53 @@ class Moments(nn.Module):
         return f"size={self.total.shape[0]}"
 
 
+class SiteSums(nn.Module):
+    """Sums over images of the rows of a table's places, and of their logarithms: [places, width] each.
+
+    places: (site, choice) of each row, in the order in which rows come.
+    """
+
+    total: Tensor
+    logs: Tensor
+
+    def __init__(self, places: Sequence[tuple[int, int]], width: int) -> None:
+        super().__init__()
+        self.places = tuple(places)
+        for name in ("total", "logs"):
+            self.register_buffer(name, torch.zeros(len(self.places), width, dtype=torch.float64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves like any module, but `.float()` and `.to(dtype)` leave float64 alone."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.total, self.logs = self.total.double(), self.logs.double()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Checkpoints from before there were sums by site have none: they are zero then."""
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            state_dict.setdefault(f"{prefix}{name}", torch.zeros_like(buffer))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @torch.no_grad()
+    def add(self, rows: Tensor, places: slice = slice(None)) -> None:
+        """rows [places, n, width] of images, in place, those of all places or of some in succession."""
+        exact = rows.double()
+        self.total[places] += exact.sum(1)
+        self.logs[places] += logarithm(exact).sum(1)
+
+    def sums(self) -> list[Tensor]:
+        return [self.total, self.logs]
+
+    def extra_repr(self) -> str:
+        return f"places={len(self.places)}"
+
+
+def logarithm(x: Tensor) -> Tensor:
+    """log x in float64; of 0 that of the smallest float32: attention that vanished is small, not impossible."""
+    return x.double().clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
 class TableMoments(nn.ModuleDict):
     """`Moments` of every table of a layout by its name, of vectors [choices · width]."""
 
@@ -71,11 +114,6 @@ class TableMoments(nn.ModuleDict):
         found = super().__getitem__(key)
         assert isinstance(found, Moments)
         return found
-
-    def begun_anew(self) -> Self:
-        for name in self:
-            self[name].reset()
-        return self
 
     def sums(self) -> list[Tensor]:
         return [sums for name in self for sums in self[name].sums()]

@@ -207,8 +207,10 @@ class SearchTask:
                     self._tell,
                 )
         last = epoch + 1 == self.num_epochs
+        readings: dict[str, Any] = {}
         if last or (epoch + 1) % self.recipe.validate_every == 0:
             metrics |= self._validate(last)
+            readings = {name: {"epoch": epoch, **row} for name, row in self.method.readings().items()}
             many = self.method.many_cells
             text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), again=many)
             # Early on running statistics fit no method's cells yet; those of many cells will fit none later either.
@@ -233,6 +235,7 @@ class SearchTask:
                 epoch, genotype, tables={name: table.tolist() for name, table in probabilities.items()}
             ),
             **self._diagnosed(epoch),
+            **readings,
         }
         return metrics
 
