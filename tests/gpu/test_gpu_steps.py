@@ -21,10 +21,12 @@ from search_toys import batch, players, remains, same, settings, state_of, train
 from softcell.arch import sample
 from softcell.data import load, split
 from softcell.data.feeds import Feeds
+from softcell.engine.capture import CapturedStep
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.session import Session, open_session
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
+from softcell.methods.snas import Snas
 from softcell.search import SearchRecipe, resolve, search
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import Players, bilevel, single_level, unrolled
@@ -171,6 +173,29 @@ def test_recorded_steps_and_plain_ones_give_the_same_search(regime: str, tmp_pat
                 assert recorded[key] == pytest.approx(value, rel=1e-6, abs=1e-8), key
 
 
+def test_evaluations_of_a_recorded_unrolled_step_share_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay has new numbers, but one set for all its evaluations: else the gradient is noise divided by ε."""
+    one = players("nb201", device=DEVICE, method=Snas)
+    one.supernet.use_drop_path(0.3)
+    one.supernet.drop_path.set_fraction(1.0)
+    train, validation = batch(1, device=DEVICE), batch(2, device=DEVICE)
+    found = torch.zeros(sum(p.numel() for p in one.method.parameters()), dtype=torch.float64, device=DEVICE)
+
+    def keep(players: Players, gradients: Any, **options: Any) -> None:
+        found.copy_(torch.cat([gradient.flatten() for gradient in gradients]))
+
+    monkeypatch.setattr(Players, "learn_architecture", keep)
+    told: list[str] = []
+    step = CapturedStep(lambda: (unrolled(one, train, validation, Unrolling(epsilon=1e-6)), None)[1], told.append)
+    gradients = []
+    for _ in range(2 * WARM):
+        step()
+        gradients.append(found.clone())
+    assert told == []
+    assert all(float(gradient.norm()) < 50 for gradient in gradients), "noise would be of the order of 1/ε"
+    assert all(float((a - b).norm()) > 1e-6 for a, b in itertools.combinations(gradients, 2)), "replays must draw"
+
+
 # --- repeating ---
 
 
@@ -201,6 +226,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "search-snas-drop-path": (
         "search",
         settings("darts", "digits", method="snas", drop_path=0.3, engine="graph", batch_size=64),
+    ),
+    "search-snas-unrolled": (
+        "search",
+        settings("nb201", "digits", method="snas", regime="unrolled", drop_path=0.3, engine="graph", batch_size=64),
     ),
     "train": ("train", training("darts", "digits", batch_size=128)),
 }

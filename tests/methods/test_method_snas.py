@@ -402,6 +402,11 @@ def test_a_record_is_the_mean_over_the_steps_of_its_own_epoch(
         assert torch.tensor(record["tables"]["cell"]).eq(1.0).all()
 
 
+def test_an_unrolled_search_is_the_same_when_it_is_stopped_and_resumed(data: Path, tmp_path: Path) -> None:
+    recipe = resolve(settings("nb201", data, method="snas", regime="unrolled", drop_path=0.3))
+    check_resumed(recipe, tmp_path, 1, 1)
+
+
 def test_samples_and_credit_are_the_same_when_a_search_is_stopped_and_resumed(data: Path, tmp_path: Path) -> None:
     recipe = resolve(settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}))
     check_resumed(recipe, tmp_path, 1, 2)

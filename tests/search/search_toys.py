@@ -27,6 +27,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 TINY: dict[str, dict[str, Any]] = {
     "nb201": {"cells_per_stage": 1, "channels": 2},
     "darts": {"cells": 3, "channels": 2, "nodes": 2},
+    "s4": {"cells": 3, "channels": 2},
 }
 """The smallest sizes that still have every part of a space."""
 

@@ -15,9 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from search_toys import Pair, batch, players
 
+from softcell.methods.snas import Snas
+from softcell.nn.context import ContextAutoRegression
+from softcell.nn.draws import SharedDraws, draw_normal, draw_uniform
 from softcell.search import steps
+from softcell.search.guide import supernet_maps
 from softcell.search.hypergradient import Unrolling, hypergradient
 from softcell.search.steps import Players, unrolled
+from softcell.spaces import Bound
 
 LR, MOMENTUM, DECAY = 0.3, 0.9, 0.07
 EXACT = Unrolling(exact=True)
@@ -196,14 +201,15 @@ def test_a_validation_loss_without_weights_leaves_the_direct_gradient(settings: 
 
 
 def ahead_of(one: Players, train: Pair, validation: Pair) -> float:
-    """L_val(w'(α), α) of a supernet, with all its batch statistics, on copies."""
-    net = copy.deepcopy(one.supernet)
+    """L_val(w'(α), α) of a supernet, with all its batch statistics, on copies; α is relaxed once."""
+    net, objective = copy.deepcopy((one.supernet, one.objective))
     with torch.no_grad():
         mix = one.method.relax()
-    torch.nn.functional.cross_entropy(net(train[0], mix), train[1]).backward()
+    objective(Bound(net, mix), *train).loss.backward()
     group = one.weight_optimiser.param_groups[0]
     with torch.no_grad():
-        for mine, original in zip(net.parameters(), one.supernet.parameters(), strict=True):
+        own = [*net.parameters(), *objective.parameters()]
+        for mine, original in zip(own, one.weights(), strict=True):
             direction = group["weight_decay"] * original
             moment = one.weight_optimiser.state.get(original, {}).get("momentum_buffer")
             if mine.grad is not None:
@@ -211,10 +217,12 @@ def ahead_of(one: Players, train: Pair, validation: Pair) -> float:
             if moment is not None:
                 direction = direction + group["momentum"] * moment
             mine.copy_(original - group["lr"] * direction)
-        return float(torch.nn.functional.cross_entropy(net(validation[0], mix), validation[1]))
+        return float(objective(Bound(net, mix), *validation).loss)
 
 
-def hypergradient_of(one: Players, train: Pair, validation: Pair, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def hypergradient_of(
+    one: Players, train: Pair, validation: Pair, monkeypatch: pytest.MonkeyPatch, how: Unrolling = EXACT
+) -> list[Tensor]:
     """What `unrolled` gives the architecture's optimiser."""
     kept: list[Tensor] = []
 
@@ -223,7 +231,7 @@ def hypergradient_of(one: Players, train: Pair, validation: Pair, monkeypatch: p
 
     monkeypatch.setattr(Players, "learn_architecture", keep)
     monkeypatch.setattr(steps, "weight_step", lambda *arguments: None)
-    unrolled(one, train, validation, EXACT)
+    unrolled(one, train, validation, how)
     return kept
 
 
@@ -281,3 +289,93 @@ def test_the_virtual_step_is_the_step_that_the_optimiser_would_take(monkeypatch:
         expected = torch.nn.functional.cross_entropy(twin(validation[0], mix), validation[1])
     _, held = unrolled(one, train, validation, EXACT)
     assert float(held.loss) == pytest.approx(float(expected), rel=1e-12)
+
+
+# --- steps that draw random numbers ---
+
+
+def sampled() -> Players:
+    return players("nb201", method=Snas)
+
+
+def dropping() -> Players:
+    one = players("nb201")
+    one.supernet.use_drop_path(0.5)
+    one.supernet.drop_path.set_fraction(1.0)
+    return one
+
+
+def noisy() -> Players:
+    return players("s4")
+
+
+def hiding() -> Players:
+    """Context auto-regression, which hides other pixels at every call; its decoder learns with the weights."""
+    one = players("nb201")
+    one.objective = ContextAutoRegression(supernet_maps(one.supernet, one.method), (1, 8, 8)).double()
+    return one
+
+
+def all_of_it() -> Players:
+    one = players("s4", method=Snas)
+    one.supernet.use_drop_path(0.5)
+    one.supernet.drop_path.set_fraction(1.0)
+    return one
+
+
+RANDOM = (sampled, dropping, noisy, hiding, all_of_it)
+
+
+@pytest.mark.parametrize("make", RANDOM)
+def test_one_draw_serves_all_evaluations_of_a_step(
+    make: Callable[[], Players], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ε falls, Eq 8 approaches the gradient that differentiating twice gives for the same random numbers.
+
+    With a draw for each evaluation the error would grow as 1/ε. The limit itself is checked against differences of the
+    loss after a step whose random numbers a seed repeats.
+    """
+    one, train, validation = make(), batch(1), batch(2)
+
+    def drawn(how: Unrolling) -> Tensor:
+        torch.manual_seed(7)
+        with monkeypatch.context() as patch:
+            return torch.cat([g.flatten() for g in hypergradient_of(one, train, validation, patch, how)])
+
+    def ahead() -> float:
+        torch.manual_seed(7)
+        return ahead_of(one, train, validation)
+
+    exact = drawn(EXACT)
+    # So near that no ReLU and no maximum changes its mind in between, and the networks are smooth.
+    for epsilon in (1e-5, 1e-6):
+        assert (drawn(Unrolling(epsilon=epsilon)) - exact).norm() < 1e-6 * exact.norm()
+    places = [(table.data, i) for table in one.method.parameters() for i in range(table.numel())]
+    for number in range(0, len(places), max(1, len(places) // 4)):
+        table, i = places[number]
+        expected = numeric(ahead, table.view(-1), i, 1e-6)
+        assert float(exact[number]) == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("make", RANDOM)
+def test_the_next_step_draws_again(make: Callable[[], Players], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, train, validation = make(), batch(1), batch(2)
+    torch.manual_seed(7)
+    first, second = (
+        torch.cat([g.flatten() for g in hypergradient_of(one, train, validation, monkeypatch)]) for _ in range(2)
+    )
+    assert (first - second).abs().max() > 1e-6
+
+
+def test_images_of_another_batch_have_draws_of_their_own() -> None:
+    """The sample of an architecture is one per step; what is dropped of the validation images is independent."""
+    draws, cpu, found = SharedDraws(), torch.device("cpu"), {}
+    torch.manual_seed(0)
+    for number, name in enumerate(("train", "validation", "train")):
+        with draws.evaluation(name):
+            found[number] = draw_uniform(4, device=cpu), draw_normal(4, device=cpu, of_batch=True)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[0][1], found[2][1]) and not torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(draw_uniform(4, device=cpu), found[0][0]), "outside, every draw is new"
+    with draws.evaluation("train"), pytest.raises(AssertionError, match="in the same order"):
+        draw_uniform(5, device=cpu)

@@ -30,6 +30,7 @@ from softcell.arch.anneal import Schedule, temperature_at
 from softcell.arch.simplex import masked_softmax
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
+from softcell.nn.draws import draw_uniform
 from softcell.settings import not_negative, positive
 
 
@@ -160,5 +161,5 @@ class Snas(Method):
     def _sample(self, table: str) -> Tensor:
         """Z [choices, width]; drawn in float32, so that the precision of a run does not change its samples."""
         log_alpha = self.log_alpha[table]
-        uniform = torch.rand(log_alpha.shape, device=log_alpha.device, dtype=torch.float32)
+        uniform = draw_uniform(*log_alpha.shape, device=log_alpha.device)
         return concrete(log_alpha, self.masks[table], self.temperature, uniform.to(log_alpha.dtype))

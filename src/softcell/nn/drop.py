@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from softcell.nn.draws import draw_normal, draw_uniform
+
 _declared: list[tuple[int, int]] = []
 
 
@@ -37,13 +39,13 @@ def uniform_for_batch(x: Tensor, *tail: int) -> Tensor:
     Always float32, so that the precision of a run does not change what is dropped.
     """
     start, total = _slice_of(x)
-    return torch.rand(total, *tail, device=x.device, dtype=torch.float32)[start : start + x.shape[0]]
+    return draw_uniform(total, *tail, device=x.device, of_batch=True)[start : start + x.shape[0]]
 
 
 def normal_for_batch(x: Tensor, *tail: int) -> Tensor:
     """Return this rank's numbers from N(0, 1), shape [N, *tail], for `x` [N, ...]; float32 as above."""
     start, total = _slice_of(x)
-    return torch.randn(total, *tail, device=x.device, dtype=torch.float32)[start : start + x.shape[0]]
+    return draw_normal(total, *tail, device=x.device, of_batch=True)[start : start + x.shape[0]]
 
 
 def _slice_of(x: Tensor) -> tuple[int, int]:

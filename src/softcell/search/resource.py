@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from softcell.arch import Mix, WeightMix
 from softcell.arch.cost import KINDS, CostTables, linear_cost, log_cost, policy_cost
 from softcell.errors import UserError
+from softcell.nn.draws import draw_uniform
 from softcell.settings import not_negative
 
 Preset = Literal["none", "mild", "moderate", "aggressive"]
@@ -190,7 +191,7 @@ class ResourcePenalty(nn.Module):
             return log_cost(weights, costs / self._unit[kind])
         costs = costs / self._whole[kind]
         if self.settings.estimator == "policy":
-            return policy_cost(weights, costs, _inside(torch.rand(1, *weights.shape, device=weights.device)))
+            return policy_cost(weights, costs, _inside(draw_uniform(1, *weights.shape, device=weights.device)))
         return linear_cost(weights, costs)
 
     def _of(self, kind: str, table: str) -> Tensor:

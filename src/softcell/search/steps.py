@@ -17,6 +17,7 @@ from softcell.arch import Mix
 from softcell.engine.distributed import World, average_
 from softcell.engine.optim import apply_gradients
 from softcell.methods import Method
+from softcell.nn.draws import SharedDraws
 from softcell.nn.objective import Evaluated, Objective
 from softcell.search.hypergradient import Unrolling, hypergradient
 from softcell.search.resource import ResourcePenalty
@@ -107,7 +108,11 @@ def unrolled(
     validation: tuple[Tensor, Tensor],
     settings: Unrolling,
 ) -> tuple[Evaluated, Evaluated]:
-    """Second order: the architecture's gradient is taken after one virtual weight step (DARTS Eq 6-8)."""
+    """Second order: the architecture's gradient is taken after one virtual weight step (DARTS Eq 6-8).
+
+    All evaluations of it see the same architecture sample, and those of the training batch the same dropped paths, so
+    that Eq 8 is a difference of one function. The weight step after it draws its own, as in `bilevel`.
+    """
     loss = _Loss(players)
     weights, architecture = players.weights(), players.architecture()
     if not architecture:
@@ -117,12 +122,12 @@ def unrolled(
     held: list[Evaluated] = []
 
     def validation_loss(values: Sequence[Tensor]) -> Tensor:
-        result, total = loss.at(values, *validation)
+        result, total = loss.at(values, *validation, batch="validation")
         held.append(result)
         return total
 
     gradients = hypergradient(
-        lambda values: loss.at(values, *train)[0].loss,
+        lambda values: loss.at(values, *train, batch="train")[0].loss,
         validation_loss,
         weights,
         architecture,
@@ -149,13 +154,17 @@ def weight_step(players: Players, images: Tensor, labels: Tensor) -> Evaluated:
 
 
 class _Loss(nn.Module):
-    """The objective as a function of the weights; running statistics stay untouched."""
+    """The objective as a function of the weights and of nothing else: one draw of random numbers serves all calls.
+
+    Running statistics stay untouched.
+    """
 
     def __init__(self, players: Players) -> None:
         super().__init__()
         self.supernet, self.objective = players.supernet, players.objective
         self._players = players  # no module: α is no weight, and must not be replaced
         self._names = [name for name, p in self.named_parameters() if p.requires_grad]
+        self._draws = SharedDraws()
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
         """What the batch evaluates to, and its loss with the method's penalty."""
@@ -164,11 +173,15 @@ class _Loss(nn.Module):
         penalty = self._players.penalty(mix)
         return result, result.loss if penalty is None else result.loss + penalty
 
-    def at(self, values: Sequence[Tensor], images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
-        """`forward` with `values` in place of the weights and copies in place of the buffers."""
+    def at(self, values: Sequence[Tensor], images: Tensor, labels: Tensor, *, batch: str) -> tuple[Evaluated, Tensor]:
+        """`forward` with `values` in place of the weights and copies in place of the buffers.
+
+        batch: the name of the batch, by which calls share what is drawn per image.
+        """
         buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
         state = {**dict(zip(self._names, values, strict=True)), **buffers}
-        result: tuple[Evaluated, Tensor] = functional_call(self, state, (images, labels))
+        with self._draws.evaluation(batch):
+            result: tuple[Evaluated, Tensor] = functional_call(self, state, (images, labels))
         return result
 
 

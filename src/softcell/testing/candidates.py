@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
+from softcell.nn.draws import SharedDraws
 from softcell.testing.tools import images, require, require_close
 
 CHANNELS = 6
@@ -115,6 +116,19 @@ def input_stays_as_it_was(name: str) -> None:
     require(torch.equal(x, before), f"{name} changes its input in place")
 
 
+def evaluations_of_a_step_share_their_draws(name: str) -> None:
+    """A second-order step evaluates a batch several times: random numbers come from `softcell.nn.draws` or `.drop`."""
+    module, x = (
+        _build(name, Spec(channels_for(name), 1, affine=False, pool_norm=True)),
+        images((channels_for(name), 8, 8)),
+    )
+    draws, outputs = SharedDraws(), []
+    for _ in range(2):
+        with torch.no_grad(), draws.evaluation("train"):
+            outputs.append(module(x))
+    require_close(outputs[1], outputs[0], f"{name}: evaluations of one step must draw once (`softcell.nn.draws`)", 0)
+
+
 CANDIDATE_CHECKS: tuple[CandidateCheck, ...] = (
     halves_by_rounding_up,
     is_applied_linearly,
@@ -123,6 +137,7 @@ CANDIDATE_CHECKS: tuple[CandidateCheck, ...] = (
     shared_means_the_same_for_every_edge,
     gradients_reach_input_and_weights,
     input_stays_as_it_was,
+    evaluations_of_a_step_share_their_draws,
 )
 
 

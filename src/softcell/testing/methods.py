@@ -10,6 +10,7 @@ from torch import Tensor
 
 from softcell.arch import Genotype, Mix, Table, WeightMix, check_against, sample
 from softcell.methods import METHODS, Method, Sampler, fitted
+from softcell.nn.draws import SharedDraws
 from softcell.settings import build, to_dict
 from softcell.spaces import Space, Supernet
 from softcell.testing.tools import NUM_CLASSES, SHAPE, build_supernet, images, require, require_close
@@ -122,6 +123,21 @@ def same_seed_gives_the_same_mix(kind: type[Method], space: Space) -> None:
     supernet = build_supernet(space)
     first, second = (build_method(kind, space, seed=3) for _ in range(2))
     require_close(_outcome(first, supernet), _outcome(second, supernet), f"{kind.name}: a seed must repeat the mix", 0)
+
+
+def evaluations_of_a_step_share_their_draws(kind: type[Method], space: Space) -> None:
+    """A second-order step relaxes several times; its random numbers come from `softcell.nn.draws`, so it repeats."""
+    method, supernet, draws = build_method(kind, space), build_supernet(space), SharedDraws()
+    outcomes = []
+    for _ in range(2):
+        with torch.no_grad(), draws.evaluation("train"):
+            outcomes.append(supernet(images(), method.relax()))
+    require_close(
+        outcomes[1],
+        outcomes[0],
+        f"{kind.name}: evaluations of one step must draw once, by `draw_uniform` or `draw_normal` of softcell.nn.draws",
+        0,
+    )
 
 
 def epochs_run_from_start_to_end(kind: type[Method], space: Space) -> None:
@@ -256,6 +272,7 @@ METHOD_CHECKS: tuple[MethodCheck, ...] = (
     derived_architecture_belongs_to_the_space,
     state_restores_mix_and_architecture,
     same_seed_gives_the_same_mix,
+    evaluations_of_a_step_share_their_draws,
     epochs_run_from_start_to_end,
     relax_works_without_gradients,
     kept_mix_takes_what_was_learnt,
