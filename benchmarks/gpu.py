@@ -252,11 +252,10 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
                 found["together"].append({"space": case.space, "searches": count, "ms_per_step": each})
                 say(f"{case.space}, {count} at once: {each:.2f} ms per step")
         for name, settings in (
-            ("plain", {"engine": "eager", "precision": "float32"}),
-            ("graph", {"engine": "graph", "precision": "float32"}),
-            ("graph bf16", {"engine": "graph", "precision": "bfloat16"}),
-            ("graph, channels-first", {"engine": "graph", "precision": "float32", "channels_first": True}),
-            ("graph bf16, channels-first", {"engine": "graph", "precision": "bfloat16", "channels_first": True}),
+            ("plain", {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True}),
+            ("modules", {"engine": "graph", "precision": "float32", "fused": False}),
+            ("modules bf16", {"engine": "graph", "precision": "bfloat16", "fused": False}),
+            ("fused bf16", {"engine": "graph", "precision": "bfloat16"}),
         ):
             forget()
             task = made_training(data, session, **settings)

@@ -63,6 +63,7 @@ class TrainRecipe:
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     engine: Literal["auto", "eager", "graph", "compile"] = "auto"
+    fused: bool = True
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from softcell.evaluate.retrieval import retrieval_step
 from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
 from softcell.spaces import Network
+from softcell.spaces.fused import fused_networks
 
 
 class TrainTask:
@@ -51,6 +53,9 @@ class TrainTask:
             broadcast_module(criterion, world)
         self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
         self._tally = Tally(world.device)
+        # `engine=compile` compiles the modules of a cell, so they have to run.
+        fuses = recipe.fused and recipe.engine != "compile"
+        self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if fuses else nullcontext
         learn = in_precision(self._learn, recipe.precision, world.device)
         if recipe.engine == "compile":
             compile_regions(network.regions(), tell)
@@ -77,6 +82,10 @@ class TrainTask:
 
     def _learn(self, *draft: Tensor) -> None:
         """One training step, augmentation included; everything happens on the device, so that it can be recorded."""
+        with self._cells():
+            self._update(*draft)
+
+    def _update(self, *draft: Tensor) -> None:
         recipe, batch = self.recipe, self._train.finish(*draft)
         if self.criterion is not None:
             loss = retrieval_step(

@@ -23,7 +23,9 @@ from softcell.nn.conv import FactorisedReduction, ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.cell import MixedCell
+from softcell.spaces.derived_plan import DerivedCell
 from softcell.spaces.edges import SpecOf
+from softcell.spaces.fused import serves_networks
 from softcell.spaces.picked_cell import PickedCell
 from softcell.spaces.registry import register_space
 
@@ -310,8 +312,23 @@ class DartsNetwork(Network):
         for i, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
             if plan.reduces:
                 stages.append(newer)
-            nodes = cell(pre(older, newer))
-            older, newer = newer, torch.cat([nodes[n] for n in self._outputs[plan.table]], dim=1)
+            older, newer = newer, self._run_cell(plan, pre, cell, older, newer)
             if i == self._tower_after:
                 middle = newer
         return [*stages, newer], middle
+
+    def _run_cell(self, plan: CellPlan, pre: nn.Module, cell: nn.Module, older: Tensor, newer: Tensor) -> Tensor:
+        """The concatenated output of one cell, [n, c, h, w]."""
+        assert isinstance(pre, Preprocess) and isinstance(cell, PickedCell)
+        outputs = self._outputs[plan.table]
+        fused: DerivedCell | None = None
+        if serves_networks(newer):
+            fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
+        if fused is None:
+            nodes = cell(pre(older, newer))
+            return torch.cat([nodes[n] for n in outputs], dim=1)
+        out = fused((older, newer))
+        if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
+            return out
+        parts = torch.split(out, plan.width, dim=1)
+        return torch.cat([parts[n - INPUTS] for n in outputs], dim=1)

@@ -18,6 +18,7 @@ from softcell.spaces.fused_cell import FusedCell, compute_type
 from softcell.spaces.fused_plan import Entry, Unfit, plan, plan_apart
 
 _MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
+_NETWORKS: ContextVar[bool] = ContextVar("fused_networks", default=False)
 
 
 @contextmanager
@@ -28,6 +29,24 @@ def modules_only() -> Iterator[None]:
         yield
     finally:
         _MODULES_ONLY.reset(token)
+
+
+@contextmanager
+def fused_networks() -> Iterator[None]:
+    """Within this context cells of derived networks are fused, too, where that is possible.
+
+    It pays for trainings alone: kernels are compiled for every width, and hooks on candidate modules see nothing.
+    """
+    token = _NETWORKS.set(True)
+    try:
+        yield
+    finally:
+        _NETWORKS.reset(token)
+
+
+def serves_networks(x: Tensor) -> bool:
+    """Whether cells of derived networks on inputs like `x` are fused here."""
+    return _NETWORKS.get() and serves(x)
 
 
 def literal() -> bool:

@@ -64,7 +64,7 @@ class FusedCell:
         dtype = compute_type(states[0])
         with torch.autocast(device.type, enabled=False):
             flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
-            running = None if training else self._running(device)
+            running = None if training else running_statistics(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # never read then, but kernels want something to point at
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states)
@@ -72,7 +72,7 @@ class FusedCell:
                 rows = nodes[0].numel() // c
                 if rows <= 1:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
-                self._update_running(moments, rows)
+                update_running(self.norms, moments, rows)
         return [*states, *nodes]
 
     def parameters(self) -> list[Tensor]:
@@ -83,34 +83,40 @@ class FusedCell:
         """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
         return flat_kernels(torch.cat([as_vector(w) for w in weights]), self.recipes, self.program.channels)
 
-    def _running(self, device: torch.device) -> Tensor:
-        """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
-        means = torch.stack([_present(m.running_mean) for _, m in self.norms])
-        variances = torch.stack([_present(m.running_var) for _, m in self.norms])
-        running = means.new_zeros(2, self.program.planes, self.program.channels)
-        where = _positions(tuple(plane for plane, _ in self.norms), device)
-        return running.index_copy_(1, where, torch.stack([means, variances]))
 
-    @torch.no_grad()
-    def _update_running(self, moments: Tensor, rows: int) -> None:
-        """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does.
+Norms = Sequence[tuple[int, nn.BatchNorm2d]]
+"""(plane, its norm), all of one momentum."""
 
-        Without a momentum it is the plain mean over all batches. Asked every time: whoever measures norms anew takes it
-        away for a while, from cells that were planned before.
-        """
-        means = [moments[0, plane] for plane, _ in self.norms]
-        unbiased = moments[2] * (rows / (rows - 1))
-        variances = [unbiased[plane] for plane, _ in self.norms]
-        running = [_present(m.running_mean) for _, m in self.norms] + [_present(m.running_var) for _, m in self.norms]
-        seen = [_present(m.num_batches_tracked) for _, m in self.norms]
-        torch._foreach_add_(seen, 1)
-        momentum = self.norms[0][1].momentum
-        if momentum is None:
-            for old, new, count in zip(running, means + variances, seen + seen, strict=True):
-                old.add_((new - old) / count)
-            return
-        torch._foreach_mul_(running, 1 - momentum)
-        torch._foreach_add_(running, means + variances, alpha=momentum)
+
+def running_statistics(norms: Norms, planes: int, channels: int) -> Tensor:
+    """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
+    means = torch.stack([_present(m.running_mean) for _, m in norms])
+    variances = torch.stack([_present(m.running_var) for _, m in norms])
+    running = means.new_zeros(2, planes, channels)
+    where = _positions(tuple(plane for plane, _ in norms), means.device)
+    return running.index_copy_(1, where, torch.stack([means, variances]))
+
+
+@torch.no_grad()
+def update_running(norms: Norms, moments: Tensor, rows: int) -> None:
+    """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does.
+
+    Without a momentum it is the plain mean over all batches. Read at every call: recalibration removes the momentum for
+    a while, from cells that were planned before.
+    """
+    means = [moments[0, plane] for plane, _ in norms]
+    unbiased = moments[2] * (rows / (rows - 1))
+    variances = [unbiased[plane] for plane, _ in norms]
+    running = [_present(m.running_mean) for _, m in norms] + [_present(m.running_var) for _, m in norms]
+    seen = [_present(m.num_batches_tracked) for _, m in norms]
+    torch._foreach_add_(seen, 1)
+    momentum = norms[0][1].momentum
+    if momentum is None:
+        for old, new, count in zip(running, means + variances, seen + seen, strict=True):
+            old.add_((new - old) / count)
+        return
+    torch._foreach_mul_(running, 1 - momentum)
+    torch._foreach_add_(running, means + variances, alpha=momentum)
 
 
 _POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}

@@ -77,7 +77,7 @@ def _stages(module: nn.Module) -> tuple[_Stage, ...] | None:
     return None
 
 
-def _pool_of(module: nn.Module) -> tuple[nn.MaxPool2d | nn.AvgPool2d, nn.BatchNorm2d | None] | None:
+def pool_of(module: nn.Module) -> tuple[nn.MaxPool2d | nn.AvgPool2d, nn.BatchNorm2d | None] | None:
     if type(module) is nn.Sequential and len(module) == 2 and isinstance(module[1], nn.BatchNorm2d):
         inner, norm = module[0], module[1]
     else:
@@ -185,7 +185,7 @@ class _Planner:
                     self._check(stages, source)
                     by_source = convs.setdefault((stages[0].order, stages[0].window), {})
                     by_source.setdefault(source, []).append((module, stages))
-                elif _pool_of(module) is not None:
+                elif pool_of(module) is not None:
                     pooling.setdefault(source, []).append(module)
                 else:
                     raise Unfit(f"{type(module).__name__} has no fused form")
@@ -224,7 +224,7 @@ class _Planner:
         members = [(source, module) for source, modules in pooling.items() for module in modules]
         for wants_norm in (True, False):
             for source, module in members:
-                found = _pool_of(module)
+                found = pool_of(module)
                 assert found is not None
                 inner, norm = found
                 if (norm is not None) != wants_norm:

@@ -16,7 +16,11 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.drop import DropPath
 from softcell.spaces.arrivals import node_value
 from softcell.spaces.bottleneck import Bottleneck, narrowed
+from softcell.spaces.derived_plan import DerivedCell, plan_derived
+from softcell.spaces.derived_plan import Pick as DerivedPick
 from softcell.spaces.edges import Edges, Runner, SpecOf
+from softcell.spaces.fused import remembered
+from softcell.spaces.fused_plan import Unfit
 
 
 class PickedCell(nn.Module):
@@ -49,6 +53,7 @@ class PickedCell(nn.Module):
         self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self._spec = spec_of(0)
+        self._known: dict[bool, DerivedCell | None] = {}
         sources = sorted({pick.source for pick in cell.picks})
         inner = range(inputs, self._nodes)
         self.bottleneck = None if bottleneck == 1 else Bottleneck(sources, inner, wide=wide, narrow=self._spec)
@@ -84,6 +89,17 @@ class PickedCell(nn.Module):
             values.append(node_value(node, total, states[0], self._spec, self.bottleneck))
             runners.append(Runner(values[-1], node, self.bottleneck))
         return values
+
+    def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | None:
+        """This cell and the modules that prepare its inputs as one operation; None where they must run one by one."""
+        return remembered(self._known, True, lambda: self._plan(preprocess, channels, stride))
+
+    def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
+        if self.bottleneck is not None or self._residual:
+            raise Unfit("something stands between the nodes")
+        modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
+        picks = [DerivedPick(pick.source, pick.target, module) for pick, module in modules if module is not None]
+        return plan_derived(preprocess, picks, self._nodes - self.inputs, channels, stride, self._drop_path[0])
 
     def _incoming(self, node: int) -> Iterator[tuple[int, Pick]]:
         return ((i, pick) for i, pick in enumerate(self.cell.picks) if pick.target == node)

@@ -1,0 +1,295 @@
+"""A cell of a derived network as one operation: preprocessing, convolutions, norms, drop-path and sums into nodes.
+
+Every map is a *plane*. A plane keeps what a convolution left, y [rows, c], and its value is z = a · y + b with a and b
+per channel: batch-norm is applied wherever the plane is read and never costs a pass of its own. Nodes have a = 1, b = 0
+and lie side by side in one buffer [rows, nodes · c], which is the concatenated output of the cell.
+
+The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (none where k = 1), a pointwise one. The
+depthwise result lives in registers between the two. With the gradient g of a value z and m rows,
+
+    ∂y = a · (g − Σg / m − ŷ · Σ(g·ŷ) / m),   ŷ = (y − mean) · rstd,   ∂γ = Σ g·ŷ,   ∂β = Σ g
+
+is linear in g and y, so the gradient of a norm, too, is applied wherever a plane's gradient is read.
+
+`derived_cell_reference` is the literal twin by plain autograd. The kernels are in `derived_triton`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softcell.kernels.backend import triton_kernels
+from softcell.kernels.pool import average_pool
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """y[plane][:, column : column + width] = matrix · depthwise(ReLU(z[source])).
+
+    `source`: a plane, or -1 - i for the cell's i-th input tensor. `size`, `dilation`, `padding`, `stride`: the window
+    of the depthwise convolution; a size of 1 has no weights and reads the pixel at −padding. `depth`, `matrix`: offsets
+    of weights [fan_in, size²] and [width, fan_in] in the flat parameters.
+    """
+
+    source: int
+    plane: int
+    size: int
+    dilation: int
+    padding: int
+    stride: int
+    matrix: int
+    depth: int
+    fan_in: int
+    width: int
+    column: int = 0
+
+    @property
+    def taps(self) -> int:
+        return self.size**2
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """A 3×3 pool of the value of plane `source` into `plane`; of a maximum, `slot` has the winning taps."""
+
+    source: int
+    plane: int
+    largest: bool
+    slot: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a node adds up: the value of `plane`, scaled per sample by row `path` of drop-path's factors unless NONE."""
+
+    plane: int
+    path: int = NONE
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """The batch-norm of a plane: offsets of its scale and shift in the flat parameters, NONE where it has none."""
+
+    plane: int
+    scale: int
+    shift: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What runs once the values of `sources` are known: stages that read them, then stages that read those, and pools.
+
+    `measured` and `measured_second` are the planes with a norm that the first stages (and pools) and the second fill.
+    """
+
+    sources: tuple[int, ...]
+    first: tuple[Stage, ...]
+    second: tuple[Stage, ...]
+    pools: tuple[Pooling, ...]
+    measured: tuple[int, ...]
+    measured_second: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A cell of `inputs` preprocessed inputs (planes 0…), `nodes` inner nodes (the next planes) and further planes.
+
+    `preprocess` reads the input tensors. `arrivals[j]` are summed by inner node j; `paths` counts drop-path's factors.
+    `matrices` and `depths` are the extents of the flat parameters that hold matrices and depthwise kernels.
+    """
+
+    channels: int
+    inputs: int
+    nodes: int
+    planes: int
+    stride: int
+    slots: int
+    paths: int
+    preprocess: tuple[Stage, ...]
+    rounds: tuple[Round, ...]
+    arrivals: tuple[tuple[Arrival, ...], ...]
+    norms: tuple[Norm, ...]
+    eps: float
+    matrices: int
+    depths: int
+    size: int
+
+    def is_node(self, plane: int) -> bool:
+        return self.inputs <= plane < self.inputs + self.nodes
+
+    @property
+    def node_planes(self) -> range:
+        return range(self.inputs, self.inputs + self.nodes)
+
+    def round_of(self, plane: int) -> Round | None:
+        """The round that follows `plane`: that of the inputs follows the last of them."""
+        return next((r for r in self.rounds if plane == r.sources[-1]), None)
+
+
+def derived_cell(
+    program: Derived,
+    dtype: torch.dtype,
+    parameters: Tensor,
+    running: Tensor | None,
+    factors: Tensor | None,
+    *states: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
+
+    dtype: what maps are kept in; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and
+    variance to normalise by, None for those of the batch; factors [paths, n] float32 or None; states: the input
+    tensors [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and biased variance, without gradient.
+    """
+    out, moments = _DerivedCell.apply(program, dtype, parameters, running, factors, *states)  # type: ignore[no-untyped-call]
+    return out, moments
+
+
+def derived_cell_reference(
+    program: Derived,
+    dtype: torch.dtype,
+    parameters: Tensor,
+    running: Tensor | None,
+    factors: Tensor | None,
+    *states: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The literal twin of `derived_cell`, by plain autograd; differentiable any number of times."""
+    c = program.channels
+    norms = {norm.plane: norm for norm in program.norms}
+    moments = torch.zeros(3, program.planes, c, dtype=parameters.dtype, device=parameters.device)
+    raw: dict[int, list[Tensor]] = {}
+    values: dict[int, Tensor] = {}
+
+    def run(stages: Sequence[Stage]) -> None:
+        for stage in stages:
+            x = states[-1 - stage.source] if stage.source < 0 else values[stage.source]
+            raw.setdefault(stage.plane, []).append(_apply(stage, x.to(dtype), parameters.to(dtype)))
+
+    def normalise(planes: Sequence[int]) -> None:
+        for plane in planes:
+            y = torch.cat(raw[plane], 1).to(parameters.dtype)
+            if running is None:
+                variance, mean = torch.var_mean(y, dim=(0, 2, 3), correction=0)
+            else:
+                mean, variance = running[:, plane]
+            rstd = torch.rsqrt(variance + program.eps)
+            moments[:, plane] = torch.stack([mean, rstd, variance]).detach()
+            z = (y - mean.view(-1, 1, 1)) * rstd.view(-1, 1, 1)
+            norm = norms[plane]
+            if norm.scale != NONE:
+                scale, shift = (parameters[at : at + c].view(-1, 1, 1) for at in (norm.scale, norm.shift))
+                z = z * scale + shift
+            values[plane] = z.to(dtype)
+
+    run(program.preprocess)
+    normalise(range(program.inputs))
+    for plane in (program.inputs - 1, *program.node_planes):
+        if program.is_node(plane):
+            like = values[0][:, :, :: program.stride, :: program.stride]
+            total = torch.zeros_like(like)
+            for arrival in program.arrivals[plane - program.inputs]:
+                value = values[arrival.plane]
+                if factors is not None and arrival.path != NONE:
+                    value = value * factors[arrival.path].to(value.dtype).view(-1, 1, 1, 1)
+                total = total + value
+            values[plane] = total
+        found = program.round_of(plane)
+        if found is None:
+            continue
+        run(found.first)
+        for pool in found.pools:
+            x = values[pool.source]
+            pooled = F.max_pool2d(x, 3, pool.stride, 1) if pool.largest else average_pool(x, pool.stride)
+            raw[pool.plane], values[pool.plane] = [pooled], pooled
+        normalise(found.measured)
+        run(found.second)
+        normalise(found.measured_second)
+    out = torch.cat([values[plane] for plane in program.node_planes], 1)
+    return out.contiguous(memory_format=torch.channels_last), moments
+
+
+def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
+    """One stage by PyTorch's convolutions: x [n, fan_in, h, w] to [n, width, ⌈h/s⌉, ⌈w/s⌉]."""
+    matrix = parameters[stage.matrix : stage.matrix + stage.width * stage.fan_in].view(stage.width, stage.fan_in, 1, 1)
+    x = F.relu(x)
+    size = [-(-length // stage.stride) for length in x.shape[2:]]
+    reach = (stage.size - 1) * stage.dilation + 1
+    after = [
+        (s - 1) * stage.stride + reach - length - stage.padding for s, length in zip(size, x.shape[2:], strict=True)
+    ]
+    x = F.pad(x, (stage.padding, after[1], stage.padding, after[0]))
+    if stage.size == 1:
+        x = x[:, :, :: stage.stride, :: stage.stride]
+    else:
+        kernel = parameters[stage.depth : stage.depth + stage.fan_in * stage.taps]
+        kernel = kernel.view(stage.fan_in, 1, stage.size, stage.size)
+        x = F.conv2d(x, kernel, stride=stage.stride, dilation=stage.dilation, groups=stage.fan_in)
+    return F.conv2d(x, matrix)
+
+
+class _DerivedCell(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        program: Derived,
+        dtype: torch.dtype,
+        parameters: Tensor,
+        running: Tensor | None,
+        factors: Tensor | None,
+        *states: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        kernels = triton_kernels("derived")
+        inputs = [_rows_last(state, dtype) for state in states]
+        run = kernels.Run(program, parameters, running, factors, inputs)
+        run.forward()
+        ctx.program, ctx.dtype = program, dtype
+        ctx.save_for_backward(
+            parameters, running, factors, run.given, run.buffer, run.moments, run.coefficients, run.winners, *inputs
+        )
+        ctx.mark_non_differentiable(run.moments)
+        ctx.set_materialize_grads(False)
+        return run.output(), run.moments
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        parameters, running, factors, given, buffer, moments, coefficients, winners, *inputs = ctx.saved_tensors
+        if gradient is None:
+            return (None,) * (5 + len(inputs))
+        if torch.is_grad_enabled():
+            raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
+        kernels = triton_kernels("derived")
+        run = kernels.Run(ctx.program, parameters, running, factors, inputs)
+        run.given, run.buffer, run.moments, run.coefficients, run.winners = (
+            given,
+            buffer,
+            moments,
+            coefficients,
+            winners,
+        )
+        parameter_gradient, state_gradients = run.backward(_rows_last(gradient, ctx.dtype))
+        return None, None, parameter_gradient, None, None, *state_gradients
+
+
+def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [n, c, h, w] as a dense [n, h, w, c] of `dtype`; a view where it is channels-last already."""
+    return x.permute(0, 2, 3, 1).to(dtype).contiguous()
+
+
+@functools.cache
+def consumers(program: Derived) -> dict[int, tuple[int, int]]:
+    """By plane the one node that adds it up and its place among the arrivals; planes of inner stages have none."""
+    return {
+        arrival.plane: (j, i)
+        for j, arrivals in enumerate(program.arrivals)
+        for i, arrival in enumerate(arrivals)
+        if not (arrival.plane < program.inputs or program.is_node(arrival.plane))
+    }

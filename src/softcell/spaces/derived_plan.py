@@ -1,0 +1,295 @@
+"""Reads a derived cell's modules and makes the program that runs them together, or says why they must run one by one.
+
+Nothing is owned here: weights and running statistics stay in the modules, under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from softcell.kernels.derived import NONE, Arrival, Derived, Norm, Pooling, Round, Stage, derived_cell
+from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
+from softcell.nn.drop import DropPath
+from softcell.nn.flat import flat
+from softcell.spaces.fused_cell import compute_type, running_statistics, update_running
+from softcell.spaces.fused_plan import Unfit, pool_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """One candidate of a derived cell: its edge and its module."""
+
+    source: int
+    target: int
+    module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedCell:
+    """A program and the modules it reads."""
+
+    program: Derived
+    owners: tuple[tuple[nn.Module, str], ...]  # of the parameters, in the order the program knows them by
+    norms: tuple[tuple[int, nn.BatchNorm2d], ...]
+    drop_path: DropPath
+
+    def parameters(self) -> list[Tensor]:
+        """Matrices, then depthwise kernels, each [c_out, c_in, k, k]; then scales and shifts of the norms, [c]."""
+        return [getattr(module, name) for module, name in self.owners]
+
+    def __call__(self, states: Sequence[Tensor]) -> Tensor:
+        """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
+        newest = states[-1]
+        training = self.norms[0][1].training
+        dtype = compute_type(newest)
+        with torch.autocast(newest.device.type, enabled=False):
+            parameters = flat([w if w.dim() == 4 else w.view(-1, 1, 1, 1) for w in self.parameters()])
+            running = None if training else running_statistics(self.norms, self.program.planes, self.program.channels)
+            factors = None
+            if training and self.drop_path.probability > 0.0 and self.program.paths:
+                factors = self.drop_path.factors(newest, self.program.paths)
+            out, moments = derived_cell(self.program, dtype, parameters, running, factors, *states)
+            if training:
+                c, inputs = self.program.channels, self.program.inputs
+                before = newest.numel() // newest.shape[1]  # rows of the preprocessed inputs
+                after = out.numel() // (self.program.nodes * c)
+                if after <= 1:
+                    raise ValueError(f"training needs more than 1 value per channel, but got {tuple(out.shape)}")
+                first = [pair for pair in self.norms if pair[0] < inputs]
+                others = [pair for pair in self.norms if pair[0] >= inputs]
+                update_running(first, moments, before)
+                update_running(others, moments, after)
+        return out
+
+
+def plan_derived(
+    preprocess: Sequence[nn.Module], picks: Sequence[Pick], nodes: int, channels: int, stride: int, drop_path: DropPath
+) -> DerivedCell:
+    """The fused form of a cell of `nodes` inner nodes; raises `Unfit` with the reason if there is none.
+
+    preprocess: one module per input tensor. stride: of everything that leaves an input node.
+    """
+    return _Planner(list(preprocess), list(picks), nodes, channels, stride, drop_path).build()
+
+
+class _Planner:
+    def __init__(
+        self,
+        preprocess: list[nn.Module],
+        picks: list[Pick],
+        nodes: int,
+        channels: int,
+        stride: int,
+        drop_path: DropPath,
+    ) -> None:
+        self.preprocess, self.picks, self.nodes, self.channels = preprocess, picks, nodes, channels
+        self.stride, self.drop_path, self.inputs = stride, drop_path, len(preprocess)
+        self.planes = self.inputs + nodes
+        self.matrices: list[nn.Conv2d] = []
+        self.depths: list[nn.Conv2d] = []
+        self.norms: list[tuple[int, nn.BatchNorm2d]] = []
+        self.slots = 0
+        self.result: dict[int, int] = {}  # of a pick the plane that arrives
+
+    def build(self) -> DerivedCell:
+        learned = [id(pick.module) for pick in self.picks if any(True for _ in pick.module.buffers())]
+        if len(set(learned)) < len(learned):
+            raise Unfit("edges share a module")
+        before = [s for i, module in enumerate(self.preprocess) for s in self._input_stages(i, module)]
+        drafts = [self._round(sources) for sources in self._rounds()]
+        if len({(n.eps, n.momentum, n.training, n.track_running_stats) for _, n in self.norms}) > 1:
+            raise Unfit("the batch-norms differ in eps, momentum, mode or statistics")
+        if not self.norms[0][1].track_running_stats:
+            raise Unfit("a batch-norm keeps no running statistics")
+        matrix_at = _offsets(self.matrices, 0)
+        matrices = sum(conv.weight.numel() for conv in self.matrices)
+        depth_at = _offsets(self.depths, matrices)
+        at = depths = matrices + sum(conv.weight.numel() for conv in self.depths)
+        norms: list[Norm] = []
+        owners: list[tuple[nn.Module, str]] = [(conv, "weight") for conv in (*self.matrices, *self.depths)]
+        for plane, norm in self.norms:
+            if norm.affine:
+                norms.append(Norm(plane, at, at + self.channels))
+                owners += [(norm, "weight"), (norm, "bias")]
+                at += 2 * self.channels
+            else:
+                norms.append(Norm(plane, NONE, NONE))
+
+        def placed(stages: Sequence[tuple[Stage, int, int]]) -> tuple[Stage, ...]:
+            return tuple(
+                Stage(
+                    s.source, s.plane, s.size, s.dilation, s.padding, s.stride, matrix_at[matrix],
+                    NONE if depth == NONE else depth_at[depth], s.fan_in, s.width, s.column,
+                )
+                for s, matrix, depth in stages
+            )  # fmt: skip
+
+        rounds = tuple(
+            Round(sources, placed(first), placed(second), pools, measured, measured_second)
+            for sources, first, second, pools, measured, measured_second in drafts
+        )
+        arrivals, paths = self._arrivals()
+        program = Derived(
+            self.channels,
+            self.inputs,
+            self.nodes,
+            self.planes,
+            self.stride,
+            self.slots,
+            paths,
+            placed(before),
+            rounds,
+            arrivals,
+            tuple(norms),
+            self.norms[0][1].eps,
+            matrices,
+            depths,
+            at,
+        )
+        return DerivedCell(program, tuple(owners), tuple(self.norms), self.drop_path)
+
+    def _rounds(self) -> list[tuple[int, ...]]:
+        """Inputs leave together; each inner node that anything leaves is a round of its own."""
+        inner = sorted({pick.source for pick in self.picks if pick.source >= self.inputs})
+        return [tuple(range(self.inputs)), *((node,) for node in inner)]
+
+    def _arrivals(self) -> tuple[tuple[tuple[Arrival, ...], ...], int]:
+        """What every inner node adds up. Identities are never dropped (DARTS)."""
+        paths = 0
+        found: list[list[Arrival]] = [[] for _ in range(self.nodes)]
+        for number, pick in enumerate(self.picks):
+            if isinstance(pick.module, nn.Identity):
+                if self._stride(pick.source) != 1:
+                    raise Unfit("an identity leaves a node with stride 2")
+                found[pick.target - self.inputs].append(Arrival(pick.source))
+                continue
+            found[pick.target - self.inputs].append(Arrival(self.result[number], paths))
+            paths += 1
+        return tuple(tuple(own) for own in found), paths
+
+    def _stride(self, source: int) -> int:
+        return self.stride if source < self.inputs else 1
+
+    def _input_stages(self, number: int, module: nn.Module) -> list[tuple[Stage, int, int]]:
+        source, plane = -1 - number, number
+        if type(module) is ReLUConvBN:
+            conv, norm = module[1], module[2]
+            assert isinstance(conv, nn.Conv2d)
+            if conv.kernel_size != (1, 1) or conv.stride != (1, 1) or conv.out_channels != self.channels:
+                raise Unfit("an input is preprocessed by something else than a 1×1 convolution")
+            self._norm(plane, norm)
+            return [self._point(source, plane, conv, 0, 1, 0)]
+        if type(module) is FactorisedReduction:
+            return self._reduction(source, plane, module)
+        raise Unfit(f"{type(module).__name__} has no fused form as preprocessing")
+
+    def _round(self, sources: tuple[int, ...]):  # type: ignore[no-untyped-def]
+        first, second, pools, measured, measured_second = [], [], [], [], []
+        for number, pick in enumerate(self.picks):
+            if pick.source not in sources or isinstance(pick.module, nn.Identity):
+                continue
+            module, plane = pick.module, self._plane()
+            kind = type(module)
+            if kind is SeparableConv:
+                outer = self._plane()
+                first.append(self._pair(pick.source, plane, module[1], module[2], module[3]))  # type: ignore[index]
+                second.append(self._pair(plane, outer, module[5], module[6], module[7]))  # type: ignore[index]
+                measured.append(plane)
+                measured_second.append(outer)
+                self.result[number] = outer
+                continue
+            self.result[number] = plane
+            if kind is DilatedConv:
+                first.append(self._pair(pick.source, plane, module[1], module[2], module[3]))  # type: ignore[index]
+            elif kind is ReLUConvBN and module[1].kernel_size == (1, 1):  # type: ignore[index]
+                conv, norm = module[1], module[2]  # type: ignore[index]
+                self._norm(plane, norm)
+                first.append(self._point(pick.source, plane, conv, 0, conv.stride[0], 0))
+            elif kind is FactorisedReduction:
+                first += self._reduction(pick.source, plane, module)  # type: ignore[arg-type]
+            else:
+                pools.append(self._pool(pick.source, plane, module))
+                if pool_of(module)[1] is None:  # type: ignore[index]
+                    continue
+            measured.append(plane)
+        strides = {stage.stride for stage, _, _ in first} | {pool.stride for pool in pools}
+        if strides - {self._stride(sources[0])}:
+            raise Unfit(f"operations of strides {sorted(strides)} leave nodes {sources}")
+        return sources, first, second, tuple(pools), tuple(measured), tuple(measured_second)
+
+    def _plane(self) -> int:
+        self.planes += 1
+        return self.planes - 1
+
+    def _norm(self, plane: int, norm: nn.Module) -> None:
+        if not isinstance(norm, nn.BatchNorm2d) or norm.num_features != self.channels:
+            raise Unfit("a convolution is followed by no batch-norm, or one of another width")
+        self.norms.append((plane, norm))
+
+    def _pair(
+        self, source: int, plane: int, depthwise: nn.Module, pointwise: nn.Module, norm: nn.Module
+    ) -> tuple[Stage, int, int]:
+        assert isinstance(depthwise, nn.Conv2d) and isinstance(pointwise, nn.Conv2d)
+        if depthwise.bias is not None or pointwise.bias is not None or pointwise.out_channels != self.channels:
+            raise Unfit("a convolution has a bias or another width")
+        self._norm(plane, norm)
+        self.matrices.append(pointwise)
+        self.depths.append(depthwise)
+        size, padding = depthwise.kernel_size[0], depthwise.padding
+        assert not isinstance(padding, str)
+        stage = Stage(
+            source,
+            plane,
+            size,
+            depthwise.dilation[0],
+            padding[0],
+            depthwise.stride[0],
+            0,
+            0,
+            self.channels,
+            self.channels,
+        )
+        return stage, len(self.matrices) - 1, len(self.depths) - 1
+
+    def _point(
+        self, source: int, plane: int, conv: nn.Conv2d, padding: int, stride: int, column: int
+    ) -> tuple[Stage, int, int]:
+        if conv.bias is not None:
+            raise Unfit("a convolution has a bias")
+        self.matrices.append(conv)
+        stage = Stage(source, plane, 1, 1, padding, stride, 0, NONE, conv.in_channels, conv.out_channels, column)
+        return stage, len(self.matrices) - 1, NONE
+
+    def _reduction(self, source: int, plane: int, module: FactorisedReduction) -> list[tuple[Stage, int, int]]:
+        """Two pointwise convolutions of stride 2; the second reads pixels one further, which is a padding of −1."""
+        if not isinstance(module.even, nn.Conv2d) or module.norm.num_features != self.channels:
+            raise Unfit("a factorised reduction of a single channel, or of another width")
+        assert isinstance(module.odd, nn.Conv2d)
+        self._norm(plane, module.norm)
+        even = self._point(source, plane, module.even, 0, 2, 0)
+        return [even, self._point(source, plane, module.odd, -1, 2, module.even.out_channels)]
+
+    def _pool(self, source: int, plane: int, module: nn.Module) -> Pooling:
+        found = pool_of(module)
+        if found is None:
+            raise Unfit(f"{type(module).__name__} has no fused form")
+        inner, norm = found
+        if norm is not None:
+            self._norm(plane, norm)
+        largest = isinstance(inner, nn.MaxPool2d)
+        slot = self.slots if largest else NONE
+        self.slots += largest
+        stride = inner.stride if isinstance(inner.stride, int) else inner.stride[0]
+        return Pooling(source, plane, largest, slot, stride)
+
+
+def _offsets(convolutions: Sequence[nn.Conv2d], start: int) -> list[int]:
+    found = []
+    for conv in convolutions:
+        found.append(start)
+        start += conv.weight.numel()
+    return found
