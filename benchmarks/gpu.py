@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.steps import PAPER, Case, batch, once, players
 from benchmarks.traffic import bandwidth, traffic
-from softcell.arch import notation
+from softcell.arch import Genotype, notation
 from softcell.data import load, split
 from softcell.data.feeds import Feeds
 from softcell.engine.capture import WARMUP
@@ -73,11 +73,13 @@ def made_search(data: str, case: Case, session: Session, **settings: Any) -> Tas
     return search_task(recipe, dataset, parts, session, lambda event: print(getattr(event, "text", event)))
 
 
-def made_training(data: str, session: Session, *, channels_first: bool = False, **settings: Any) -> TrainTask:
-    genotype = notation.parse(DARTS_V2)
-    recipe = resolve_training(genotype, {"data": data, "recipe": "cifar", "device": "cuda", **settings})
+def made_training(
+    data: str, session: Session, genotype: Genotype, *, channels_first: bool = False, **settings: Any
+) -> TrainTask:
+    recipe = resolve_training(genotype, {"data": data, "device": "cuda", **settings})
     dataset, space = load(recipe.data), build_space(genotype.space, recipe.space_settings)
-    network = session.place(space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=True))
+    auxiliary = recipe.auxiliary > 0
+    network = session.place(space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=auxiliary))
     if channels_first:
         network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     feeds = Feeds(dataset, recipe.batch_size, recipe.seed, session.device, session.dtype)
@@ -258,7 +260,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             ("fused bf16", {"engine": "graph", "precision": "bfloat16"}),
         ):
             forget()
-            task = made_training(data, session, **settings)
+            task = made_training(data, session, notation.parse(DARTS_V2), recipe="cifar", **settings)
             row = measure(task, rounds)
             row["images_per_second"] = 1e3 * task.recipe.batch_size / row["ms"]
             found["training"].append({"variant": name, **row})

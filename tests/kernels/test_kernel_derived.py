@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_derived.py
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -13,11 +14,14 @@ from derived_cells import Cell, states
 from kernel_runs import DEVICE, INTERPRETED, MARKS
 from torch import Tensor, nn
 
+from softcell.arch import notation
 from softcell.kernels.derived import derived_cell, derived_cell_reference
 from softcell.nn.conv import SeparableConv
 from softcell.nn.flat import as_vector
-from softcell.spaces import derived_plan
+from softcell.spaces import Network, build_space, derived_plan
+from softcell.spaces import fused as fused_module
 from softcell.spaces.derived_plan import Pick, plan_derived
+from softcell.spaces.fused import fused_networks, literal, modules_only
 from softcell.spaces.fused_plan import Unfit
 
 FORMS = list(product((1, 2), (False, True), (False, True)))
@@ -106,3 +110,45 @@ def test_unknown_modules_are_refused() -> None:
     cell = Cell(4, 1, older_is_larger=False, pool_norm=False)
     with pytest.raises(Unfit, match="Conv2d"):
         plan_derived((cell.older, cell.newer), [Pick(0, 2, nn.Conv2d(4, 4, 3, padding=1))], 1, 4, 1, cell.drop_path)
+
+
+DARTS_V2 = (
+    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
+    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=[2, 3, 4, 5], "
+    "reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0), "
+    "('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=[2, 3, 4, 5])"
+)
+
+
+def passes(network: Network, images: Tensor, *, fused: bool) -> dict[str, Tensor]:
+    """Logits, gradients and running statistics of one training pass."""
+    network.train()
+    network.zero_grad()
+    with fused_networks() if fused else modules_only():
+        logits, auxiliary = network.forward_with_auxiliary(images)
+        (logits.square().mean() + auxiliary.square().mean()).backward()
+    found = {"logits": logits.detach(), "auxiliary": auxiliary.detach()}
+    found |= {name: p.grad for name, p in network.named_parameters()}
+    return found | {name: b.float() for name, b in network.named_buffers() if "running" in name}
+
+
+class TestNetworks:
+    pytestmark = MARKS
+
+    def test_a_fused_network_equals_its_modules(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DARTS_V2 in float32 beside the same modules in float64: all gradients and running statistics."""
+        torch.manual_seed(0)
+        monkeypatch.setattr(fused_module, "serves", lambda x: not literal())  # the interpreter's tensors are on a CPU
+        sizes = {"cells": 3, "channels": 4} if INTERPRETED else {"cells": 8, "channels": 36}
+        genotype = notation.parse(DARTS_V2)
+        network = build_space("darts", sizes).network(genotype, (3, 32, 32), 10, auxiliary=True).to(DEVICE)
+        network.drop_path.probability = 0.0
+        images = torch.randn(2 if INTERPRETED else 16, 3, 32, 32, device=DEVICE)
+        exact = copy.deepcopy(network).double()
+        single = passes(copy.deepcopy(network), images, fused=False)
+        mine = passes(network, images, fused=True)
+        theirs = passes(exact, images.double(), fused=False)
+        assert all(cell._known[True] is not None for cell in network.cells)  # nothing ran module by module
+        for name, b in theirs.items():
+            # Rounding decides about ReLUs near 0: modules in float32 are no nearer to float64.
+            assert relative(mine[name], b) <= max(1e-3, 10 * relative(single[name], b)), name

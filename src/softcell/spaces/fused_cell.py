@@ -104,6 +104,8 @@ def update_running(norms: Norms, moments: Tensor, rows: int) -> None:
     Without a momentum it is the plain mean over all batches. Read at every call: recalibration removes the momentum for
     a while, from cells that were planned before.
     """
+    if not norms:
+        return
     means = [moments[0, plane] for plane, _ in norms]
     unbiased = moments[2] * (rows / (rows - 1))
     variances = [unbiased[plane] for plane, _ in norms]

@@ -1,0 +1,119 @@
+"""`python -m benchmarks.training`: training steps of derived networks on a GPU, three ways in one run.
+
+plain: the formulation of other toolkits (one module after the other, channels-first, float32, eager). modules: the same
+modules channels-last in bfloat16, recorded. fused: cells as one operation each, bfloat16, recorded.
+
+python -m benchmarks.training --rounds 20 --out record.json
+python -m benchmarks.training --network darts --way modules --way fused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from studies.runs import write_record
+
+from benchmarks.options import machine, step_options
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True},
+    "modules": {"engine": "graph", "precision": "bfloat16", "fused": False},
+    "fused": {"engine": "graph", "precision": "bfloat16"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network: its space, its training recipe, the size of images; without a genotype one is drawn with seed 0."""
+
+    space: str
+    recipe: str
+    size: int = 32
+    genotype: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+BEST_201 = "|nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|+|skip_connect~0|nor_conv_3x3~1|nor_conv_3x3~2|"
+
+
+def cases() -> dict[str, Case]:
+    """The networks of the papers, at the papers' sizes."""
+    from benchmarks.gpu import DARTS_V2
+
+    return {
+        "darts": Case("darts", "cifar", genotype=DARTS_V2),
+        "imagenet": Case("darts", "imagenet", 224, DARTS_V2, {"image_size": 224}),
+        "nos": Case("nos", "nos-cifar"),
+        "fullattention": Case("fullattention", "fullattention-cifar"),
+        "nb201": Case("nb201", "cifar", genotype=BEST_201),
+    }
+
+
+def measured(case: Case, ways: list[str], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What a step costs, a row for each way."""
+    from benchmarks.gpu import forget, made_data, made_training, measure
+    from softcell.arch import notation, sample
+    from softcell.engine.session import open_session
+    from softcell.spaces import build_space
+
+    space = build_space(case.space)
+    genotype = sample(space.layout(), 0) if case.genotype is None else notation.parse(case.genotype)
+    rows = []
+    opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
+    with opened as session, made_data(4096 if case.size == 32 else 512, case.size) as data:
+        for way in ways:
+            forget()
+            settings = {"recipe": case.recipe, **case.settings, **WAYS[way]}
+            task = made_training(data, session, genotype, **settings)
+            row = measure(task, rounds)
+            row |= {"way": way, "batch": task.recipe.batch_size}
+            row["images_per_second"] = 1e3 * task.recipe.batch_size / row["ms"]
+            rows.append(row)
+            speed = f"{row['images_per_second']:.0f} images/s, {row['ms']:.1f} ms ({row['busy_ms']:.1f} busy)"
+            memory = f"{row['kernels']} kernels, {row['peak_gb']:.2f} GB"
+            say(f"{case.space} {way}: {speed}, {memory}, first step {row['first_ms'] / 1e3:.1f} s")
+            del task
+    return rows
+
+
+def main() -> None:
+    parser = step_options("python -m benchmarks.training", __doc__, rounds=20, one_size=True)
+    parser.add_argument("--network", action="append", choices=list(cases()), help="instead of all; may be repeated")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="instead of all; may be repeated")
+    options = parser.parse_args()
+    device, threads = machine(parser, options)
+    if device.type != "cuda":
+        parser.error("training steps are compared on a GPU: --device cuda")
+    console = Console()
+    found: dict[str, Any] = {}
+    for name in options.network or cases():
+        found[name] = measured(cases()[name], options.way or list(WAYS), options.rounds, console.print)
+        if options.out is not None:
+            write_record(options.out, "benchmarks.training", threads=threads, rounds=options.rounds, networks=found)
+    table = Table("network", "way", "images/s", "× first", "ms", "busy ms", "kernels", "peak GB", "first step, s")
+    for name, rows in found.items():
+        for row in rows:
+            table.add_row(
+                name,
+                row["way"],
+                f"{row['images_per_second']:.0f}",
+                f"{row['images_per_second'] / rows[0]['images_per_second']:.2f}",
+                f"{row['ms']:.1f}",
+                f"{row['busy_ms']:.1f}",
+                str(row["kernels"]),
+                f"{row['peak_gb']:.2f}",
+                f"{row['first_ms'] / 1e3:.1f}",
+            )
+    console.print(table)
+    for name, rows in found.items():
+        console.print(f"{name} {rows[-1]['way']}, the longest kernels:")
+        for kernel in rows[-1]["longest"]:
+            console.print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel']}")
+
+
+if __name__ == "__main__":
+    main()
