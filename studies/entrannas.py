@@ -1,9 +1,10 @@
 """`python -m studies.entrannas`: full searches with EnTranNAS, EnTranNAS-DST and DARTS in one setting.
 
-For each: wall-clock time and GPU-days, the supernet's accuracy, and that of the derived network with the supernet's
-weights, as they are and after its norms' statistics were averaged anew; both on the validation split. Drawings and a
-record go to `results/entrannas/`. Stop it at any time (or with --minutes); the same command goes on. What is unfinished
-is recorded as not measured.
+For each: wall-clock time and GPU-days, parameters and multiply-adds of the network that would be trained, and on the
+validation split the accuracies of the supernet and of the derived network with the supernet's weights. Both are
+measured with the running statistics of BatchNorm that training left behind, and both with recalibrated ones: the gap is
+a difference on one basis (`studies.gap`). Drawings and a record go to `results/entrannas/`. Stop it at any time (or
+with --minutes); the same command resumes. What is unfinished is recorded as not measured.
 
 python -m studies.entrannas --data-root DIR                      # CIFAR-10, 50 epochs
 python -m studies.entrannas --data-root DIR --minutes 9          # one piece of it
@@ -23,13 +24,34 @@ from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
-from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, epochs_of, minutes, spread, write_record
+from studies.gap import unless_late
+from studies.runs import (
+    NOT_MEASURED,
+    Deadline,
+    carry_on,
+    entry,
+    epochs_of,
+    evaluation_cost,
+    minutes,
+    spread,
+    write_record,
+)
 
 METHODS = ("entrannas", "entrannas-dst", "darts")
 SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
 """What DARTS takes over from EnTranNAS's recipe, so that they differ in method alone."""
 
 CURVE = ("epoch", "train_accuracy", "val_accuracy", "child_accuracy", "connections_normal", "connections_reduce")
+
+SUMMARY = (
+    "seconds",
+    "parameters",
+    "supernet_accuracy",
+    "derived_accuracy",
+    "supernet_accuracy_bn",
+    "derived_accuracy_bn",
+    "gap_bn",
+)
 
 
 def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
@@ -52,18 +74,20 @@ def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchReci
     return resolve({**given, **{key: same[key] for key in SHARED_SETTING}, "method": method})
 
 
-def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of one finished search."""
+def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> dict[str, Any]:
+    """The numbers of one finished search; `gap` is that with stale statistics, `gap_bn` that with recalibrated ones."""
     results, genotype = manifest["results"], Genotype.load(folder)
+    cost = evaluation_cost(genotype, options.data, options.data_root)
     gpus = manifest["hardware"]["gpus"] or []
     return {
         "seconds": results["seconds"],
         "gpu_days": results["seconds"] / 86400 if gpus and manifest["recipe"]["device"] != "cpu" else None,
         "supernet_accuracy": results["val_accuracy"],
         "derived_accuracy": results["child_accuracy"],
-        "derived_accuracy_bn": results["child_accuracy_bn"],
         "gap": results["val_accuracy"] - results["child_accuracy"],
-        "gap_bn": results["val_accuracy"] - results["child_accuracy_bn"],
+        **unless_late(folder, deadline, options.device, options.data_root),
+        "parameters": cost.parameters,
+        "multiply_adds": cost.multiply_adds,
         "split": results["val_split"],
         "connections_per_node": {
             name: sum(pick.op != "none" for pick in cell.picks) / len(cell.targets)
@@ -91,7 +115,7 @@ def main() -> None:
     parser.add_argument("--precision", help="float32 or bfloat16")
     parser.add_argument("--engine", help="auto, eager or graph")
     parser.add_argument("--child-every", type=int, default=5, help="epochs between measurements of the derived network")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command resumes")
     parser.add_argument("--runs", type=Path, default=Path("runs/entrannas-evidence"), help="where the searches lie")
     parser.add_argument("--out", type=Path, default=Path("results/entrannas"), help="where record and drawings go")
     options = parser.parse_args()
@@ -105,7 +129,7 @@ def main() -> None:
             epochs = epochs_of(folder)
             row["epochs_done"] = len(epochs)
             row["curve"] = [{key: epoch[key] for key in CURVE if key in epoch} for epoch in epochs]
-            row["result"] = NOT_MEASURED if manifest is None else measured(folder, manifest)
+            row["result"] = NOT_MEASURED if manifest is None else measured(folder, manifest, deadline, options)
             if manifest is not None:
                 drawing = options.out / f"{folder.name}.svg"
                 drawing.parent.mkdir(parents=True, exist_ok=True)
@@ -113,18 +137,18 @@ def main() -> None:
                 row["drawing"] = drawing.name
             rows.append(row)
     summary: dict[str, Any] = {}
-    keys = ("seconds", "supernet_accuracy", "derived_accuracy", "derived_accuracy_bn", "gap_bn")
     for method in options.methods:
         done = [row["result"] for row in rows if row["method"] == method and row["result"] != NOT_MEASURED]
-        summary[method] = {key: spread([r[key] for r in done]) for key in keys} if done else NOT_MEASURED
+        keys = [key for key in SUMMARY if NOT_MEASURED not in [r[key] for r in done]]
+        summary[method] = {key: spread([float(r[key]) for r in done]) for key in keys} if done else NOT_MEASURED
     name = f"search-{Path(options.data).stem}.json"
     write_record(options.out / name, "studies.entrannas", rows=rows, summary=summary)
     _print(rows, options.out / name)
 
 
 def _print(rows: list[dict[str, Any]], record: Path) -> None:
-    table = Table(title="accuracies on the validation split")
-    for column in ("method", "seed", "epochs", "hours", "GPU-days", "supernet", "derived", "norms anew", "gap"):
+    table = Table(title="accuracies on the validation split, both networks with recalibrated BatchNorm")
+    for column in ("method", "seed", "epochs", "hours", "GPU-days", "parameters", "supernet", "derived", "gap"):
         table.add_column(column, justify="right", no_wrap=column in ("method", "gap"))
     for row in rows:
         found, done = row["result"], f"{row['epochs_done']}/{row['epochs']}"
@@ -132,14 +156,15 @@ def _print(rows: list[dict[str, Any]], record: Path) -> None:
             table.add_row(row["method"], str(row["seed"]), done, NOT_MEASURED)
             continue
         days = "" if found["gpu_days"] is None else f"{found['gpu_days']:.4f}"
-        accuracies = [found[k] for k in ("supernet_accuracy", "derived_accuracy", "derived_accuracy_bn", "gap_bn")]
+        accuracies = [found[k] for k in ("supernet_accuracy_bn", "derived_accuracy_bn", "gap_bn")]
         table.add_row(
             row["method"],
             str(row["seed"]),
             done,
             f"{found['seconds'] / 3600:.3f}",
             days,
-            *(f"{a:.2%}" for a in accuracies),
+            f"{found['parameters']:,}",
+            *(a if isinstance(a, str) else f"{a:.2%}" for a in accuracies),
         )
     console = Console()
     console.print(table)

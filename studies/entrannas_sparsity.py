@@ -1,7 +1,8 @@
 """`python -m studies.entrannas_sparsity`: how λ of EnTranNAS-DST controls the number of connections (Eq 11).
 
-Searches every λ with every seed, by default with the small recipe on digits, side by side on a GPU; thresholds and
-connections per node go to a record. Run it again to go on where it was stopped.
+Searches every λ with every seed, by default with the small recipe on digits, side by side on a GPU; thresholds,
+connections per node, sizes of the derived networks and accuracies with recalibrated BatchNorm go to a record. Stop it
+at any time (or with --minutes); the same command resumes.
 
 python -m studies.entrannas_sparsity --seeds 4
 python -m studies.entrannas_sparsity --space nb201 --epochs 120 --lr 0.004 --out results/entrannas/sparsity-nb201.json
@@ -20,11 +21,13 @@ from rich.table import Table
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.search import SearchRecipe, resolve
+from studies.gap import unless_late
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
     entry,
     epochs_of,
+    evaluation_cost,
     finished,
     minutes,
     side_by_side,
@@ -33,11 +36,13 @@ from studies.runs import (
 )
 
 WEIGHTS = (0.0, 0.01, 0.1, 1.0)
+SUMMARY = ("connections_per_node", "mean_threshold", "parameters", "supernet_accuracy_bn", "derived_accuracy_bn")
 
 
-def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What one finished search says about its topology."""
-    last, cells = epochs_of(folder)[-1], Genotype.load(folder).cells
+def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> dict[str, Any]:
+    """What one finished search says about its topology, and the size of the network that would be trained."""
+    last, genotype = epochs_of(folder)[-1], Genotype.load(folder)
+    cells, cost = genotype.cells, evaluation_cost(genotype, options.data, options.data_root)
     connections = {name: {str(node): len(cell.incoming(node)) for node in cell.targets} for name, cell in cells.items()}
     counts = [count for nodes in connections.values() for count in nodes.values()]
     thresholds = {key.removeprefix("threshold_"): last[key] for key in last if key.startswith("threshold_")}
@@ -47,8 +52,11 @@ def measured(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         "thresholds": thresholds,
         "mean_threshold": sum(thresholds.values()) / len(thresholds),
         "supernet_accuracy": manifest["results"]["val_accuracy"],
-        "derived_accuracy_bn": manifest["results"].get("child_accuracy_bn"),
+        **unless_late(folder, deadline, options.device, options.data_root),
+        "parameters": cost.parameters,
+        "multiply_adds": cost.multiply_adds,
         "split": manifest["results"]["val_split"],
+        "genotype": genotype.to_dict(),
     }
 
 
@@ -65,8 +73,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="another number than the recipe's")
     parser.add_argument("--lr", type=float, help="another architecture.lr than the recipe's")
     parser.add_argument("--speed", type=float, help="another method.threshold_speed than the default")
-    parser.add_argument("--schedule", help="another temperature schedule than `constant`, such as `exponential`")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
+    parser.add_argument("--schedule", help="another temperature schedule than the default")
+    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command resumes")
     options = parser.parse_args()
     changed = {"threshold_speed": options.speed, "schedule": options.schedule}
     method = {key: value for key, value in changed.items() if value is not None}
@@ -82,26 +90,32 @@ def main() -> None:
                 given["architecture"] = {"lr": options.lr}
             recipe = resolve({**given, "method_settings": {**method, "sparsity": weight}})
             jobs[weight, seed] = recipe, options.runs / f"lambda-{weight:g}-{Path(options.data).stem}-{seed}"
-    side_by_side(list(jobs.values()), Deadline(options.minutes), options.device, options.at_once)
+    deadline = Deadline(options.minutes)
+    side_by_side(list(jobs.values()), deadline, options.device, options.at_once)
     rows: list[dict[str, Any]] = []
     for (weight, seed), (_, folder) in jobs.items():
-        found = measured(folder, RunFolder.open(folder).manifest) if finished(folder) else NOT_MEASURED
+        found: dict[str, Any] | str = NOT_MEASURED
+        if finished(folder):
+            found = measured(folder, RunFolder.open(folder).manifest, deadline, options)
         rows.append({"lambda": weight, "seed": seed, "result": found})
     summary: dict[str, Any] = {}
     for weight in WEIGHTS:
         done = [row["result"] for row in rows if row["lambda"] == weight and row["result"] != NOT_MEASURED]
-        keys = ("connections_per_node", "mean_threshold", "supernet_accuracy", "derived_accuracy_bn")
-        summary[f"{weight:g}"] = {key: spread([r[key] for r in done]) for key in keys} if done else NOT_MEASURED
+        keys = [key for key in SUMMARY if NOT_MEASURED not in [r[key] for r in done]]
+        summary[f"{weight:g}"] = {key: spread([float(r[key]) for r in done]) for key in keys} if done else NOT_MEASURED
     write_record(options.out, "studies.entrannas_sparsity", recipe=recipe.to_dict(), rows=rows, summary=summary)
     table = Table(title=f"EnTranNAS-DST on {options.data}, {options.seeds} seeds")
-    for column in ("λ", "connections per node", "threshold", "supernet", "derived (norms re-estimated)"):
+    for column in ("λ", *(key.removesuffix("_bn").replace("_", " ") for key in SUMMARY)):
         table.add_column(column, justify="right")
     for shown, row in summary.items():
-        table.add_row(shown, *([row] * 4 if isinstance(row, str) else [_shown(value) for value in row.values()]))
+        values = [row] * len(SUMMARY) if isinstance(row, str) else [_shown(row.get(key)) for key in SUMMARY]
+        table.add_row(shown, *values)
     Console().print(table)
 
 
-def _shown(value: dict[str, Any]) -> str:
+def _shown(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return NOT_MEASURED
     return f"{value['mean']:.3g}" + ("" if value["std"] is None else f" ± {value['std']:.2g}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.engine.meter import measure
 from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.restored import restore
+from studies.runs import NOT_MEASURED, Deadline
 
 FILE = "one-basis.json"
 
@@ -48,3 +50,10 @@ def on_one_basis(folder: Path, device: str, data_root: str | None) -> dict[str, 
     result = {"supernet_accuracy_bn": supernet, "derived_accuracy_bn": derived, "gap_bn": supernet - derived}
     atomic_write_text(kept, json.dumps({"run": finished, **result}) + "\n")
     return result
+
+
+def unless_late(folder: Path, deadline: Deadline, device: str, data_root: str | None) -> dict[str, Any]:
+    """The same, or that it is not measured where no time is left: a run's own numbers are not on one basis."""
+    if deadline.passed:
+        return dict.fromkeys(("supernet_accuracy_bn", "derived_accuracy_bn", "gap_bn"), NOT_MEASURED)
+    return dict(on_one_basis(folder, device, data_root))

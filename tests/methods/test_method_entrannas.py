@@ -159,6 +159,30 @@ def test_coefficients_by_hand() -> None:
     assert float(penalty.detach()) == pytest.approx(0.1 * math.log(2), abs=1e-7)
 
 
+def test_the_penalty_is_one_mean_over_the_nodes_of_all_tables() -> None:
+    """Eq 11 has one sum over n - 1 nodes. With tables of one, two and three nodes neither a sum of means per table nor
+    a mean of such means equals it; every node pulls on its threshold with the same weight λ / 6."""
+    nodes = {"one": (2,), "two": (2, 3), "three": (2, 3, 4)}
+    tables = tuple(
+        Table(name, tuple(Choice(s, t, ("a", "b")) for t in targets for s in range(2)), targets)
+        for name, targets in nodes.items()
+    )
+    method = EnTranNasDst(Layout("toy", tables, (*nodes,), Positive()), EnTranNasDstSettings(sparsity=0.7)).double()
+    beta = {"one": [-3.0], "two": [-1.0, 0.5], "three": [2.0, 0.25, -0.75]}
+    with torch.no_grad():
+        for name, values in beta.items():
+            method.beta[name].copy_(torch.tensor(values))
+    every = [value for values in beta.values() for value in values]
+    penalty = method.penalty(method.relax())
+    assert penalty is not None
+    assert float(penalty.detach()) == pytest.approx(0.7 * equation_11(dict(enumerate(every))), rel=1e-12)
+    penalty.backward()  # type: ignore[no-untyped-call]
+    for name, values in beta.items():
+        slope = method.beta[name].grad
+        assert slope is not None
+        assert slope.tolist() == pytest.approx([-0.7 / 6 / (1 + math.exp(b)) for b in values], rel=1e-12)
+
+
 def test_gradients_reach_logits_and_thresholds_gradcheck() -> None:
     """Away from the kinks of ReLU and maximum; connections of either side of the threshold are there."""
     generator = torch.Generator().manual_seed(4)
