@@ -14,6 +14,11 @@ from softcell.cli import main
 from softcell.cli.main import run
 
 WRONG: list[tuple[str, str]] = [
+    ("search darts --classes 3", "pretrain.classes=3 (--classes) is about the first of two phases"),
+    (
+        "search fullattention --classes 11 --device cpu",
+        "`2 <= classes <= 10` must hold, the number of classes of digits",
+    ),
     ("serch", "No such command"),
     ("search --epoch", "No such option"),
     ("search dats", "did you mean 'darts'"),

@@ -24,7 +24,9 @@ from softcell.engine.events import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import Method, fitted
 from softcell.search import resolve, search
-from softcell.search.phases import FIRST, LOGITS, first_phase, read_logits
+from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read_logits
+from softcell.search.restored import restore
+from softcell.search.search import stored_recipe
 from softcell.search.several import search_seeds
 
 TINY = {"channels": 16, "layers": 1, "candidates": ["local_sa_k3_h4", "non_local_sa"]}
@@ -175,6 +177,52 @@ def test_phase_1_learns_from_any_folder_of_images(data: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match="at least 2 images"):
         search(recipe(data, pretrain={"epochs": 1, "data": str(empty)}), tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_phase_1_learns_from_some_classes_alone(tmp_path: Path) -> None:
+    """The classes are drawn by the seed and recorded; phase 2 has all of them."""
+    data = write_data(tmp_path / "five.npz", classes=5, train=40)
+    both = recipe(data, pretrain={"epochs": 1, "classes": 2}, seed=1)
+    assert (first_phase(both).classes, both.classes) == (2, None)
+    assert search(both, tmp_path / "run").exit_code == 0
+    first = json.loads((tmp_path / "run" / FIRST / "run.json").read_text())
+    second = json.loads((tmp_path / "run" / "run.json").read_text())
+    taken = first["results"]["data"]["classes"]
+    assert len(taken) == first["results"]["data"]["num_classes"] == first["recipe"]["classes"] == 2
+    assert taken == list(load_images(first_phase(both)).classes)
+    images = load_images(first_phase(both)).train
+    assert len(images) == 16 and set(images.labels.tolist()) == {0, 1}, "8 images of each class"
+    assert second["results"]["data"]["num_classes"] == 5 and "classes" not in second["results"]["data"]
+    assert second["recipe"]["pretrain"]["classes"] == 2 and second["recipe"]["classes"] is None
+    with pytest.raises(UserError, match="pretrain"):
+        stored_recipe(tmp_path / "run", {"pretrain": {"classes": 3}})
+    with pytest.raises(UserError, match="`2 <= classes <= 5` must hold"):
+        search(recipe(data, pretrain={"epochs": 1, "classes": 6}), tmp_path / "too-many")
+    assert not (tmp_path / "too-many").exists()
+
+
+def test_some_classes_need_labels_and_a_phase(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"pretrain\.classes=2 \(--classes\) is about the first of two phases"):
+        recipe(data, pretrain={"epochs": 0, "classes": 2})
+    with pytest.raises(UserError, match=r"`pretrain\.classes >= 2`"):
+        recipe(data, pretrain={"epochs": 1, "classes": 1})
+    with pytest.raises(UserError, match=r"`classes >= 2`"):
+        recipe(data, classes=1)
+    (tmp_path / "photos").mkdir()
+    for number in range(8):
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
+    loose = {"epochs": 1, "data": str(tmp_path / "photos"), "image_size": 8, "classes": 2}
+    with pytest.raises(UserError, match="must lie in the folder of its class"):
+        search(recipe(data, pretrain=loose), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_whole_search_learns_from_some_classes(data: Path, tmp_path: Path) -> None:
+    alone = recipe(data, classes=2, pretrain={"epochs": 0})
+    result = search(alone, tmp_path / "run")
+    assert result.genotype is not None
+    found = restore(tmp_path / "run", device="cpu")
+    assert found.dataset.num_classes == 2 and found.supernet.num_classes == 2
 
 
 def test_ablations_are_settings(data: Path) -> None:

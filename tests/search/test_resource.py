@@ -215,7 +215,10 @@ def test_a_recipe_with_a_budget_resolves_to_itself() -> None:
     recipe = resolve({"resource": {"max_params": "2.5M", "preset": "mild", "network": {"cells": 8}}})
     assert resolve(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert recipe.resource.budgets() == {"parameters": 2.5e6}
-    assert (recipe.resource.eta, Resource(preset="mild", weight=7.0).eta) == (PRESETS["log of the expected cost"]["mild"], 7.0)
+    assert (recipe.resource.eta, Resource(preset="mild", weight=7.0).eta) == (
+        PRESETS["log of the expected cost"]["mild"],
+        7.0,
+    )
 
 
 def test_a_method_whose_probabilities_cannot_be_steered_is_told() -> None:

@@ -39,6 +39,13 @@ def search(
     data: o.Data = None,
     data_root: o.DataRoot = None,
     image_size: o.ImageSize = None,
+    classes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="The first of two phases learns from N classes of its data, drawn at random by the seed; else all.",
+        ),
+    ] = None,
     epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
     seed: o.Seed = None,
@@ -113,6 +120,7 @@ def search(
         plugin,
         resource={key: value for key, value in limits.items() if value is not None} or None,
         guide=None if guide is None else {"teacher": teacher_path(guide)},
+        pretrain=None if classes is None else {"classes": classes},
         method=method,
         space=space,
         data=data,

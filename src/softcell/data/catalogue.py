@@ -12,6 +12,7 @@ from softcell.data.dataset import Dataset, check_fixed_size
 from softcell.data.digits import load_digits
 from softcell.data.folder import load_folder
 from softcell.data.imagenet import load_imagenet, load_imagenet16
+from softcell.data.subset import SomeClasses, with_some_classes
 from softcell.data.svhn import load_svhn
 from softcell.errors import UserError, nearest
 
@@ -59,6 +60,7 @@ def load(
     image_size: int | None = None,
     memory_limit: int = MEMORY_LIMIT,
     scaled_to: int | None = None,
+    some: SomeClasses | None = None,
 ) -> Dataset:
     """Load a dataset by its name in `datasets()`, or from a path to an image folder or an .npz file.
 
@@ -68,11 +70,12 @@ def load(
     scaled_to: side that photographs of cub200 are scaled to before a square of `image_size` is taken out of them.
     memory_limit: bytes of pixels up to which image folders are held in memory; beyond, files are decoded
         each time they are read.
+    some: a number of classes to draw at random; None for all.
     A name goes before a path: a folder that is called digits is ./digits.
     """
     if not _kept:
-        return _load(name_or_path, root, image_size, memory_limit, scaled_to)
-    asked = (name_or_path, root, image_size, memory_limit, scaled_to)
+        return _load(name_or_path, root, image_size, memory_limit, scaled_to, some)
+    asked = (name_or_path, root, image_size, memory_limit, scaled_to, some)
     key = (*map(str, asked), os.environ.get(_ROOT_VARIABLE, ""))
     if key not in _kept[-1]:
         _kept[-1][key] = _load(*asked)
@@ -80,15 +83,22 @@ def load(
 
 
 def _load(
-    name_or_path: str | Path, root: str | Path | None, image_size: int | None, memory_limit: int, scaled_to: int | None
+    name_or_path: str | Path,
+    root: str | Path | None,
+    image_size: int | None,
+    memory_limit: int,
+    scaled_to: int | None,
+    some: SomeClasses | None,
 ) -> Dataset:
+    if some is not None and str(name_or_path) != "imagenet":  # which decodes no more than it needs
+        return with_some_classes(_load(name_or_path, root, image_size, memory_limit, scaled_to, None), some)
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)
     if scaled_to is not None and name not in cub.NAMES:
         raise UserError(f"scaled_to is for photographs of cub200 alone, but got {scaled_to} for {name}; leave it out")
     if name == "imagenet":
-        return load_imagenet(_root(root), image_size, memory_limit)
+        return load_imagenet(_root(root), image_size, memory_limit, some)
     if name in cub.NAMES:
         return cub.load_cub(_root(root), image_size, memory_limit, boxed=name == cub.BOXED, scaled_to=scaled_to)
     if name in _DESCRIPTIONS:

@@ -10,6 +10,7 @@ from softcell.data.dataset import Dataset, from_arrays
 from softcell.data.folder import Scan, images_of, scan
 from softcell.data.images import Images
 from softcell.data.pickles import check_labels, read_batch
+from softcell.data.subset import SomeClasses, scan_some_classes
 from softcell.errors import UserError
 
 # The values the field uses; taking them from 1.3 million files on every start would cost minutes.
@@ -18,11 +19,11 @@ _STD = (0.229, 0.224, 0.225)
 _SIZE = 224
 
 
-def load_imagenet(root: Path, image_size: int | None, memory_limit: int) -> Dataset:
+def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: SomeClasses | None = None) -> Dataset:
     """`root` has train/ and val/ with one folder per class, or is the one above imagenet/ that has them.
 
     The short side is scaled to 8/7 of the image size (256 for 224) and the central square is kept; evaluation
-    sees the centre of that, training takes random resized crops from it.
+    sees the centre of that, training takes random resized crops from it. Of some classes alone files are decoded.
     """
     folder = root if (root / "train").is_dir() else root / "imagenet"
     for part in ("train", "val"):
@@ -33,6 +34,11 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int) -> Data
             )
     train = scan(folder / "train")
     test = scan(folder / "val", classes=train.classes)
+    source = "ImageNet ILSVRC 2012, https://www.image-net.org (for non-commercial research); val/ is the test set"
+    if some is not None:
+        source += f"; {some.about(len(train.classes))}"
+        taken = some.draw(train.classes, "imagenet")
+        train, test = scan_some_classes(train, taken), scan_some_classes(test, taken)
     size = image_size or _SIZE
     stored = round(size * 8 / 7)
     num_bytes = (len(train.names) + len(test.names)) * 3 * stored * stored
@@ -48,7 +54,7 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int) -> Data
         _MEAN,
         _STD,
         Augment(resized_crop=True, flip=True, jitter=0.4),
-        "ImageNet ILSVRC 2012, https://www.image-net.org (for non-commercial research); val/ is the test set",
+        source,
         scaled_to=(stored, stored),
     )
 

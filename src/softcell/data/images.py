@@ -231,9 +231,12 @@ def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images
     assert isinstance(first, Files)
     files = [(images, chosen) for images, chosen in parts if isinstance(images, Files)]
     boxes = [images._boxes[chosen.numpy()] for images, chosen in files if images._boxes is not None]
+    names = [str(images.path(number).absolute()) for images, chosen in files for number in chosen.tolist()]
+    if len(files) == 1:  # one root: names stay as they are, so that the data may be moved
+        names = [os.fsdecode(bytes(first._names[number])) for number in files[0][1].tolist()]
     return Files(
         first.root,
-        [str(images.path(number).absolute()) for images, chosen in files for number in chosen.tolist()],
+        names,
         labels,
         channels=first.shape[0],
         size=first.shape[1:],

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, load
+from softcell.data.subset import SomeClasses
 from softcell.data.unlabelled import load_unlabelled
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
@@ -46,6 +47,7 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
         data=recipe.data if own.data is None else own.data,
         data_root=root if own.data_root is None else own.data_root,
         image_size=recipe.image_size if same and own.image_size is None else own.image_size,
+        classes=recipe.classes if same and own.classes is None else own.classes,
         batch_size=own.batch_size or recipe.batch_size,
         architecture=replace(recipe.architecture, lr=rate),
         weights=replace(recipe.weights, warmup=min(recipe.weights.warmup, own.epochs - 1)),
@@ -64,6 +66,8 @@ def forget_phase(folder: Path) -> None:
 
 def load_images(recipe: SearchRecipe) -> Dataset:
     """The data of a search; without labels from any folder of images where it needs none."""
+    if recipe.classes is not None:
+        return load(recipe.data, recipe.data_root, recipe.image_size, some=SomeClasses(recipe.classes, recipe.seed))
     if recipe.objective == "context" and recipe.data not in datasets():
         path = Path(recipe.data) if recipe.data_root is None else Path(recipe.data_root) / recipe.data
         if path.expanduser().is_dir():

@@ -113,31 +113,39 @@ class Pretrain:
     """A first phase by context auto-regression, without labels, whose architecture logits the search starts from.
 
     `epochs` 0: no such phase. `data`, `data_root`, `image_size`: what it learns from; None for the search's own (a
-    folder without a root lies where its path says). A folder may hold images in any order. `architecture_lr`,
-    `batch_size`: None for the search's own.
+    folder without a root lies where its path says). A folder may hold images in any order. `classes`: that many
+    classes of it alone, drawn at random by the seed; None for all. `architecture_lr`, `batch_size`: None for the
+    search's own.
     """
 
     epochs: int = 0
     data: str | None = None
     data_root: str | None = None
     image_size: int | None = None
+    classes: int | None = None
     batch_size: int | None = None
     architecture_lr: float | None = None
 
     def __post_init__(self) -> None:
         not_negative("pretrain.epochs", self.epochs)
-        for name, least in (("batch_size", 1), ("image_size", 4)):
+        for name, least in (("batch_size", 1), ("image_size", 4), ("classes", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"`pretrain.{name} >= {least}` must hold, but got {value}")
         if self.architecture_lr is not None:
             positive("pretrain.architecture_lr", self.architecture_lr)
+        if self.classes is not None and not self.epochs:
+            raise UserError(
+                f"pretrain.classes={self.classes} (--classes) is about the first of two phases, which this search does "
+                "not have: set pretrain.epochs too, or classes=N for the data of the search itself"
+            )
 
 
 @dataclass(frozen=True)
 class SearchRecipe:
     """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
 
+    `classes`: that many classes of the data alone, drawn at random by the seed; None for all.
     `split`: `weights` and `validation` are what the two learn from; the search and its children are measured on
     `validation`, or on `held` where that is named, which then nothing learns from.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
@@ -155,6 +163,7 @@ class SearchRecipe:
     data: str = "digits"
     data_root: str | None = None
     image_size: int | None = None
+    classes: int | None = None
     epochs: int = 50
     batch_size: int = 64
     seed: int = 0
@@ -207,6 +216,8 @@ class SearchRecipe:
             )
         if self.image_size is not None and self.image_size < 4:
             raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
+        if self.classes is not None and self.classes < 2:
+            raise UserError(f"`classes >= 2` must hold, but got classes={self.classes}")
 
     @property
     def measured_split(self) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
-from softcell.data import Dataset, load, split
+from softcell.data import Dataset, split
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.engine import RunFolder, resolve_device
@@ -20,6 +20,7 @@ from softcell.engine.session import place
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
 from softcell.registry import load_plugins
+from softcell.search.phases import load_images
 from softcell.search.recipe import SearchRecipe, resolve
 from softcell.settings import build
 from softcell.spaces import Supernet, build_space
@@ -77,7 +78,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
         raise UserError(
             f"{folder} has no checkpoint: its search never came that far, or only the best of several seeds was kept"
         )
-    dataset = load(recipe.data, data_root or recipe.data_root, recipe.image_size)
+    dataset = load_images(replace(recipe, data_root=data_root or recipe.data_root))
     where = resolve_device(device)
     dtype = torch.float64 if recipe.precision == "float64" else torch.float32
     with torch.random.fork_rng(devices=[]):

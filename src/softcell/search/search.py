@@ -115,7 +115,8 @@ def _in_phases(
     begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
     try:
         if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
-            tell(f"phase 1 of 2: context auto-regression on {first.data}, {_epochs(first)}: {place}")
+            which = first.data if first.classes is None else f"{first.classes} classes of {first.data}"
+            tell(f"phase 1 of 2: context auto-regression on {which}, {_epochs(first)}: {place}")
             done = yield from _one_phase(first, place, begun, overwrite, on_event)
             if done.genotype is None:
                 on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
@@ -212,11 +213,13 @@ def _search(
     task = _task(recipe, dataset, parts, session, on_event)
 
     def manifest() -> dict[str, Any]:
-        data = {
+        data: dict[str, Any] = {
             "shape": list(dataset.shape),
             "num_classes": dataset.num_classes,
             "fingerprint": content_of(dataset, with_test=False),
         }
+        if recipe.classes is not None:
+            data["classes"] = list(dataset.classes)
         known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, "data": data, **task.about}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
