@@ -13,7 +13,7 @@ from softcell.search.several import SEEDS
 
 
 def read_genotype(source: Genotype | str | Path) -> Genotype:
-    """A genotype from itself, a file in any notation, a run folder, RUN@EPOCH, or the notation as text."""
+    """A genotype from itself, a file in any notation, FILE@NAME, a run folder, RUN@EPOCH, or the notation as text."""
     if isinstance(source, Genotype):
         return source
     text = str(source).strip()
@@ -21,7 +21,7 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         return notation.parse(text)
     if (named := named_epoch(source)) is not None:
         return derived_in(run_in(named[0], searched=True), named[1])
-    path = Path(source)
+    path, name = named_in_file(source) or (Path(source), None)
     if path.is_dir():
         path = path if (path / "genotype.json").exists() else run_in(path)
         if not (path / "genotype.json").exists() and (path / "run.json").exists():
@@ -29,8 +29,8 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         return _in_folder(path)
     if not path.exists():
         raise UserError(
-            f"no genotype at {text[:80]!r}: give a file, a run folder, RUN@EPOCH, DARTS notation (Genotype(...)) or a "
-            "NAS-Bench-201 string (|op~0|+...)"
+            f"no genotype at {text[:80]!r}: give a file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation "
+            "(Genotype(...)) or a NAS-Bench-201 string (|op~0|+...)"
         )
     if path.name == "genotype.json" and (path.parent / "run.json").is_file():
         RunFolder.open(path.parent).verify(path.name)
@@ -38,10 +38,10 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text ({error})") from error
-    if content.strip().startswith("{"):
+    if content.strip().startswith("{") and name is None:
         return Genotype.loads(content, str(path))
     try:
-        return notation.parse(content)
+        return notation.parse(content, name)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -59,6 +59,14 @@ def _in_folder(path: Path) -> Genotype:
                 "version of it, copy it out of the folder and give that file"
             )
     return genotype
+
+
+def named_in_file(source: str | Path) -> tuple[Path, str] | None:
+    """File and name where `source` is FILE@NAME: one of several genotypes that a file assigns. None for all else."""
+    path, at, name = str(source).strip().rpartition("@")
+    if not at or not name or Path(source).exists() or not Path(path).is_file():
+        return None
+    return Path(path), name
 
 
 def is_notation(text: str) -> bool:

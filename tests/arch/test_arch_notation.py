@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+
+import reference_snas_cells as snas_cells
+
 from softcell.arch import Cell, Genotype, Pick
+from softcell.arch.genotype import alive
 from softcell.arch.notation import from_darts, from_nb201, parse, to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.spaces import build_space
@@ -35,15 +41,29 @@ PC_DARTS = (
     "('sep_conv_5x5', 2), ('sep_conv_3x3', 0), ('sep_conv_3x3', 3), ('sep_conv_3x3', 1), ('sep_conv_3x3', 2)], "
     "reduce_concat=list(range(2, 6)))"
 )
-# Five inner nodes, outputs that are not consecutive, and one operation twice on one edge (node 6, source 0).
+# Five inner nodes and outputs that are not consecutive.
 AMOEBANET = (
     "Genotype(normal=[('avg_pool_3x3', 0), ('max_pool_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_5x5', 2), "
     "('sep_conv_3x3', 0), ('avg_pool_3x3', 3), ('sep_conv_3x3', 1), ('skip_connect', 1), ('skip_connect', 0), "
     "('avg_pool_3x3', 1)], normal_concat=[4, 5, 6], reduce=[('avg_pool_3x3', 0), ('sep_conv_3x3', 1), "
     "('max_pool_3x3', 0), ('sep_conv_7x7', 2), ('sep_conv_7x7', 0), ('avg_pool_3x3', 1), ('max_pool_3x3', 0), "
-    "('max_pool_3x3', 1), ('conv_7x1_1x7', 0), ('conv_7x1_1x7', 0)], reduce_concat=[3, 4, 6])"
+    "('max_pool_3x3', 1), ('conv_7x1_1x7', 0), ('sep_conv_3x3', 5)], reduce_concat=[3, 4, 6])"
 )
-PUBLISHED = {"DARTS_V1": DARTS_V1, "DARTS_V2": DARTS_V2, "PC-DARTS": PC_DARTS, "AmoebaNet": AMOEBANET}
+# One operation twice on one edge (normal cell, node 5, source 0).
+NASNET = (
+    "Genotype(normal=[('sep_conv_5x5', 1), ('sep_conv_3x3', 0), ('sep_conv_5x5', 0), ('sep_conv_3x3', 0), "
+    "('avg_pool_3x3', 1), ('skip_connect', 0), ('avg_pool_3x3', 0), ('avg_pool_3x3', 0), ('sep_conv_3x3', 1), "
+    "('skip_connect', 1)], normal_concat=[2, 3, 4, 5, 6], reduce=[('sep_conv_5x5', 1), ('sep_conv_7x7', 0), "
+    "('max_pool_3x3', 1), ('sep_conv_7x7', 0), ('avg_pool_3x3', 1), ('sep_conv_5x5', 0), ('skip_connect', 3), "
+    "('avg_pool_3x3', 2), ('sep_conv_3x3', 2), ('max_pool_3x3', 1)], reduce_concat=[4, 5, 6])"
+)
+PUBLISHED = {
+    "DARTS_V1": DARTS_V1,
+    "DARTS_V2": DARTS_V2,
+    "PC-DARTS": PC_DARTS,
+    "AmoebaNet": AMOEBANET,
+    "NASNet": NASNET,
+}
 
 
 def test_darts_v2_is_read_edge_by_edge() -> None:
@@ -62,10 +82,9 @@ def test_darts_v2_is_read_edge_by_edge() -> None:
     assert cells["normal"].output == cells["reduce"].output == (2, 3, 4, 5)
 
 
-def test_amoebanet_keeps_its_outputs_and_an_operation_that_stands_twice_on_one_edge() -> None:
-    reduce = from_darts(AMOEBANET).cells["reduce"]
-    assert reduce.output == (3, 4, 6)
-    assert reduce.incoming(6) == (Pick(0, 6, "conv_7x1_1x7"),) * 2
+def test_amoebanet_keeps_its_outputs_and_nasnet_an_operation_that_stands_twice_on_one_edge() -> None:
+    assert from_darts(AMOEBANET).cells["reduce"].output == (3, 4, 6)
+    assert from_darts(NASNET).cells["normal"].incoming(5) == (Pick(0, 5, "avg_pool_3x3"),) * 2
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -102,7 +121,7 @@ two_edges = st.integers(1, 4).flatmap(
 @given(normal=two_edges, reduce=two_edges)
 def test_darts_notation_survives_both_ways(normal: tuple[object, ...], reduce: tuple[object, ...]) -> None:
     text = (
-        f"Genotype(normal={list(normal)!r}, normal_concat=[2], "
+        f"Genotype(normal={list(normal)!r}, normal_concat=range(2, {2 + len(normal) // 2}), "
         f"reduce={list(reduce)!r}, reduce_concat={list(range(2, 2 + len(reduce) // 2))})"
     )
     genotype = from_darts(text)
@@ -133,6 +152,9 @@ BAD_DARTS = {
     "a source with a fraction": written("[('a', 0), ('a', 0.5)]"),
     "an operation that is no text": written("[('a', 0), (7, 1)]"),
     "triples": written("[('a', 0, 1), ('a', 0, 1)]"),
+    "a node that feeds nothing and is not in the concat": written("[('a', 0), ('a', 1), ('a', 0), ('a', 1)]"),
+    "a node that feeds by none alone": written("[('a', 0), ('a', 1), ('none', 2), ('a', 1)]", concat="[3]"),
+    "14 edges that are neither two per node nor all": written(str([("a", 0), ("a", 1)] * 7), concat="range(2, 6)"),
     "an output that is no node": written(concat="[3]"),
     "an output with a fraction": written(concat="[2.5]"),
     "no output": written(concat="[]"),
@@ -163,6 +185,72 @@ def test_a_cell_that_darts_notation_cannot_say_is_refused_with_the_node() -> Non
         to_darts(Genotype("darts", {"normal": one, "reduce": one}))
     with pytest.raises(UserError, match="normal and a reduce"):
         to_darts(Genotype("nb201", {"cell": one}))
+
+
+# --- the notation of SNAS: one edge for every pair of nodes, `none` among the operations ---
+
+
+@pytest.mark.parametrize("name", snas_cells.NONE)
+def test_published_cells_of_snas_are_read_with_every_edge_between_four_nodes(name: str) -> None:
+    genotype = parse(snas_cells.EDGE_ALL[name])
+    for kind, cell in genotype.cells.items():
+        assert cell.targets == cell.output == (2, 3, 4, 5)
+        pairs = [(source, target) for target in range(2, 6) for source in range(target)]
+        assert [(pick.source, pick.target) for pick in cell.picks] == pairs
+        assert sum(pick.op == "none" for pick in cell.picks) == snas_cells.NONE[name][kind]
+
+
+@pytest.mark.parametrize("name", ["mild", "moderate"])
+def test_cells_with_two_real_inputs_per_node_are_written_with_two_edges(name: str) -> None:
+    """`none` is no edge: what the authors write with 14 edges and with 8 is one architecture."""
+    both = [parse(notation[name]) for notation in (snas_cells.EDGE_ALL, snas_cells.TWO_EDGES)]
+    assert [len(one.cells["normal"].picks) for one in both] == [14, 8]
+    assert from_darts(to_darts(both[0])) == both[1]
+    alive_cells = [{key: alive(cell, 2) for key, cell in one.cells.items()} for one in both]
+    assert alive_cells[0] == alive_cells[1]
+
+
+def test_a_node_with_fewer_inputs_is_written_with_none_where_the_genotype_has_it() -> None:
+    whole = parse(snas_cells.EDGE_ALL["aggressive"])
+    written = from_darts(to_darts(whole))
+    assert [str(pick) for pick in written.cells["reduce"].incoming(2)] == ["sep_conv_5x5(0->2)", "none(1->2)"]
+    assert {key: alive(cell, 2) for key, cell in whole.cells.items()} == {
+        key: alive(cell, 2) for key, cell in written.cells.items()
+    }
+
+
+def test_fourteen_edges_are_seven_nodes_where_the_concat_says_so() -> None:
+    """Sources that would also be all edges between four nodes, once with four outputs and once with seven."""
+    edges = [("skip_connect", source) for target in range(2, 6) for source in range(target)]
+    four, seven = (
+        from_darts(written(str(edges), concat=f"range(2, {last})")).cells["normal"].targets for last in (6, 9)
+    )
+    assert (four, seven) == ((2, 3, 4, 5), (2, 3, 4, 5, 6, 7, 8))
+
+
+def test_odd_numbers_of_edges_are_all_edges_of_two_or_three_nodes() -> None:
+    for nodes in (2, 3):
+        edges = [("skip_connect", source) for target in range(2, 2 + nodes) for source in reversed(range(target))]
+        cell = from_darts(written(str(edges), concat=f"range(2, {2 + nodes})")).cells["normal"]
+        assert cell.picks[-1] == Pick(nodes, nodes + 1, "skip_connect")
+
+
+def test_of_several_genotypes_one_is_chosen_by_name_and_commented_ones_do_not_count() -> None:
+    text = (
+        "from collections import namedtuple\nGenotype = namedtuple('Genotype', 'normal normal_concat')\n\n"
+        f"FIRST = {written()}\n\nSECOND = {DARTS_V2}\n# THIRD = Genotype(\n#  normal=[])\n"
+    )
+    with pytest.raises(UserError, match=r"2 genotypes in one text \(FIRST, SECOND\); choose one with FILE@NAME"):
+        parse(text)
+    assert parse(text, "SECOND") == from_darts(DARTS_V2)
+    with pytest.raises(UserError, match="no genotype is called 'THIRD'; there are: FIRST, SECOND"):
+        parse(text, "THIRD")
+    with pytest.raises(UserError, match="names to choose from"):
+        parse(NB201, "FIRST")
+
+
+def test_a_line_of_a_log_is_read() -> None:
+    assert parse(f"11/16 03:00:01 PM genotype = {DARTS_V1}") == from_darts(DARTS_V1)
 
 
 NB201 = "|nor_conv_3x3~0|+|nor_conv_1x1~0|avg_pool_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"

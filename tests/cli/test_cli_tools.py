@@ -42,6 +42,20 @@ def test_convert_reads_a_line_of_python_as_papers_publish_it(call: Softcell, tmp
     assert json.loads(call("convert", "genotypes.txt").out)["space"] == "darts"
 
 
+def test_of_a_file_with_several_genotypes_one_is_chosen_by_name(call: Softcell, tmp_path: Path) -> None:
+    other = DARTS_V2.replace("max_pool_3x3", "avg_pool_3x3")
+    (tmp_path / "genotypes.py").write_text(f"MINE = {other}\nDARTS_V2 = {DARTS_V2}\n")
+    answer = call("convert", "genotypes.py")
+    assert answer.code == 2
+    assert "2 genotypes in one text (MINE, DARTS_V2)" in answer.error
+    assert "FILE@NAME" in answer.error
+    assert call("convert", "genotypes.py@MINE").out == call("convert", other).out
+    assert call("convert", "genotypes.py@DARTS_V2").out == call("convert", DARTS_V2).out
+    answer = call("convert", "genotypes.py@YOURS")
+    assert answer.code == 2
+    assert "there are: MINE, DARTS_V2" in answer.error
+
+
 def test_show_draws_in_the_terminal_and_as_svg(call: Softcell, searched: Path, tmp_path: Path) -> None:
     answer = call("show", searched, "--svg", "cell.svg", "--title", "mine")
     assert answer.code == 0

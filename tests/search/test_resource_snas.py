@@ -1,4 +1,4 @@
-"""The resource term of the SNAS authors' released command, written out literally on the costs of the paper's supernet."""
+"""The resource term of the SNAS authors' released command, written out on the costs of the paper's supernet."""
 
 from __future__ import annotations
 

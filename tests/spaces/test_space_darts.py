@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+
+import reference_snas_cells as snas_cells
 
 from softcell.arch import Cell, Genotype, Pick, WeightMix, count
 from softcell.arch.notation import from_darts
@@ -78,6 +85,45 @@ def test_nodes_that_a_derivation_dropped_are_zeros_in_search_form_and_absent_in_
     evaluated = space.network(genotype, (3, 8, 8), 5)
     assert [f.shape[1] for f in evaluated.features(x.float())] == [4, 8, 16]  # one node of each cell is left
     assert evaluated(x.float()).shape == (4, 5)
+
+
+def parameters_of(text: str, **settings: object) -> int:
+    space = build_space("darts", {**DartsSpace.evaluation["cifar"], **settings})
+    with torch.device("meta"):
+        network = space.network(from_darts(text), (3, 32, 32), 10)
+    return sum(p.numel() for p in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "authors"),
+    [
+        ("mild", 2_661_382, 2_663_542),  # 2.9M in Table 2
+        ("moderate", 2_847_358, 2_848_222),  # 2.8M
+        ("aggressive", 2_209_942, 2_313_622),  # 2.3M
+    ],
+)
+def test_published_cells_of_snas_have_the_parameters_of_the_authors_network(name: str, here: int, authors: int) -> None:
+    """At 20 cells and 36 channels, without auxiliary tower; the authors' counts come from running their code."""
+    text = snas_cells.EDGE_ALL[name]
+    assert parameters_of(text) == here
+    assert parameters_of(text, vanished="zeros", pool_norm=True) == authors
+    if name != "aggressive":
+        assert parameters_of(text, vanished="zeros") == here, "no node of this cell vanished"
+
+
+def test_the_authors_network_has_zeros_for_vanished_nodes_and_affine_norms_behind_pools() -> None:
+    space = build_space("darts", {"cells": 3, "channels": 4, "vanished": "zeros", "pool_norm": True})
+    genotype = from_darts(snas_cells.EDGE_ALL["aggressive"])
+    network = space.network(genotype, (3, 8, 8), 5)
+    nodes: list[torch.Tensor] = []
+    network.cells[1].register_forward_hook(lambda cell, given, values: nodes.extend(values))  # type: ignore[index]
+    widths = [f.shape[1] for f in network.features(torch.randn(2, 3, 8, 8))]
+    assert widths == [4 * 4, 4 * 8, 4 * 16], "every cell hands on four nodes"
+    assert [bool(node.any()) for node in nodes] == [True, True, True, True, False, False]
+    pools = space.network(from_darts(snas_cells.EDGE_ALL["mild"]), (3, 8, 8), 5).cells[1]  # type: ignore[index]
+    norms = [part for part in pools.modules() if isinstance(part, nn.BatchNorm2d)]
+    assert len(norms) == 6  # five pools and a dilated convolution
+    assert all(norm.affine for norm in norms)
 
 
 def test_an_architecture_without_any_operation_still_gives_logits() -> None:

@@ -19,30 +19,34 @@ MOST_NODES = 1000  # a longer range is a slip of the keyboard, and must not fill
 T = TypeVar("T")
 
 
-def parse(text: str) -> Genotype:
-    """Reads any of the notations: our JSON, DARTS, NAS-Bench-201."""
+def parse(text: str, name: str | None = None) -> Genotype:
+    """Reads any of the notations: our JSON, DARTS, NAS-Bench-201.
+
+    name: of several `name = Genotype(...)` in a text, the one to read.
+    """
     text = text.strip()
+    if "Genotype(" in text and not text.startswith(("{", "|")):
+        return from_darts(text, name)
+    if name is not None:
+        raise UserError(f"only DARTS notation (name = Genotype(...)) has names to choose from, got {text[:60]!r}")
     if text.startswith("{"):
         return Genotype.loads(text)
     if text.startswith("|"):
         return from_nb201(text)
-    if "Genotype(" in text:
-        return from_darts(text)
     raise UserError(
         "an architecture must be softcell JSON ({...}), DARTS notation (Genotype(...)) or a NAS-Bench-201 string "
         f"(|op~0|+...), got {text[:60]!r}"
     )
 
 
-def from_darts(text: str) -> Genotype:
-    """`Genotype(normal=[('sep_conv_3x3', 0), ...], normal_concat=range(2, 6), reduce=[...], reduce_concat=...)`."""
-    start = text.find("Genotype(")
-    source = text[start:].strip() if start >= 0 else text
-    try:
-        call = ast.parse(source, mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        raise UserError(f"DARTS notation: not a valid Genotype(...) expression ({error})") from error
-    if not isinstance(call, ast.Call) or call.args:
+def from_darts(text: str, name: str | None = None) -> Genotype:
+    """`Genotype(normal=[('sep_conv_3x3', 0), ...], normal_concat=range(2, 6), reduce=[...], reduce_concat=...)`.
+
+    A cell lists two edges per inner node or, as the authors of SNAS write theirs (`edge_all`), one edge per pair of
+    nodes with `none` among the operations. Of a file that assigns several genotypes, `name` chooses one.
+    """
+    call = _chosen(_darts_calls(text), name)
+    if call.args:
         raise UserError(
             "DARTS notation: must be Genotype(normal=..., normal_concat=..., reduce=..., reduce_concat=...)"
         )
@@ -64,7 +68,9 @@ def to_darts(genotype: Genotype) -> str:
         last = max((*cell.targets, *cell.output))
         edges = []
         for target in range(DARTS_INPUTS, last + 1):
-            incoming = cell.incoming(target)
+            incoming = [pick for pick in cell.incoming(target) if pick.op != "none"]
+            # A node with fewer inputs is written with `none`, as the authors of SNAS do, where the genotype has it.
+            incoming += [pick for pick in cell.incoming(target) if pick.op == "none"][: max(0, 2 - len(incoming))]
             if len(incoming) != 2:
                 raise UserError(
                     f"DARTS notation says exactly 2 edges per inner node, but node {target} of the {name} cell has "
@@ -114,6 +120,43 @@ def to_nb201(genotype: Genotype) -> str:
     return "+".join(nodes)
 
 
+def _darts_calls(text: str) -> dict[str, ast.Call]:
+    """The `Genotype(...)` calls of a text by the names they are assigned to, or by their lines where they have none."""
+    try:
+        statements = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError):
+        # Not Python as a whole, such as a line of a log: one call up to the end of the text.
+        source = text[max(0, text.find("Genotype(")) :].strip()
+        try:
+            statements = ast.parse(source).body
+        except (SyntaxError, ValueError) as error:
+            raise UserError(f"DARTS notation: not a valid Genotype(...) expression ({error})") from error
+    found: dict[str, ast.Call] = {}
+    for statement in statements:
+        value = getattr(statement, "value", None)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "Genotype":
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found[names[0] if names else f"line {statement.lineno}"] = value
+    if not found:
+        raise UserError("DARTS notation: no Genotype(...) at the start of a line")
+    return found
+
+
+def _chosen(calls: dict[str, ast.Call], name: str | None) -> ast.Call:
+    listed = ", ".join(calls)
+    if name is not None:
+        if name not in calls:
+            raise UserError(f"DARTS notation: no genotype is called {name!r}; there are: {listed}")
+        return calls[name]
+    if len(calls) > 1:
+        raise UserError(
+            f"DARTS notation: {len(calls)} genotypes in one text ({listed}); choose one with FILE@NAME, such as "
+            f"genotypes.py@{next(iter(calls)).replace(' ', '-')}"
+        )
+    return next(iter(calls.values()))
+
+
 def _darts_cell(name: str, edges: ast.expr, concat: ast.expr) -> Cell:
     where = f"DARTS notation: {name}"
     try:
@@ -122,19 +165,51 @@ def _darts_cell(name: str, edges: ast.expr, concat: ast.expr) -> Cell:
         pairs = [(_strict(str, op), _strict(int, source)) for op, source in listed]
     except (ValueError, TypeError) as error:
         raise UserError(f"{where} must list (operation, source) pairs, with a concat of node numbers") from error
-    if not pairs or len(pairs) % 2:
-        raise UserError(f"{where} must list two edges per inner node, got {len(pairs)} edges")
+    # Both readings are possible for 14 edges: 7 nodes of two edges each, or all edges between 4 nodes. The last node
+    # feeds nothing and so must be in the concat, which tells them apart.
+    targets = _all_edges(pairs, output) or _two_edges(where, pairs)
     picks = []
-    for i, (op, source) in enumerate(pairs):
-        target = DARTS_INPUTS + i // 2
+    for (op, source), target in zip(pairs, targets, strict=True):
         if not 0 <= source < target:
             raise UserError(f"{where}: an edge into node {target} must start at 0..{target - 1}, got {source}")
         picks.append(Pick(source, target, op))
-    last = DARTS_INPUTS + len(pairs) // 2 - 1
+    last = targets[-1]
     if not output or not all(0 <= node <= last for node in output):
         raise UserError(f"{where}_concat must name nodes 0..{last}, got {output}")
+    used = {*output, *(pick.source for pick in picks if pick.op != "none")}
+    unused = sorted(set(targets) - used)
+    if unused:
+        raise UserError(
+            f"{where}: every inner node must feed another one or be in {name}_concat, but node {unused[0]} does "
+            f"neither ({len(pairs)} edges read as two for each of {len(pairs) // 2} nodes, concat {output})"
+        )
     ordered = sorted(picks, key=lambda pick: (pick.target, pick.source))
     return Cell(tuple(ordered), tuple(output))
+
+
+def _two_edges(where: str, pairs: list[tuple[str, int]]) -> list[int]:
+    """The target of every edge where each inner node lists two."""
+    if not pairs or len(pairs) % 2:
+        raise UserError(
+            f"{where} must list two edges per inner node, or one for every pair of nodes (`none` where there is no "
+            f"edge), got {len(pairs)} edges"
+        )
+    return [DARTS_INPUTS + i // 2 for i in range(len(pairs))]
+
+
+def _all_edges(pairs: list[tuple[str, int]], output: list[int]) -> list[int] | None:
+    """The target of every edge where each inner node lists one from every node before it; None where that is not so."""
+    targets: list[int] = []
+    target = DARTS_INPUTS
+    while len(targets) < len(pairs):
+        targets += [target] * target
+        target += 1
+    if len(targets) != len(pairs) or target - DARTS_INPUTS < 2 or max(output, default=0) >= target:
+        return None
+    sources: dict[int, set[int]] = {}
+    for (_, source), node in zip(pairs, targets, strict=True):
+        sources.setdefault(node, set()).add(source)
+    return targets if all(found == set(range(node)) for node, found in sources.items()) else None
 
 
 def _range(node: ast.expr) -> list[int]:

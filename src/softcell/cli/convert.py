@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 EPILOG = o.examples(
     "softcell convert runs/darts-darts-digits-1 --to darts",
     "softcell convert genotypes.txt --to json --out cell.json",
+    "softcell convert genotypes.py@SNAS_mild --out cell.json",
     "softcell convert '|nor_conv_3x3~0|+|none~0|none~1|+|none~0|none~1|skip_connect~2|'",
 )
 
@@ -58,11 +59,11 @@ def render(genotype: Genotype, to: o.Notation) -> str:
 
 def _other(content: str, genotype: Genotype) -> o.Notation:
     """The notation that is not the input's."""
-    from softcell.sources import is_notation
+    from softcell.sources import is_notation, named_in_file
 
     if is_notation(content):
         is_json = content.lstrip().startswith("{")
     else:
-        path = Path(content)
+        path, _ = named_in_file(content) or (Path(content), None)
         is_json = not path.is_file() or path.read_text(encoding="utf-8").lstrip().startswith("{")
     return ("nb201" if set(genotype.cells) == {"cell"} else "darts") if is_json else "json"

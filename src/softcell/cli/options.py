@@ -56,8 +56,8 @@ Architecture = Annotated[
     str,
     typer.Argument(
         metavar="GENOTYPE",
-        help="A genotype file, a run folder, RUN@EPOCH, DARTS notation, a NAS-Bench-201 string, or - for standard "
-        "input.",
+        help="A genotype file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation, a NAS-Bench-201 string, or - for "
+        "standard input.",
     ),
 ]
 Notation = Literal["json", "darts", "nb201"]

@@ -4,6 +4,10 @@ Liu, Simonyan, Yang: DARTS: Differentiable Architecture Search, ICLR 2019. Reduc
 depth and double the width; all normal cells share one table, all reduction cells another. In the supernet (and in a
 network in search form) batch-norm inside cells has no scale and shift and pools are followed by batch-norm; in an
 evaluation network batch-norm is affine and pools stand alone.
+
+Where `none` can be derived (SNAS), a node may lose all its inputs. Deviation: an evaluation network leaves such a node
+out, since its zeros would only cost the layers that read them. The authors of SNAS keep it as zeros, and have affine
+batch-norm behind pools; `vanished="zeros"` with `pool_norm=True` builds their network.
 """
 
 from __future__ import annotations
@@ -69,6 +73,10 @@ class DartsSpace(Space):
     """In the supernet one weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
     bottleneck: int = 1
     """In the supernet candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
+    vanished: Literal["dropped", "zeros"] = "dropped"
+    """In the evaluation network a node that no input reaches is left out, or stays as zeros (the authors of SNAS)."""
+    pool_norm: bool = False
+    """In the evaluation network pools are followed by affine batch-norm (the authors of SNAS), as in supernets."""
 
     def __post_init__(self) -> None:
         if self.cells < 3:
@@ -188,12 +196,12 @@ def plan_cells(space: DartsSpace, stem_channels: int, outputs: dict[str, int]) -
     return plans
 
 
-def spec_of(plan: CellPlan, *, search_form: bool) -> SpecOf:
-    """Stride 2 only on edges from the input nodes of a reduction cell."""
+def spec_of(plan: CellPlan, *, search_form: bool, pool_norm: bool = False) -> SpecOf:
+    """Stride 2 only on edges from the input nodes of a reduction cell; pool_norm: of evaluation networks."""
 
     def spec(source: int) -> Spec:
         stride = 2 if plan.reduces and source < INPUTS else 1
-        return Spec(plan.width, stride, affine=not search_form, pool_norm=search_form)
+        return Spec(plan.width, stride, affine=not search_form, pool_norm=search_form or pool_norm)
 
     return spec
 
@@ -255,7 +263,7 @@ class DartsNetwork(Network):
     """The network of a DARTS genotype.
 
     In search form a vanished node (SNAS can drop all its edges) is zeros in the concatenation, as in the supernet; in
-    the evaluation form it is left out, with everything that only it would feed.
+    the evaluation form it is left out, with everything that only it would feed, unless `vanished` says otherwise.
     """
 
     def __init__(
@@ -269,9 +277,8 @@ class DartsNetwork(Network):
         auxiliary: bool,
     ) -> None:
         super().__init__(genotype, shape, num_classes)
-        used: dict[str, Cell] = {
-            name: cell if search_form else alive(cell, INPUTS) for name, cell in genotype.cells.items()
-        }
+        whole = search_form or space.vanished == "zeros"
+        used: dict[str, Cell] = {name: cell if whole else alive(cell, INPUTS) for name, cell in genotype.cells.items()}
         self.stem = Stem(space, shape[0])
         self._outputs = {name: cell.output for name, cell in used.items()}
         outputs = {name: len(nodes) for name, nodes in self._outputs.items()}
@@ -281,7 +288,7 @@ class DartsNetwork(Network):
             PickedCell(
                 used[plan.table],
                 INPUTS,
-                spec_of(plan, search_form=search_form),
+                spec_of(plan, search_form=search_form, pool_norm=space.pool_norm),
                 self.drop_path,
                 share_features=space.share_features and search_form,
                 bottleneck=space.bottleneck if search_form else 1,
