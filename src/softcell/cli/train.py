@@ -29,8 +29,8 @@ def train(
         str | None,
         typer.Argument(
             metavar="GENOTYPE",
-            help="A genotype file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation, a NAS-Bench-201 string, or - for "
-            "standard input; with --resume, the training's own folder.",
+            help="A genotype file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation, a NAS-Bench-201 string, or - "
+            "for standard input; with --resume, the training's own folder.",
         ),
     ] = None,
     data: o.Data = None,
