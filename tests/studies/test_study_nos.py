@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from search_toys import write_data
 from studies.nos_parameters import ParameterCount
 
 from softcell.arch import sample
 from softcell.errors import UserError
+from softcell.nn.calibrate import DynamicKernel
 from softcell.spaces.count import count_genotype
 from softcell.spaces.nos import NosSpace
-from studies import nos_guidance, runs
+from studies import nos_dynamic, nos_guidance, runs
 
 
 @pytest.mark.parametrize("space", [NosSpace(cells=4, channels=6, nodes=2), NosSpace(cells=3, channels=8, nodes=3)])
@@ -147,3 +150,48 @@ def test_arms_are_compared_at_the_same_seed_where_both_are_measured() -> None:
     assert found["test_accuracy"] == "not measured"
     assert found["search_accuracy"]["by_seed"] == pytest.approx({0: 0.2, 1: 0.1})
     assert (found["search_accuracy"]["n"], found["search_accuracy"]["mean"]) == (2, pytest.approx(0.15))
+
+
+def test_kernels_of_the_study_of_dynamic_convolutions_are_what_they_are_called() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 9, 9, dtype=torch.float64)
+    for size in (3, 5):
+        box, identity = nos_dynamic.BoxKernel(16, size).double(), nos_dynamic.IdentityKernel(16, size).double()
+        mean = torch.nn.functional.avg_pool2d(x, size, 1, size // 2, count_include_pad=True)
+        torch.testing.assert_close(box.applied(x, box(x)), mean)
+        kernel = identity(x)
+        torch.testing.assert_close(kernel.sum((2, 3)), torch.ones(2, 16, dtype=torch.float64))
+        assert kernel[:, :, size // 2, size // 2].min() > 0.9
+        plain = DynamicKernel(16, size).double()
+        plain.load_state_dict(identity.state_dict())
+        shifted = plain(x).log()
+        shifted[:, :, size // 2, size // 2] += nos_dynamic.IDENTITY
+        torch.testing.assert_close(kernel, torch.softmax(shifted.flatten(2), 2).view_as(kernel))
+
+
+def test_the_study_of_dynamic_convolutions_measures_kernels_weights_and_picks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_data(tmp_path / "toys.npz", train=32)
+    monkeypatch.chdir(tmp_path)
+    sizes = ["space.channels=2", "space.nodes=1", "batch_size=16", "scale=small"]
+    arguments = ["--data", str(data), "--epochs", "1", "--seeds", "1", "--device", "cpu", "--precision", "float32"]
+    arguments += [word for one in sizes for word in ("--set", one)]
+    nos_dynamic.main([*arguments, "--arms", "box", "paper", "--minutes", "0"])
+
+    def record() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(Path("results/nos/dynamic-toys.json").read_text())
+        return found
+
+    assert {row["search"] for row in record()["rows"]} == {"not measured"}
+    nos_dynamic.main([*arguments, "--arms", "box", "paper"])
+    found = record()
+    box, paper = (row["search"] for row in found["rows"])
+    assert max(box["uneven"].values()) < 1e-6 < min(paper["uneven"].values())
+    for one, names in ((box, ("box_3x3", "box_5x5")), (paper, ("dynamic_conv_3x3", "dynamic_conv_5x5"))):
+        assert sum(one["picks"].values()) == 6 and set(names) < set(one["weights"]["tier 2"])
+        assert sum(one["weights"]["tier 1"].values()) == pytest.approx(1.0)
+        assert one["dynamic_picks"] == sum(one["picks"].get(name, 0) for name in names)
+    assert found["summary"]["paper"]["picks"] == 6 and found["start"]["uneven"]["3x3"] < 0.5
+    assert {"features", "attentions", "dynamic kernel, decode"} < set(found["start"]["gradient_over_weight"])
+    assert 0.4 < found["start"]["added_over_base"]["channel_attention"] < 0.6
