@@ -204,7 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
     methods = list(summary["accuracies"])
     show_accuracies(console, table, runs, methods, {m: f"{_done(rows, m)} done" for m in methods}, PUBLISHED)
     show_taus(console, summary["taus"])
-    show_readings(console, [row["readings"] for row in rows if row.get("readings")])
+    if found := [row["readings"] for row in rows if row.get("readings")]:
+        show_readings(console, found)
     console.print(f"written: {_record(options)}")
 
 

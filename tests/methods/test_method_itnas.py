@@ -74,11 +74,11 @@ def look(supernet: Supernet, method: ItNas, batches: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("space", ["nb201", "darts", "s1"])
-@pytest.mark.parametrize(("recompute", "token_norm"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("settings", [{"recompute": False}, {}, {"token_norm": False}, {"shared": True}], ids=str)
 def test_edges_run_together_are_those_run_one_by_one(
-    space: str, recompute: bool, token_norm: bool, monkeypatch: pytest.MonkeyPatch
+    space: str, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supernet, method = make(space, recompute=recompute, token_norm=token_norm)
+    supernet, method = make(space, **settings)
     supernet.use_drop_path(0.5)
     supernet.drop_path.set_fraction(1.0)
     supernet.train()
@@ -145,9 +145,11 @@ def test_a_kept_mix_takes_new_lite_transformers_where_a_recording_reads_the_old(
 
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("tokens", ["pooled", "flat"])
-@pytest.mark.parametrize("token_norm", [True, False])
-def test_network_and_indicator_are_those_of_the_literal_twin(space: str, tokens: str, token_norm: bool) -> None:
-    supernet, method = make(space, tokens=tokens, token_norm=token_norm)
+@pytest.mark.parametrize("settings", [{}, {"token_norm": False}, {"shared": True}], ids=str)
+def test_network_and_indicator_are_those_of_the_literal_twin(
+    space: str, tokens: str, settings: dict[str, bool]
+) -> None:
+    supernet, method = make(space, tokens=tokens, **settings)
     x, literal = images(5), Literal(method)
     with torch.no_grad():
         torch.testing.assert_close(supernet(x, method.relax()), supernet(x, literal), rtol=1e-9, atol=1e-9)
@@ -206,6 +208,40 @@ def test_every_aggregate_is_that_of_the_literal_rows(space: str, how: Aggregate)
             spread = float(by_site.std()) / len(by_site) ** 0.5 if len(by_site) > 1 else 0.0
             assert margin.site_error == pytest.approx(spread, abs=1e-12)
             assert margin.standard_error == pytest.approx((margin.image_error**2 + spread**2) ** 0.5)
+
+
+def test_cells_of_one_shape_share_lite_transformers_where_they_are_shared() -> None:
+    """NAS-Bench-201 with two cells a stage: as many as edges and stages, and each learns from both of its cells."""
+    sizes = {"cells_per_stage": 2, "channels": 4}
+    torch.manual_seed(0)
+    supernet = build_space("nb201", sizes).supernet((1, 8, 8), 3).double().eval()
+    counts = {}
+    for shared in (False, True):
+        method = fitted(ItNas, ItNasSettings(shared=shared), supernet).double()
+        counts[shared] = len(method.transformers)
+        for stage in range(3):
+            for choice in range(6):
+                first, second = (method.transformer(2 * stage + k, choice) for k in range(2))
+                assert (first is second) is shared
+        assert method.transformer(0, 0) is not method.transformer(2, 0), "of another shape"
+        assert method.transformer(0, 0) is not method.transformer(0, 1), "of another edge"
+    assert counts == {False: 36, True: 18}
+    assert len(method.by_site("cell").means) == 6, "rows are those of every cell still"
+
+    # As if each cell had its own, of the same numbers: the gradients of both add up.
+    apart = fitted(ItNas, ItNasSettings(), supernet).double()
+    for site in range(6):
+        for choice in range(6):
+            apart.transformer(site, choice).load_state_dict(method.transformer(site, choice).state_dict())
+    x = images(3)
+    for one in (method, apart):
+        supernet(x, one.relax()).square().sum().backward()
+    for choice in range(6):
+        parts = [dict(apart.transformer(site, choice).named_parameters()) for site in (2, 3)]
+        for name, p in method.transformer(2, choice).named_parameters():
+            first, second = (part[name].grad for part in parts)
+            assert p.grad is not None and first is not None and second is not None
+            torch.testing.assert_close(p.grad, first + second, rtol=1e-9, atol=1e-12)
 
 
 def test_a_checkpoint_from_before_sums_by_site_is_read() -> None:

@@ -53,6 +53,7 @@ class ItNasSettings:
 
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
     `token_norm`: a LayerNorm on the tokens before queries and keys; the paper's encoder is post-norm and has none.
+    `shared`: cells whose maps have one shape share the Lite-Transformer of an edge; else each has its own.
     `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, and with single paths
     what the candidates under attention keep: memory saved for some time. `aggregate`: how the rows of a table's cells
     become one: their `mean`; `log-mean`, the geometric mean; `vote`, the share of cells where a candidate is first;
@@ -66,6 +67,7 @@ class ItNasSettings:
     pool: int = 4
     width: int = 64
     token_norm: bool = True
+    shared: bool = False
     recompute: bool = True
     aggregate: Aggregate = "mean"
     close: float = 2.0
@@ -235,6 +237,7 @@ class ItNas(Method):
         self.masks = Masks(layout, self.left_out)
         self.live = {table.name: live_where(self.masks[table.name]) for table in layout.tables}
         self.transformers = nn.ModuleDict()
+        self._named: dict[tuple[int, int], str] = {}  # by site and choice
         self.moments = TableMoments(layout)
         self.site_sums = nn.ModuleDict()  # by table
         self.stages: dict[int, int] = {}  # by site; maps of one shape
@@ -247,21 +250,24 @@ class ItNas(Method):
             self.register_load_state_dict_post_hook(_forget_key)  # type: ignore[no-untyped-call]
 
     def fit(self, shapes: Shapes) -> None:
-        s = self.settings
+        s, known = self.settings, dict[Hashable, str]()
         for (site, choice), outputs in shapes.items():
             table = self.layout.table(self.layout.sites[site])
             taking_part = [k for k, is_in in enumerate(self.masks[table.name][choice].tolist()) if is_in]
             shape = outputs.feature()
             if shape is None or all(outputs.by_candidate.get(k) is None for k in taking_part):
                 continue  # zeros alone: nothing to attend to
-            self.transformers[f"{site}_{choice}"] = LiteTransformer(
-                shape,
-                len(table.choices[choice].candidates),
-                pool=s.pool if s.tokens == "pooled" else None,
-                width=s.width,
-                values=not outputs.in_parts,
-                token_norm=s.token_norm,
-            )
+            alike = (table.name, choice, shape, outputs.in_parts) if s.shared else (site, choice)
+            name = self._named[site, choice] = known.setdefault(alike, f"{site}_{choice}")
+            if name not in self.transformers:
+                self.transformers[name] = LiteTransformer(
+                    shape,
+                    len(table.choices[choice].candidates),
+                    pool=s.pool if s.tokens == "pooled" else None,
+                    width=s.width,
+                    values=not outputs.in_parts,
+                    token_norm=s.token_norm,
+                )
             self.places[table.name].append((site, choice))
         for table in self.layout.tables:
             self.site_sums[table.name] = SiteSums(self.places[table.name], table.width)
@@ -287,7 +293,7 @@ class ItNas(Method):
                 yield Member(site, table.choices[choice].source, choice, self.transformer(site, choice), seen)
 
     def transformer(self, site: int, choice: int) -> LiteTransformer:
-        found = self.transformers[f"{site}_{choice}"]
+        found = self.transformers[self._named[site, choice]]
         assert isinstance(found, LiteTransformer)
         return found
 
