@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.steps import PAPER, Case, batch, once, players
 from benchmarks.traffic import bandwidth, traffic
 from softcell.arch import Genotype, notation
-from softcell.data import load, split
+from softcell.data import load
 from softcell.data.feeds import Feeds
 from softcell.engine.capture import WARMUP
 from softcell.engine.lanes import Lane
@@ -69,7 +69,7 @@ def made_search(data: str, case: Case, session: Session, **settings: Any) -> Tas
     given = {"method": case.method, "space": case.space, "data": data, "scale": "paper", "batch_size": case.batch}
     recipe = resolve({**given, "device": "cuda", **settings})
     dataset = load(recipe.data)
-    parts = split(dataset.train, recipe.split, recipe.seed)
+    parts = recipe.parts(dataset.train)
     return search_task(recipe, dataset, parts, session, lambda event: print(getattr(event, "text", event)))
 
 

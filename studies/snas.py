@@ -1,10 +1,13 @@
 """`python -m studies.snas`: does a derived network need training? SNAS at three levels beside DARTS (Table 1).
 
+DARTS runs in three ways: first order (`darts`), second order (`darts-second-order`, the paper's) and on one level
+(`darts-single-level`), which learns from the same images and by the same steps as SNAS: what then differs is sampling.
+
 The searches of a seed leave out the same 5,000 training images, on which they and their children are measured: derived
 networks with the supernet's weights and batch-norm statistics, as they are. Beside them, children after their
-statistics were averaged anew, and the parameters of the network that would be trained. DARTS is of first order. All
-searches run side by side on one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes);
-the same command goes on. What is unfinished is recorded as not measured.
+statistics were averaged anew, and the parameters of the network that would be trained. All searches run side by side on
+one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes); the same command resumes it.
+What is unfinished is recorded as not measured.
 
 python -m studies.snas --data-root DIR --epochs 25 --minutes 9
 python -m studies.snas --data digits --epochs 2 --held 100 --scale small --seeds 1 --levels mild      # a rehearsal
@@ -33,6 +36,8 @@ from softcell.spaces.count import count_genotype, evaluation_space
 from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, minutes, side_by_side, spread, write_record
 
 LEVELS = ("mild", "moderate", "aggressive")
+DARTS = {"darts": "bilevel", "darts-second-order": "unrolled", "darts-single-level": "single-level"}
+"""Arms of DARTS and their regimes."""
 CURVES = ("train_accuracy", "val_accuracy", "child_accuracy", "entropy")
 
 
@@ -49,10 +54,12 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     }
     given = layered({key: value for key, value in given.items() if value is not None}, assignments(options.set))
     left = len(load(options.data, options.data_root).train) - options.held
-    if arm == "darts":
-        split = {"held": options.held, "weights": left // 2, "validation": left - left // 2}
-        return resolve({**given, "method": "darts", "split": split})
+    halves = {"held": options.held, "weights": left // 2, "validation": left - left // 2}
     split = {"held": options.held, "weights": left}
+    if arm in DARTS:
+        regime = DARTS[arm]
+        own = split if regime == "single-level" else halves
+        return resolve({**given, "method": "darts", "regime": regime, "split": own})
     return resolve({**given, "method": "snas", "split": split, "resource": {"preset": arm.removeprefix("snas-")}})
 
 
@@ -131,6 +138,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=25, help="of every search")
     parser.add_argument("--seeds", type=int, default=2, help="searches per arm")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS, help="constraint levels of SNAS")
+    parser.add_argument("--darts", nargs="+", default=list(DARTS), choices=list(DARTS), help="arms of DARTS")
     parser.add_argument("--held", type=int, default=5000, help="training images left out, to be measured on")
     parser.add_argument("--scale", help="small or paper; by default as suits the data")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -141,7 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/snas-study"), help="where the searches lie")
     parser.add_argument("--out", type=Path, default=Path("results/snas"), help="where record and drawings go")
     options = parser.parse_args(arguments)
-    arms = [*(f"snas-{level}" for level in options.levels), "darts"]
+    arms = [*(f"snas-{level}" for level in options.levels), *options.darts]
     run_all(arms, options)
     options.out.mkdir(parents=True, exist_ok=True)
     rows = [measured(arm, seed, options) for seed in range(options.seeds) for arm in arms]

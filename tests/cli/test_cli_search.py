@@ -60,7 +60,11 @@ def test_a_budget_is_shown_with_what_came_out(limit: str, verdict: str, call: So
     assert answer.code == 0
     (line,) = [line for line in answer.out.splitlines() if line.startswith("budget")]
     assert "k parameters, " in line and line.endswith(verdict)
-    assert sum(line.startswith("child ") for line in answer.out.splitlines()) == 1
+    (child,) = [line for line in answer.out.splitlines() if line.startswith("child ")]
+    (folder,) = Path("runs").iterdir()
+    results = json.loads((folder / "run.json").read_text())["results"]
+    recalibrated, plain = (f"{results[key]:.1%}" for key in ("child_accuracy_bn", "child_accuracy"))
+    assert child.split()[1] == recalibrated and f"BatchNorm recalibrated; {plain} with the supernet's" in child
 
 
 def test_default_folders_are_numbered_and_never_overwritten(call: Softcell, tmp_path: Path) -> None:

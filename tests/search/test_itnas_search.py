@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from search_toys import remains, same, settings, state_of, write_data
 
 from softcell.arch import Genotype
-from softcell.data import load
+from softcell.data import load, split
 from softcell.engine.events import Note, Stepped
 from softcell.methods import METHODS, fitted
 from softcell.nn.candidates import candidate
@@ -92,7 +92,7 @@ def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Pat
     assert [m.to_dict() for m in before] == stored, "the state holds what was selected from"
     search_module = sys.modules["softcell.search.search"]
     dataset = load(str(data))
-    parts = search_module.split(dataset.train, {"weights": 0.5, "validation": 0.5}, 0)
+    parts = split(dataset.train, {"weights": 0.5, "validation": 0.5}, 0)
     batches = search_module.Feeds(dataset, 5, 0, torch.device("cpu"), torch.float32).plain(
         dataset.train, parts["validation"]
     )

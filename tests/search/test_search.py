@@ -18,6 +18,7 @@ from softcell.arch import Genotype
 from softcell.data import Dataset, Images, load, split
 from softcell.engine import DivergedError
 from softcell.engine.checkpoint import load_latest
+from softcell.engine.events import Note
 from softcell.engine.meter import Measured
 from softcell.engine.session import open_session
 from softcell.errors import UserError
@@ -170,6 +171,45 @@ def test_images_can_be_held_back_from_all_learning(data: Path, tmp_path: Path) -
     assert torch.equal(*kept)
     with pytest.raises(UserError, match="may name `held`"):
         resolve(settings("nb201", data, regime="bilevel", split={"weights": 20, "held": 12}))
+
+
+@pytest.mark.parametrize("regime", ["single-level", "bilevel"])
+def test_both_levels_can_learn_from_all_training_images(regime: str, data: Path, tmp_path: Path) -> None:
+    recipe = resolve(settings("nb201", data, regime=regime, split={"validation": 0}, epochs=1, child_every=1))
+    assert recipe.split == {"validation": 0, "weights": 1.0}
+    dataset, everything = load(recipe.data), set(range(64))
+    with open_session(device="cpu", seed=0, precision="float32", deterministic=False, threads=1) as session:
+        task = SEARCH._task(recipe, dataset, recipe.parts(dataset.train), session, None)
+    seen: dict[str, list[list[int]]] = {"weights": [], "validation": []}
+    for epoch in range(2):
+        for train, validation in map(task.pair, task.batches(epoch, 0)):
+            seen["weights"].append(train.index.tolist())
+            if validation is not None:
+                seen["validation"].append(validation.index.tolist())
+    for batches in seen.values() if regime == "bilevel" else [seen["weights"]]:
+        assert {index for batch in batches[: len(batches) // 2] for index in batch} == everything
+    assert seen["validation"] != seen["weights"], "the two levels have orders of their own"
+    told: list[str] = []
+    result = search(recipe, tmp_path / "run", on_event=lambda e: told.append(e.text) if isinstance(e, Note) else None)
+    assert (result.metrics[-1]["val_split"], result.metrics[-1]["val_count"]) == ("weights", 64)
+    assert any("same images" in text for text in told)
+    results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
+    assert (results["val_split"], results["child_split"]) == ("weights", "weights")
+    assert results["splits"]["weights"] == results["splits"]["validation"]
+
+
+def test_all_images_but_those_held_back_can_serve_both_levels(data: Path) -> None:
+    recipe = resolve(settings("nb201", data, regime="bilevel", split={"validation": 0, "held": 0.25}))
+    parts = recipe.parts(load(recipe.data).train)
+    assert recipe.measured_split == "held" and len(parts["weights"]) == 48
+    assert torch.equal(parts["weights"], parts["validation"])
+    assert not set(parts["held"].tolist()) & set(parts["weights"].tolist())
+    with pytest.raises(UserError, match=r"split\.weights must be a count too"):
+        resolve(settings("nb201", data, split={"validation": 0, "held": 12}))
+    with pytest.raises(UserError, match="leaves none"):
+        resolve(settings("nb201", data, method="random", split={"validation": 0}))
+    with pytest.raises(UserError, match="leaves none"):
+        resolve(settings("nb201", data, method="spos", split={"validation": 0}, evolution={"generations": 1}))
 
 
 @pytest.mark.parametrize("regime", ["single-level", "bilevel", "unrolled"])

@@ -12,7 +12,22 @@ import torch
 from softcell.data import load, split
 from studies import snas
 
-TINY = ["--data", "digits", "--epochs", "1", "--held", "100", "--scale", "small", "--seeds", "2", "--levels", "mild"]
+TINY = [
+    "--data",
+    "digits",
+    "--epochs",
+    "1",
+    "--held",
+    "100",
+    "--scale",
+    "small",
+    "--seeds",
+    "2",
+    "--levels",
+    "mild",
+    "--darts",
+    "darts",
+]
 TINY += ["--set", "space.cells=3", "--set", "space.channels=2", "--set", "space.nodes=2", "--set", "batch_size=256"]
 
 
@@ -40,3 +55,25 @@ def test_it_stops_goes_on_and_records_what_it_measured(tmp_path: Path, capsys: p
     assert record(tmp_path)["summary"]["darts"]["child_accuracy"]["n"] == 2
     for name in ("accuracy.svg", "entropy.svg", "darts-1.svg"):
         assert (tmp_path / "out" / name).exists()
+
+
+def test_arms_of_darts_differ_by_their_regime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second order learns as first order does, on halves; on one level DARTS has the images and steps of SNAS."""
+    jobs: dict[str, Any] = {}
+
+    def keep(found: list[Any], *rest: Any) -> None:
+        jobs.update({folder.name.removesuffix("-digits-0"): recipe for recipe, folder in found})
+
+    monkeypatch.setattr(snas, "side_by_side", keep)
+    asked = [word for word in TINY if word not in ("--darts", "darts")]
+    snas.main([*asked, "--seeds", "1", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+    regimes = {arm: recipe.regime for arm, recipe in jobs.items()}
+    assert regimes == {
+        "snas-mild": "single-level",
+        "darts": "bilevel",
+        "darts-second-order": "unrolled",
+        "darts-single-level": "single-level",
+    }
+    assert jobs["darts-second-order"].split == jobs["darts"].split
+    assert jobs["darts-single-level"].split == jobs["snas-mild"].split
+    assert {row["arm"] for row in record(tmp_path)["rows"]} == set(jobs)

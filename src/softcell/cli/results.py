@@ -33,9 +33,7 @@ def show_search(out: Console, result: SearchResult) -> None:
     facts(out, **searched_accuracy(result.metrics))
     results = RunFolder.open(result.folder).manifest["results"]
     if "child_accuracy" in results:  # of the architecture found, which a budget may have taken from an earlier epoch
-        facts(
-            out, child=f"{percent(results['child_accuracy'])} on the {results['child_split']} split, without training"
-        )
+        facts(out, child=child_accuracy(results))
     for kind, limit in result.recipe.resource.budgets().items():
         found = results.get(f"derived_{kind}")
         if found is not None:  # random searches of older versions did not count
@@ -46,6 +44,14 @@ def show_search(out: Console, result: SearchResult) -> None:
     if filled is not None:
         facts(out, filled_in=f"{filled} (what context auto-regression made of hidden parts)")
     facts(out, report=str(result.folder / "report.html"))
+
+
+def child_accuracy(results: Mapping[str, Any]) -> str:
+    """The derived network's accuracy with the supernet's weights; older runs have it without recalibration alone."""
+    plain, where = percent(results["child_accuracy"]), f"on the {results['child_split']} split, without training"
+    if "child_accuracy_bn" not in results:
+        return f"{plain} {where}"
+    return f"{percent(results['child_accuracy_bn'])} {where} (BatchNorm recalibrated; {plain} with the supernet's)"
 
 
 def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:

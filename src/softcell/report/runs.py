@@ -110,7 +110,11 @@ class Run:
         best = next((row["best_val_accuracy"] for row in reversed(self.metrics) if "best_val_accuracy" in row), None)
         split = results.get("val_split", "validation")
         return (
-            _score(results.get("child_accuracy"), f"derived network with the supernet's weights, {split} split")
+            _score(
+                results.get("child_accuracy_bn"),
+                f"derived network with the supernet's weights, BatchNorm recalibrated, {split} split",
+            )
+            or _score(results.get("child_accuracy"), f"derived network with the supernet's weights, {split} split")
             or _score(best, f"best architecture of the search, {split} split")
             or _score(results.get("val_accuracy"), f"supernet, {split} split")
         )

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from torch import Tensor
 
 from softcell.arch.evolve import Evolution
+from softcell.data import split
+from softcell.data.images import Images
 from softcell.engine.migrate import FORMAT, migrate
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, Sampler
@@ -147,7 +150,8 @@ class SearchRecipe:
 
     `classes`: that many classes of the data alone, drawn at random by the seed; None for all.
     `split`: `weights` and `validation` are what the two learn from; the search and its children are measured on
-    `validation`, or on `held` where that is named, which then nothing learns from.
+    `validation`, or on `held` where that is named, which then nothing learns from. `validation` 0: both levels learn
+    from all images of `weights`, which are then what is measured on, too, unless `held` is named.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
     and the best within the budgets is derived instead of the method's own.
     `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
@@ -222,7 +226,17 @@ class SearchRecipe:
     @property
     def measured_split(self) -> str:
         """The part of the training images that accuracies are measured on."""
-        return "held" if "held" in self.split else "validation"
+        if "held" in self.split:
+            return "held"
+        return "validation" if self.split.get("validation", 1) else "weights"
+
+    def parts(self, images: Images | Tensor) -> dict[str, Tensor]:
+        """Indices of training images (or of labels int64 [N]) for each part of `split`, int64 [n].
+
+        With `split.validation=0` the validation part is that of the weights.
+        """
+        found = split(images, {name: share for name, share in self.split.items() if share}, self.seed)
+        return {**found, "validation": found["weights"]} if "validation" in self.split.keys() - found.keys() else found
 
     def to_dict(self) -> dict[str, Any]:
         result = to_dict(self)
@@ -266,7 +280,11 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
         full["split"] = (
             {"weights": 0.9, "validation": 0.1} if regime == "single-level" else {"weights": 0.5, "validation": 0.5}
         )
+    elif recipe.split.get("validation") == 0 and "weights" not in recipe.split:
+        full["split"] = {**recipe.split, "weights": _left(recipe.split)}
     _check_split(full["split"], regime)
+    if full["split"].get("validation") == 0 and "held" not in full["split"]:
+        _check_measurable(recipe, method)
     if "held" in full["split"]:  # first, so that searches of different kinds with one seed hold back the same images
         full["split"] = {"held": full["split"]["held"], **full["split"]}
     return build(SearchRecipe, full, where="recipe")
@@ -342,10 +360,34 @@ def _text(names: Mapping[str, Any], key: str) -> str:
     return value
 
 
+def _left(shares: Mapping[str, float | int]) -> float:
+    """The share of all images that is left for the weights where `validation` is 0."""
+    held = shares.get("held", 0.0)
+    if isinstance(held, int) and held > 0:
+        raise UserError(
+            f"with split.held={held} as a count, split.weights must be a count too: give --set split.weights=N, or "
+            "split.held as a share such as 0.1"
+        )
+    return 1.0 - held
+
+
+def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> None:
+    """Raises where architectures would be chosen by their accuracy on images that their weights have learned."""
+    chooser = None if issubclass(method, Method) else f"method {recipe.method!r}"
+    if recipe.evolution.is_on:
+        chooser = "evolution"
+    if chooser is not None:
+        raise UserError(
+            f"{chooser} chooses architectures by accuracy on images that no weights have learned from, but "
+            "split.validation=0 leaves none; give --set split.validation=0.1, or hold some back with split.held"
+        )
+
+
 def _check_split(split: Mapping[str, Any], regime: str) -> None:
     wanted = {"weights"} if regime == "single-level" and "held" in split else {"weights", "validation"}
     if not wanted <= set(split) <= {"weights", "validation", "held"}:
         raise UserError(
             "`split` must name `weights` and `validation`, and may name `held` to be measured on, got "
-            f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2"
+            f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2, or "
+            "--set split.validation=0 alone: all images for both"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
-from softcell.data import Dataset, split
+from softcell.data import Dataset
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.engine import RunFolder, resolve_device
@@ -95,6 +95,6 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
         reason = " ".join(str(error).split())
         raise UserError(f"the checkpoint in {folder} does not fit the search there ({reason[:200]})") from error
     supernet.eval()
-    parts = split(dataset.train, recipe.split, recipe.seed)
+    parts = recipe.parts(dataset.train)
     done = manifest["status"] == "finished"
     return Restored(folder, recipe, dataset, parts, supernet, method, where, done)

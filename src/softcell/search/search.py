@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Genotype, sample
-from softcell.data import Batches, Dataset, fingerprint, split
+from softcell.data import Batches, Dataset, fingerprint
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
@@ -140,7 +140,7 @@ def _check_phases(first: SearchRecipe, second: SearchRecipe) -> None:
             plain = replace(
                 recipe, engine="eager", precision="float32" if recipe.precision == "auto" else recipe.precision
             )
-            task = _task(plain, dataset, split(dataset.train, recipe.split, recipe.seed), session, None)
+            task = _task(plain, dataset, recipe.parts(dataset.train), session, None)
             assert isinstance(task, SearchTask)  # others have no first phase
             handed.append({name: parameter.shape for name, parameter in task.method.named_parameters()})
     if not handed[0]:
@@ -208,7 +208,7 @@ def _search(
     world = session.world
     # Data first: a wrong path must not leave a run folder behind.
     dataset = load_images(recipe)
-    parts = split(dataset.train, recipe.split, recipe.seed)
+    parts = recipe.parts(dataset.train)
     recipe = _with_precision(recipe, dataset, parts, session, on_event)
     task = _task(recipe, dataset, parts, session, on_event)
 
@@ -223,8 +223,13 @@ def _search(
         known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, "data": data, **task.about}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
+    tell = teller(on_event, world)
+    if recipe.measured_split == "weights":
+        tell(
+            "split.validation=0: weights and architecture learn from all training images, and accuracies are measured "
+            "on the same images (without augmentation); hold some back with --set split.held=0.1"
+        )
     if recipe.scale != "small" and world.device.type == "cpu":
-        tell = teller(on_event, world)
         tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
     if start is not None:
         assert isinstance(task, SearchTask)
@@ -389,7 +394,7 @@ def _looked(
 ) -> Batches:
     """The validation split as it is, for methods that derive from a pass over it and for evolution."""
     selects = kind.looking is not Method.looking or recipe.evolution.is_on
-    if recipe.measured_split == "validation" or not selects:
+    if recipe.measured_split != "held" or not selects:
         return held
     if "validation" not in parts:
         raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
