@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
 from cli_calls import DARTS_V2
 from report_runs import make_search, make_training
 
-from softcell.arch import notation, sample
+from softcell.arch import Genotype, notation, sample
 from softcell.cli.main import run as softcell
+from softcell.engine import RunFolder
 from softcell.spaces import build_space
 
 ROOT = Path(__file__).parents[2]
@@ -83,13 +84,19 @@ QUICK = ("show", "info", "convert", "list", "compare", "report")
 """Commands that take no time: these lines are run, wherever they stand. Long ones are run in the tutorials."""
 
 
+def save_in(run: Path, genotype: Genotype) -> None:
+    """Puts an architecture into a finished run, as if the run had written it."""
+    genotype.save(run / "genotype.json")
+    RunFolder.open(run).finish("finished")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs that the documentation speaks of."""
     root = tmp_path_factory.mktemp("documentation")
     genotype = notation.parse(DARTS_V2)
     genotype.save(root / "genotype.json")
-    genotype.save(make_search(root / "runs" / "darts-darts-digits-1") / "genotype.json")
+    save_in(make_search(root / "runs" / "darts-darts-digits-1"), genotype)
     for name in ("train", "comparison/", "my-sweep/", "sweep/"):
         for seed in range(2):
             for method in ("darts", "snas"):
@@ -158,7 +165,7 @@ def test_long_command_line_gets_to_its_work(
     if arguments[0] == "train" or "--config" in arguments:
         for word in arguments[1:]:
             if word.startswith("runs/") and arguments[arguments.index(word) - 1] != "--out":
-                found.save(make_search(tmp_path / word) / "genotype.json")
+                save_in(make_search(tmp_path / word), found)
     with pytest.raises(Reached):
         softcell(arguments)
 
