@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_runs import make_search, make_training
+from report_runs import make_search, make_training, write_lines
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "evaluate"))
 from bench_tables import write_made
@@ -24,8 +26,10 @@ from softcell.report.bench201 import (
     groups,
     tau_rows,
     to_dict,
+    trajectory_bands,
     trajectory_notes,
     trajectory_rows,
+    trajectory_svg,
 )
 from unsealed import unseal
 
@@ -89,6 +93,45 @@ def test_means_over_epochs_are_means_over_all_runs(table: Nb201Table, tmp_path: 
     (note,) = trajectory_notes(runs)
     assert "darts: 1 of 3 searches lack epochs" in note and "for the 2 epochs that all of them have" in note
     assert trajectory_notes([run for run in runs if "seed-1" not in run.label]) == []
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_trajectory_has_the_epochs_that_were_read_and_no_others(
+    table: Nb201Table, tmp_path: Path, marked: bool
+) -> None:
+    """Of IT-NAS those that were validated: before the first its cell would be all `none`, between two a stale one."""
+    folder = make_search(tmp_path / "run", method="itnas", epochs=5, recipe={"validate_every": 2})
+    if marked:  # as searches write it; older ones do not
+        unseal(folder)
+        rows = [json.loads(line) for line in (folder / "architecture.jsonl").read_text().splitlines()]
+        write_lines(
+            folder / "architecture.jsonl", [{**row, "read": False} if row["epoch"] in (0, 2) else row for row in rows]
+        )
+    (run,) = bench_runs(table, [folder])
+    assert [row["epoch"] for row in run.trajectory] == [1.0, 3.0, 4.0]
+    stored = {**to_dict(run), "trajectory": [{"epoch": float(e), "cifar10_test": 10.0} for e in range(5)]}
+    recipe = {"method": "itnas", "validate_every": 2, "epochs": 5}
+    assert [row["epoch"] for row in from_dict(table, "run", {**stored, "recipe": recipe}).trajectory] == [1, 3, 4]
+    assert [row["epoch"] for row in trajectory_rows([run], "cifar10_test")] == [2, 4, 5]
+
+
+def test_a_band_is_one_standard_deviation_over_the_runs_of_a_group(table: Nb201Table, tmp_path: Path) -> None:
+    for seed in (0, 1, 2):
+        make_search(tmp_path / f"seed-{seed}", seed=seed, epochs=2)
+    make_search(tmp_path / "alone", method="snas", epochs=2)
+    runs = bench_runs(table, [tmp_path])
+    bands = trajectory_bands(runs, "cifar10_test")
+    assert list(bands) == ["darts"], "one run has no deviation"
+    for epoch, low, high in bands["darts"]:
+        values = [run.trajectory[int(epoch) - 1]["cifar10_test"] for run in runs if run.method == "darts"]
+        mean, std = statistics.mean(values), statistics.stdev(values)
+        assert (low, high) == pytest.approx((mean - std, mean + std)) and std > 0
+    assert [epoch for epoch, *_ in bands["darts"]] == [1, 2]
+    drawn, plain = (
+        trajectory_svg(runs, "cifar10_test"),
+        trajectory_svg([r for r in runs if r.method == "snas"], "cifar10_test"),
+    )
+    assert drawn.count("fill-opacity") == 1 and "fill-opacity" not in plain
 
 
 def test_a_folder_called_as_a_method_does_not_take_the_place_of_the_mean(table: Nb201Table, tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from search_toys import remains, same, settings, state_of, write_data
 
+from softcell.api import read_genotype
 from softcell.arch import Genotype
 from softcell.data import load, split
 from softcell.engine.events import Note, Stepped
+from softcell.errors import UserError
 from softcell.methods import METHODS, fitted
 from softcell.nn.candidates import candidate
+from softcell.report.runs import read_run
 from softcell.search import resolve, search
 from softcell.spaces import build_space
 
@@ -76,6 +79,11 @@ def test_where_nothing_was_looked_at_nothing_is_recorded(data: Path, tmp_path: P
     search(recipe(data, epochs=3, validate_every=2), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "attention.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "architecture.jsonl").read_text().splitlines()]
+    assert [row.get("read", True) for row in rows] == [False, True, True]
+    with pytest.raises(UserError, match="made none in that epoch; it was read after epoch 2 to 3"):
+        read_genotype(f"{tmp_path / 'run'}@1")
+    assert [row["epoch"] for row in read_run(tmp_path / "run").architecture] == [1, 2]
 
 
 def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Path) -> None:

@@ -95,6 +95,11 @@ class Method(nn.Module, ABC):
         """
         return False
 
+    @property
+    def reads(self) -> Literal["always", "validated", "last"]:
+        """After which epochs `derive` says something new: all, those that are validated, or the last."""
+        return "always"
+
     def looking(self) -> Mix | None:
         """The mix for a pass over the validation split that `derive` rests on, begun anew; None: it needs none."""
         return None

@@ -307,6 +307,10 @@ class ItNas(Method):
     def many_cells(self) -> bool:
         return bool(self.settings.paths != "all")
 
+    @property
+    def reads(self) -> Literal["always", "validated", "last"]:
+        return "validated" if self.settings.paths == "all" else "last"
+
     def looking(self) -> Mix | None:
         return ItMix(self, self.begin_look()) if self.settings.paths == "all" else None
 

@@ -23,7 +23,7 @@ from softcell.report.compare import texts, varying, what, without_repeats
 from softcell.report.curves import curves_svg
 from softcell.report.runs import Run, check_intact, find_runs, is_table, read_runs
 from softcell.report.stats import Summary, summarise
-from softcell.search.history import genotype_of
+from softcell.search.history import genotype_of, was_read
 
 SPACE = "nb201"
 
@@ -112,7 +112,8 @@ def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched
     """
     genotype, rows = from_nb201(data["architecture"]), data["indicator"]
     indicator = None if rows is None else tuple(tuple(map(float, row)) for row in rows)
-    accuracies, trajectory = table.lookup(genotype), tuple(data["trajectory"])
+    recipe = data.get("recipe", {})
+    accuracies, trajectory = table.lookup(genotype), tuple(row for row in data["trajectory"] if was_read(row, recipe))
     return Benched(label, data["method"], data["seed"], genotype, accuracies, trajectory, indicator)
 
 
@@ -213,9 +214,23 @@ def trajectory_notes(runs: Sequence[Benched]) -> list[str]:
 
 
 def trajectory_svg(runs: Sequence[Benched], column: str) -> str:
-    """The means of `trajectory_rows` as a chart."""
+    """The means of `trajectory_rows` as a chart, with one standard deviation over the runs of a group as a band."""
     title = f"accuracy of each epoch's cell, {column}, in NAS-Bench-201"
-    return curves_svg(trajectory_rows(runs, column), groups(runs), title)
+    return curves_svg(trajectory_rows(runs, column), groups(runs), title, trajectory_bands(runs, column))
+
+
+def trajectory_bands(runs: Sequence[Benched], column: str) -> dict[str, list[tuple[float, float, float]]]:
+    """By group (epoch from 1, mean - std, mean + std) of every epoch that all its runs have; where they are several."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for name, own in groups(runs).items():
+        values: dict[float, list[float]] = {}
+        for row in (row for run in own for row in run.trajectory):
+            values.setdefault(row["epoch"], []).append(row[column])
+        over = {epoch: summarise(several) for epoch, several in sorted(values.items()) if len(several) == len(own) > 1}
+        found[name] = [
+            (epoch + 1, one.mean - one.std, one.mean + one.std) for epoch, one in over.items() if one.std is not None
+        ]
+    return {name: band for name, band in found.items() if band}
 
 
 def tau_rows(

@@ -31,17 +31,25 @@ LIGHT_RAMP = ((236, 242, 249), (8, 69, 130))
 DARK_RAMP = ((32, 41, 54), (140, 198, 255))
 
 
-def curves_svg(history: Sequence[Mapping[str, object]], keys: Iterable[str], title: str) -> str:
+def curves_svg(
+    history: Sequence[Mapping[str, object]],
+    keys: Iterable[str],
+    title: str,
+    bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+) -> str:
     """A line chart of the metrics `keys` over epochs.
 
     history: one mapping per epoch, placed by its `epoch` where it has one and by its position otherwise. A metric that
-    was not measured in an epoch is passed over; one that is not finite leaves a gap in its line.
+    was not measured in an epoch is passed over; one that is not finite leaves a gap in its line. bands: by metric
+    (epoch, low, high), drawn behind its line.
     """
     names = list(dict.fromkeys(keys))
     if not names:
         raise UserError("a chart needs at least one key, got none")
     series = {name: _series(history, name) for name in names}
     finite = [point for line in series.values() for point in line if point is not None]
+    shaded = {name: list(own) for name, own in (bands or {}).items() if name in series}
+    finite += [(x, y) for own in shaded.values() for x, *ends_of in own for y in ends_of]
     heading = shorten(title, 80)
     xs = ticks(min((x for x, _ in finite), default=0.0), max((x for x, _ in finite), default=1.0), whole=True)
     ys = ticks(min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0))
@@ -74,6 +82,8 @@ def curves_svg(history: Sequence[Mapping[str, object]], keys: Iterable[str], tit
         look = LOOKS[i % len(LOOKS)]
         known = [point for point in line if point is not None]
         again = i >= len(LOOKS)
+        if own := shaded.get(name):
+            body.append(_band([place(x, low) for x, low, _ in own], [place(x, high) for x, _, high in own], look))
         body += _line([place(*point) if point is not None else None for point in line], look, marked=again)
         last = place(*known[-1])[1] if known else bottom
         ends.append((last, f"{shorten(name, 28)} {_short(known[-1][1]) if known else '(no data)'}", look, again))
@@ -190,6 +200,12 @@ def _line(points: list[tuple[float, float] | None], look: Family, *, marked: boo
             lines.append(f'<path class="sc-edge sc-l-{look}" d="{data}"/>')
     alone = [point for run in runs if marked or len(run) == 1 for point in run]
     return lines + [mark(look, x, y) for x, y in alone]
+
+
+def _band(low: list[tuple[float, float]], high: list[tuple[float, float]], look: Family) -> str:
+    """The area between two lines; of one point a vertical line."""
+    around = "L".join(f"{num(x)} {num(y)}" for x, y in [*low, *reversed(high)])
+    return f'<path class="sc-f-{look} sc-p-{look}" fill-opacity="0.15" stroke-opacity="0.15" d="M{around}Z"/>'
 
 
 def _end_labels(ends: list[tuple[float, str, Family, bool]], x: float, top: float) -> list[str]:

@@ -22,6 +22,7 @@ from softcell.engine.checksums import mismatch
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
 from softcell.evaluate.predictions import PREDICTIONS, read_predictions
+from softcell.search.history import was_read
 from softcell.search.phases import FIRST
 from softcell.spaces import build_space
 
@@ -194,7 +195,9 @@ def read_run(folder: Path, label: str | None = None) -> Run:
 
     lines = {name: read_lines(folder, name, problems) if intact(name) else [] for name in LINES}
     metrics = [row for row in lines["metrics.jsonl"] if number(row.get("epoch")) is not None]
-    architecture = [row for row in lines["architecture.jsonl"] if "epoch" in row]
+    recipe = mapping(manifest["recipe"])
+    architecture = [row for row in lines["architecture.jsonl"] if number(row.get("epoch")) is not None]
+    architecture = [row for row in architecture if was_read(row, recipe)]
     genotype, predictions = None, None
     if (folder / "genotype.json").is_file() and intact("genotype.json"):
         try:

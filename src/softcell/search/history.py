@@ -62,6 +62,18 @@ def line(epoch: int, genotype: Genotype, **more: Any) -> dict[str, Any]:
     return {"epoch": epoch, **more, "genotype": kept["cells"], **settings}
 
 
+def was_read(row: Mapping[str, Any], recipe: Mapping[str, Any]) -> bool:
+    """Whether the architecture of a line rests on that epoch, not on an earlier reading or on none at all.
+
+    A method that derives from a pass over the validation split (IT-NAS) reads where that is made; lines of other epochs
+    say `read: false`. Those of older runs do not, so their recipe has to tell.
+    """
+    if "read" in row or recipe.get("method") != "itnas":
+        return bool(row.get("read", True))
+    number, all_paths = int(row["epoch"]) + 1, recipe.get("method_settings", {}).get("paths", "all") == "all"
+    return number == recipe.get("epochs") or (all_paths and number % int(recipe.get("validate_every", 1)) == 0)
+
+
 def genotype_of(row: Mapping[str, Any], space: str, about: Mapping[str, Any] | None = None) -> Genotype:
     """The architecture of one line."""
     cells = {"space": space, "cells": row.get("genotype"), "settings": row.get("settings", {}), "about": about or {}}
@@ -93,7 +105,17 @@ def derived_in(folder: Path, wanted: str) -> Genotype:
         raise UserError(
             f"{folder}@{wanted}: after @ stands an epoch of the search, or `{LAST}`; it has {_spans(sorted(rows))}"
         )
-    row, recipe = best_so_far([row for epoch, row in sorted(rows.items()) if epoch <= number]), manifest["recipe"]
+    recipe = manifest["recipe"]
+    read = [epoch for epoch, row in rows.items() if was_read(row, recipe)]
+    if wanted == LAST and read:
+        number = max(read)
+    if number not in read:
+        known = f"it was read after epoch {_spans(sorted(read))}" if read else "none of its epochs was read yet"
+        raise UserError(
+            f"{folder}@{wanted}: this search derives from passes over the validation split, and made none in that "
+            f"epoch; {known}"
+        )
+    row = best_so_far([row for epoch, row in sorted(rows.items()) if epoch <= number])
     if "settings" not in row and (folder / "genotype.json").is_file():
         row = {**row, "settings": dict(Genotype.load(folder).settings)}  # written before lines had them
     return genotype_of(row, str(recipe.get("space")), {**about_of(recipe), "epochs": number, "epoch": number})

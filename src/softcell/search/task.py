@@ -208,7 +208,9 @@ class SearchTask:
                 )
         last = epoch + 1 == self.num_epochs
         readings: dict[str, Any] = {}
-        if last or (epoch + 1) % self.recipe.validate_every == 0:
+        validates = last or (epoch + 1) % self.recipe.validate_every == 0
+        is_read = {"always": True, "validated": validates, "last": last}[self.method.reads]
+        if validates:
             metrics |= self._validate(last)
             readings = {name: {"epoch": epoch, **row} for name, row in self.method.readings().items()}
             many = self.method.many_cells
@@ -232,7 +234,10 @@ class SearchTask:
             metrics["_stop"] = stop
         metrics["_records"] = {
             "architecture": line(
-                epoch, genotype, tables={name: table.tolist() for name, table in probabilities.items()}
+                epoch,
+                genotype,
+                tables={name: table.tolist() for name, table in probabilities.items()},
+                **({} if is_read else {"read": False}),
             ),
             **self._diagnosed(epoch),
             **readings,
