@@ -456,7 +456,8 @@ def _finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) ->
     network = load_network(folder)
     recall = {k: results[f"recall_at_{k}"] for k in RANKS} if recipe.task == "retrieve" else None
     accuracy, split = results.get("accuracy"), results["split"]
-    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, _rows(folder), 0, recall)
+    top5 = results.get("top5")
+    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, _rows(folder), 0, recall, top5)
 
 
 def _draw_search(result: SearchResult) -> None:

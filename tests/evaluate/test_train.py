@@ -168,6 +168,23 @@ def test_a_folder_says_what_was_measured_on_which_split(finished: TrainResult) -
     assert not any(key.startswith("test") for row in finished.metrics for key in row)
 
 
+def test_top_5_is_recorded_with_more_than_five_classes(finished: TrainResult, tmp_path: Path) -> None:
+    assert finished.top5 is None and "train_top5" not in finished.metrics[0], "three classes"
+    data = write_data(tmp_path / "many.npz", classes=7, train=70)
+    result = train(genotype_of("nb201"), recipe_of("nb201", data, epochs=1), tmp_path / "run")
+    results, row = json.loads((tmp_path / "run" / "run.json").read_text())["results"], result.metrics[0]
+    assert 0 <= row["train_accuracy"] <= row["train_top5"] <= 1 and row["val_accuracy"] <= row["val_top5"] <= 1
+    dataset = load(str(data))
+    assert dataset.test is not None
+    images = (dataset.test.fetch(torch.arange(42)).float() / 255 - torch.tensor(dataset.mean)[:, None, None]) / (
+        torch.tensor(dataset.std)[:, None, None]
+    )
+    with torch.no_grad():
+        best = result.network.cpu().eval()(images).topk(5).indices
+    expected = (best == dataset.test.labels[:, None]).any(1).float().mean().item()
+    assert results["top5"] == result.top5 == pytest.approx(expected, abs=1e-6)
+
+
 def test_a_loaded_network_is_the_trained_one(finished: TrainResult) -> None:
     x = torch.randn(5, 1, 8, 8)
     loaded = load_network(finished.folder)

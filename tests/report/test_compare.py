@@ -12,9 +12,10 @@ from report_runs import make_search, make_training
 from scipy import stats
 
 from softcell.report.compare import Comparison, compare
+from softcell.report.html import write_report
 from softcell.report.runs import find_runs, read_runs
 from softcell.report.stats import holm, summarise, welch
-from softcell.report.tables import groups_csv, markdown, pairs_csv, runs_csv
+from softcell.report.tables import HEADER, group_row, groups_csv, markdown, pairs_csv, runs_csv
 from unsealed import unsealed
 
 A, B = [0.91, 0.93, 0.92, 0.95], [0.85, 0.90, 0.84]
@@ -143,6 +144,22 @@ def test_different_kinds_of_accuracy_are_never_compared(tmp_path: Path) -> None:
     assert len({(g.measure, g.data) for g in found.groups}) == 4
     assert found.pairs == ()
     assert any("never compared" in note for note in found.notes)
+
+
+def test_top_5_is_shown_where_all_runs_of_a_group_have_it(tmp_path: Path) -> None:
+    """Older runs have none: their group says so and keeps its accuracy."""
+    for seed, top5 in ((0, 0.875), (1, 0.9375)):
+        make_training(tmp_path / f"new{seed}", seed=seed, accuracy=0.5 + seed / 50)
+        make_training(tmp_path / f"old{seed}", seed=seed, accuracy=0.5 + seed / 50, method="snas")
+        manifest = json.loads((tmp_path / f"new{seed}" / "run.json").read_text())
+        manifest["results"]["top5"] = top5
+        (tmp_path / f"new{seed}" / "run.json").write_text(json.dumps(unsealed(manifest)))
+    found = comparison(tmp_path)
+    column = HEADER.index("top-5, %")
+    assert {group.method: group_row(group)[column] for group in found.groups} == {"darts": "90.62", "snas": "–"}
+    assert "0.90625" in groups_csv(found) and "0.9375" in runs_csv(found)
+    page = write_report([tmp_path / "new0"], tmp_path / "page.html").read_text()
+    assert "top-5" in page and "87.5" in page
 
 
 def test_unfinished_runs_are_named_and_not_counted(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _plain(value: object) -> str:
 def describe_run(out: Console, manifest: dict[str, Any], folder: Path, epoch: int | None) -> None:
     """What a run gave; of a search that was asked for one of its epochs, counted from 1, what it had then."""
     from softcell.cli.console import percent
-    from softcell.cli.results import facts, searched_accuracy
+    from softcell.cli.results import facts, searched_accuracy, top5_of
     from softcell.report.runs import read_lines
 
     recipe, results = manifest["recipe"], manifest["results"]
@@ -139,7 +139,8 @@ def describe_run(out: Console, manifest: dict[str, Any], folder: Path, epoch: in
     if results.get("accuracy") is not None:
         facts(
             out,
-            accuracy=f"{percent(results['accuracy'])} on the {results['split']} split ({results['count']:,} images)",
+            accuracy=f"{percent(results['accuracy'])}{top5_of(results.get('top5'))} on the {results['split']} split "
+            f"({results['count']:,} images)",
         )
     elif results.get("recall_at_1") is not None:
         shares = ", ".join(f"@{k} {percent(results[f'recall_at_{k}'])}" for k in (1, 2, 4, 8))

@@ -48,10 +48,17 @@ def show_search(out: Console, result: SearchResult) -> None:
 
 def child_accuracy(results: Mapping[str, Any]) -> str:
     """The derived network's accuracy with the supernet's weights; older runs have it without recalibration alone."""
-    plain, where = percent(results["child_accuracy"]), f"on the {results['child_split']} split, without training"
+    plain = f"{percent(results['child_accuracy'])}{top5_of(results.get('child_top5'))}"
+    where = f"on the {results['child_split']} split, without training"
     if "child_accuracy_bn" not in results:
         return f"{plain} {where}"
-    return f"{percent(results['child_accuracy_bn'])} {where} (BatchNorm recalibrated; {plain} with the supernet's)"
+    anew = f"{percent(results['child_accuracy_bn'])}{top5_of(results.get('child_top5_bn'))}"
+    return f"{anew} {where} (BatchNorm recalibrated; {plain} with the supernet's)"
+
+
+def top5_of(share: float | None) -> str:
+    """Top-5 accuracy in brackets; nothing where it was not counted (at most five classes, or an older run)."""
+    return "" if share is None else f" (top-5 {percent(share)})"
 
 
 def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -63,7 +70,8 @@ def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {}
     if "best_val_accuracy" in last:  # architectures that were trained one by one
         return {"accuracy": f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one"}
-    text, anew = f"{percent(last['val_accuracy'])} on the {last['val_split']} split", last.get(ANEW)
+    share = f"{percent(last['val_accuracy'])}{top5_of(last.get('val_top5'))}"
+    text, anew = f"{share} on the {last['val_split']} split", last.get(ANEW)
     return {"supernet": text if anew is None else f"{text}, {percent(anew)} with norms measured anew"}
 
 
@@ -105,7 +113,7 @@ def show_training(out: Console, result: TrainResult, count: int | None) -> None:
         facts(out, accuracy="not measured: the data has no test split")
     else:
         images = f" ({count:,} images)" if count else ""
-        facts(out, accuracy=f"{percent(result.accuracy)} on the {result.split} split{images}")
+        facts(out, accuracy=f"{percent(result.accuracy)}{top5_of(result.top5)} on the {result.split} split{images}")
     cost = result.cost
     facts(
         out,

@@ -87,7 +87,7 @@ def teacher(
         return result.exit_code
     accuracy = "not measured: the data has no test split"
     if result.accuracy is not None:
-        accuracy = f"{percent(result.accuracy)} on the {result.split} split"
+        accuracy = f"{percent(result.accuracy)}{results.top5_of(result.top5)} on the {result.split} split"
     results.facts(
         screen,
         accuracy=accuracy,

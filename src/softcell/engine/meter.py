@@ -12,15 +12,32 @@ from torch import Tensor, nn
 
 from softcell.engine.distributed import World, sum_
 
+TOP = 5
+"""An answer is also counted as right where the true class is among so many; with more classes than that alone."""
+
+
+def among_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
+    """Whether the true class is among the `top` strongest of logits [n, classes]: bool [n].
+
+    Of equal logits the earlier class counts as stronger, as it does for `argmax`: a network whose outputs are all equal
+    is right for `top` classes and not for all. Nothing is sorted, so a step that is recorded may call it.
+    """
+    own, places = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
+    stronger = (logits > own) | ((logits == own) & (places < labels[:, None]))
+    return (stronger.sum(1) < top) & ~own.squeeze(1).isnan()
+
 
 class Meter(nn.Module):
-    """Sums of loss, correct answers and samples; [3] in float64, so that long epochs lose nothing."""
+    """Sums of loss, correct answers and samples, of answers among the top five and samples with such: [5].
+
+    In float64, so that long epochs lose nothing.
+    """
 
     sums: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("sums", torch.zeros(3, dtype=torch.float64), persistent=False)
+        self.register_buffer("sums", torch.zeros(5, dtype=torch.float64), persistent=False)
 
     @torch.no_grad()
     def update(self, loss: Tensor, logits: Tensor | None, labels: Tensor) -> None:
@@ -30,6 +47,9 @@ class Meter(nn.Module):
         self.sums[2] += count
         if logits is not None:
             self.sums[1] += (logits.argmax(dim=1) == labels).sum()
+            if logits.shape[1] > TOP:
+                self.sums[3] += among_top(logits, labels).sum()
+                self.sums[4] += count
 
     @torch.no_grad()
     def judge(self, logits: Tensor, labels: Tensor) -> None:
@@ -45,17 +65,27 @@ class Meter(nn.Module):
 
     def read(self, world: World) -> Measured:
         """The means over all ranks; the meter keeps its own sums."""
-        loss, correct, count = sum_(self.sums.clone(), world).tolist()
-        return Measured(loss / max(count, 1), correct / max(count, 1), int(count))
+        loss, correct, count, among, ranked = sum_(self.sums.clone(), world).tolist()
+        top5 = among / ranked if ranked else None
+        return Measured(loss / max(count, 1), correct / max(count, 1), int(count), top5)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Mean loss, share of correct answers, and over how many samples."""
+    """Mean loss, share of correct answers, and over how many samples.
+
+    `top5`: the share of images whose class is among the five strongest; None with at most five classes.
+    """
 
     loss: float
     accuracy: float
     count: int
+    top5: float | None = None
+
+    def named(self, of: str, suffix: str = "") -> dict[str, float]:
+        """`{of}_accuracy` and, where it was counted, `{of}_top5`, as a record has them."""
+        found = {f"{of}_accuracy{suffix}": self.accuracy}
+        return found if self.top5 is None else {**found, f"{of}_top5{suffix}": self.top5}
 
 
 class Labelled(Protocol):

@@ -50,4 +50,5 @@ class Tally:
         """Restores the step's number and, within an epoch, this rank's sums."""
         self._number.fill_(step)
         if local is not None:
-            self._meter.sums.copy_(local["meter"])
+            kept = local["meter"]
+            self._meter.sums.zero_()[: len(kept)].copy_(kept)  # earlier versions did not count the top five

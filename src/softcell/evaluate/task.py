@@ -109,7 +109,7 @@ class TrainTask:
         trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "train_loss": trained.loss,
-            **({} if self.criterion is not None else {"train_accuracy": trained.accuracy}),
+            **({} if self.criterion is not None else trained.named("train")),
             "lr": float(self.optimiser.param_groups[0]["lr"]),
         }
         if self._held is not None:
@@ -117,7 +117,7 @@ class TrainTask:
             held = measure(self.network, self._held.epoch(0), self.world)
             metrics |= {
                 "val_loss": held.loss,
-                "val_accuracy": held.accuracy,
+                **held.named("val"),
                 "val_split": "holdout",
                 "val_count": held.count,
             }

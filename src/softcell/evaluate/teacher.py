@@ -77,6 +77,7 @@ class TeacherResult:
     cost: Cost
     metrics: list[dict[str, Any]]
     exit_code: int
+    top5: float | None = None
 
 
 def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
@@ -181,4 +182,5 @@ def _train(
     on_main(conclude, world)
     barrier(world)
     accuracy = None if measured is None else measured.accuracy
-    return TeacherResult(out, recipe, network, accuracy, "test", cost, outcome.metrics, 0)
+    top5 = None if measured is None else measured.top5
+    return TeacherResult(out, recipe, network, accuracy, "test", cost, outcome.metrics, 0, top5)

@@ -59,6 +59,8 @@ class TrainResult:
     exit_code: int
     recall: Mapping[int, float] | None = None
     """Of a retrieval, by k: the share of queries with one of their class among the k nearest."""
+    top5: float | None = None
+    """The share of `split` whose class is among the five strongest; None with at most five classes."""
 
 
 def train(
@@ -181,7 +183,8 @@ def _train(
     on_main(conclude, world)
     barrier(world)
     accuracy = None if measured is None else measured.accuracy
-    return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0)
+    top5 = None if measured is None else measured.top5
+    return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0, top5=top5)
 
 
 def prepare(
@@ -223,6 +226,7 @@ def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mappi
     folder.finish(
         "finished",
         accuracy=None if measured is None else measured.accuracy,
+        top5=None if measured is None else measured.top5,
         loss=None if measured is None else measured.loss,
         split="test",
         count=0 if measured is None else measured.count,

@@ -66,7 +66,7 @@ class TensorBoard:
 
 def _tag(name: str) -> str:
     """`val_accuracy` to `accuracy/val`: charts of one kind stand together."""
-    for kind in ("accuracy", "loss", "share", "entropy"):
+    for kind in ("accuracy", "top5", "loss", "share", "entropy"):
         if kind in name.split("_"):
             rest = "_".join(part for part in name.split("_") if part != kind)
             return f"{kind}/{rest or 'mean'}"

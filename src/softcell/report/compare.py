@@ -57,6 +57,12 @@ class Group:
     def seeds(self) -> list[str]:
         return list(dict.fromkeys(run.seed for run in self.runs))
 
+    @property
+    def top5(self) -> Summary | None:
+        """Top-5 accuracies, where all runs have one: older runs and data with at most five classes do not."""
+        found = [run.score.top5 for run in self.runs if run.score is not None and run.score.top5 is not None]
+        return summarise(found) if found and len(found) == len(self.values) else None
+
     def cost(self, what: str) -> Summary | None:
         """`parameters` or `multiply_adds` of the networks, where all of them were counted."""
         found = [number(run.results.get(what)) for run in self.runs]

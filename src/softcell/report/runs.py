@@ -32,10 +32,14 @@ LINES = ("metrics.jsonl", "architecture.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How good a run's architecture is: a share in 0..1 and of what. Scores of different `measure` never mix."""
+    """How good a run's architecture is: a share in 0..1 and of what. Scores of different `measure` never mix.
+
+    `top5`: the share of images whose class is among the five strongest; None where it was not counted.
+    """
 
     value: float
     measure: str
+    top5: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +111,29 @@ class Run:
         if self.kind == "train" and self.recipe.get("task") == "retrieve":
             return _score(results.get("recall_at_1"), f"retrieval (Recall@1), {results.get('split', 'unseen classes')}")
         if self.kind == "train":
-            return _score(results.get("accuracy"), f"trained network, {results.get('split', 'test')} split")
+            measure = f"trained network, {results.get('split', 'test')} split"
+            return _score(results.get("accuracy"), measure, results.get("top5"))
         best = next((row["best_val_accuracy"] for row in reversed(self.metrics) if "best_val_accuracy" in row), None)
         split = results.get("val_split", "validation")
         return (
             _score(
                 results.get("child_accuracy_bn"),
                 f"derived network with the supernet's weights, BatchNorm recalibrated, {split} split",
+                results.get("child_top5_bn"),
             )
-            or _score(results.get("child_accuracy"), f"derived network with the supernet's weights, {split} split")
+            or _score(
+                results.get("child_accuracy"),
+                f"derived network with the supernet's weights, {split} split",
+                results.get("child_top5"),
+            )
             or _score(best, f"best architecture of the search, {split} split")
-            or _score(results.get("val_accuracy"), f"supernet, {split} split")
+            or _score(results.get("val_accuracy"), f"supernet, {split} split", results.get("val_top5"))
         )
 
 
-def _score(value: object, measure: str) -> Score | None:
+def _score(value: object, measure: str, top5: object = None) -> Score | None:
     found = number(value)
-    return None if found is None else Score(found, measure)
+    return None if found is None else Score(found, measure, number(top5))
 
 
 def number(value: object) -> float | None:

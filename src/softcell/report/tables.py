@@ -10,18 +10,19 @@ from softcell.report.compare import Comparison, Group
 from softcell.report.html.elements import big
 from softcell.report.strings import clean
 
-HEADER = ("group", "n", "mean, %", "std", "parameters", "data", "accuracy of", "seeds")
-NUMERIC = (1, 2, 3, 4)
+HEADER = ("group", "n", "mean, %", "std", "top-5, %", "parameters", "data", "accuracy of", "seeds")
+NUMERIC = (1, 2, 3, 4, 5)
 
 
 def group_row(group: Group) -> tuple[str, ...]:
     """One line of the table, as people read it."""
-    s, cost = group.summary, group.cost("parameters")
+    s, top5, cost = group.summary, group.top5, group.cost("parameters")
     return (
         group.name,
         str(s.n),
         f"{100 * s.mean:.2f}",
         "–" if s.std is None else f"{100 * s.std:.2f}",
+        "–" if top5 is None else f"{100 * top5.mean:.2f}",
         "–" if cost is None else big(cost.mean),
         group.data,
         group.measure,
@@ -50,7 +51,7 @@ def _plain(text: str) -> str:
 def groups_csv(found: Comparison) -> str:
     """One row per group with full precision; shares are 0..1."""
     header = "method space data measure group n mean std ci95_low ci95_high min max"
-    header += " parameters_mean multiply_adds_mean seeds runs"
+    header += " top5_mean top5_std parameters_mean multiply_adds_mean seeds runs"
     rows: list[Sequence[object]] = []
     for group in found.groups:
         s, values = group.summary, group.values
@@ -58,7 +59,8 @@ def groups_csv(found: Comparison) -> str:
         costs = [cost.mean if (cost := group.cost(what)) else None for what in ("parameters", "multiply_adds")]
         runs = " ".join(run.label for run in group.runs)
         row = (group.method, group.space, group.data, group.measure, group.name, s.n, s.mean, s.std, low, high)
-        rows.append((*row, min(values), max(values), *costs, " ".join(group.seeds), runs))
+        top5 = (None, None) if group.top5 is None else (group.top5.mean, group.top5.std)
+        rows.append((*row, min(values), max(values), *top5, *costs, " ".join(group.seeds), runs))
     return plain_csv(header.split(), rows)
 
 
@@ -75,12 +77,13 @@ def pairs_csv(found: Comparison) -> str:
 
 def runs_csv(found: Comparison) -> str:
     """One row per run that was counted."""
-    header = "run group measure seed accuracy parameters multiply_adds"
+    header = "run group measure seed accuracy top5 parameters multiply_adds"
     rows: list[Sequence[object]] = []
     for group in found.groups:
         for run, value in zip(group.runs, group.values, strict=True):
             costs = [run.results.get(what) for what in ("parameters", "multiply_adds")]
-            rows.append((run.label, group.name, group.measure, run.seed, value, *costs))
+            top5 = None if run.score is None else run.score.top5
+            rows.append((run.label, group.name, group.measure, run.seed, value, top5, *costs))
     return plain_csv(header.split(), rows)
 
 

@@ -109,7 +109,7 @@ class IndependentTask:
         metrics: dict[str, Any] = {
             "architecture": number,
             "train_loss": trained.loss,
-            "train_accuracy": trained.accuracy,
+            **trained.named("train"),
             "lr": float(self._optimiser.param_groups[0]["lr"]),
             **read_gauges(self.objective, self.world),
         }
@@ -125,7 +125,7 @@ class IndependentTask:
             self._scores.append(held.accuracy)
             metrics |= {
                 "val_loss": held.loss,
-                "val_accuracy": held.accuracy,
+                **held.named("val"),
                 "val_split": self.recipe.measured_split,
                 "val_count": held.count,
                 "best_val_accuracy": max(self._scores),

@@ -277,7 +277,7 @@ def _search(
             "finished",
             stopped=outcome.reason,
             val_accuracy=last.get("best_val_accuracy", last.get("val_accuracy")),  # of the architecture that is taken
-            **({ANEW: last[ANEW]} if ANEW in last else {}),
+            **{key: last[key] for key in ("val_top5", ANEW) if key in last and "best_val_accuracy" not in last},
             val_split=recipe.measured_split,
             seconds=sum(row["seconds"] for row in outcome.metrics),
             **results,

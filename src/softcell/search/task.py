@@ -189,7 +189,7 @@ class SearchTask:
         trained = self._tally.read(self.world)
         metrics: dict[str, Any] = {
             "train_loss": trained.loss,
-            **({"train_accuracy": trained.accuracy} if self.objective.supervised else {}),
+            **(trained.named("train") if self.objective.supervised else {}),
             "lr": float(self.players.weight_optimiser.param_groups[0]["lr"]),
         }
         metrics |= {name: float(value) for name, value in self.method.gauges().items()}
@@ -222,7 +222,7 @@ class SearchTask:
         every = self.recipe.child_every if self.objective.supervised else 0
         if every and (last or (epoch + 1) % every == 0):
             child = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
-            metrics |= {"child_accuracy": child.accuracy, "child_loss": child.loss}
+            metrics |= {**child.named("child"), "child_loss": child.loss}
         metrics |= self._costs(epoch, genotype)
         probabilities = {name: p.detach().double().cpu() for name, p in self.method.probabilities().items()}
         metrics["entropy"] = _mean_entropy(list(probabilities.values()))
@@ -267,9 +267,9 @@ class SearchTask:
                 self.supernet, genotype, self._held.epoch(0), self.world, reestimate=self._weights.epoch(0)
             )
             results |= {
-                "child_accuracy": plain.accuracy,
+                **plain.named("child"),
                 "child_loss": plain.loss,
-                "child_accuracy_bn": anew.accuracy,
+                **anew.named("child", "_bn"),
                 "child_split": self.recipe.measured_split,
             }
         if self._budget is not None:
@@ -372,7 +372,7 @@ class SearchTask:
                 sum_(sums, self.world)
         return {
             "val_loss": held.loss,
-            "val_accuracy": held.accuracy,
+            **held.named("val"),
             "val_split": self.recipe.measured_split,
             "val_count": held.count,
             **anew,

@@ -47,6 +47,7 @@ def _runs(runs: Sequence[Run]) -> Html:
             (
                 el("a", run.label, href=f"#run-{i}"),
                 "–" if score is None else percent(score.value),
+                "–" if score is None or score.top5 is None else percent(score.top5),
                 "–" if cost is None else big(cost),
                 STATUS.get(run.status, run.status),
                 run.kind,
@@ -57,21 +58,35 @@ def _runs(runs: Sequence[Run]) -> Html:
                 "–" if score is None else score.measure,
             )
         )
-    names = ("run", "accuracy", "parameters", "status", "kind", "method", "space", "data", "seed", "accuracy of")
-    return table(names, rows, numeric=(1, 2))
+    names = (
+        "run",
+        "accuracy",
+        "top-5",
+        "parameters",
+        "status",
+        "kind",
+        "method",
+        "space",
+        "data",
+        "seed",
+        "accuracy of",
+    )
+    return table(names, rows, numeric=(1, 2, 3))
 
 
 def _groups(found: Comparison) -> Html:
     rows = []
     for group in found.groups:
-        s, cost = group.summary, group.cost("parameters")
+        s, top5, cost = group.summary, group.top5, group.cost("parameters")
         std = "–" if s.std is None else f"{100 * s.std:.2f}"
         mean = f"{100 * s.mean:.2f}"
-        rows.append((group.name, str(s.n), mean, std, big(cost.mean) if cost else "–", group.data, group.measure))
-    names = ("group", "n", "mean, %", "std", "parameters", "data", "accuracy of")
+        among = "–" if top5 is None else f"{100 * top5.mean:.2f}"
+        costs = big(cost.mean) if cost else "–"
+        rows.append((group.name, str(s.n), mean, std, among, costs, group.data, group.measure))
+    names = ("group", "n", "mean, %", "std", "top-5, %", "parameters", "data", "accuracy of")
     said = el("ul", [el("li", said) for said in found.sentences], class_="statements") if found.pairs else None
     notes = el("ul", [el("li", note) for note in found.notes], class_="quiet") if found.notes else None
-    return join(table(names, rows, numeric=(1, 2, 3, 4)), said, notes)
+    return join(table(names, rows, numeric=(1, 2, 3, 4, 5)), said, notes)
 
 
 def costs(found: Comparison) -> Html | None:

@@ -64,6 +64,8 @@ def tiles(run: Run) -> Html:
     else:
         name = "recall@1" if retrieving else "accuracy"
         found.append((name, "–", "not measured yet" if run.status != "finished" else "not measured"))
+    if score is not None and score.top5 is not None:
+        found.append(("top-5", percent(score.top5), "class among the five strongest"))
     further = {k: number(results.get(f"recall_at_{k}")) for k in (2, 4, 8)}
     found += [(f"recall@{k}", percent(share), "") for k, share in further.items() if share is not None]
     for key, name, unit in (("parameters", "parameters", ""), ("multiply_adds", "multiply-adds", "for one image")):
@@ -132,6 +134,15 @@ def curves(run: Run) -> Html | None:
                 "val_accuracy": f"{of}, {split}",
                 "child_accuracy": f"derived network, {split}",
                 "best_val_accuracy": f"best so far, {split}",
+            },
+            True,
+        ),
+        (
+            "top-5 accuracy",
+            {
+                "train_top5": f"{of}, train",
+                "val_top5": f"{of}, {split}",
+                "child_top5": f"derived network, {split}",
             },
             True,
         ),
