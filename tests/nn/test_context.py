@@ -153,3 +153,14 @@ def test_a_decoder_goes_back_through_the_resolutions(
     decoder = Decoder(8, 3, sizes)
     assert decoder.sizes == steps
     assert decoder(torch.randn(2, 8, *sizes[-1])).shape == (2, 3, *sizes[0])
+
+
+def test_masks_are_drawn_without_waiting_for_the_device() -> None:
+    """Tensors of the meta device have no numbers: whatever asked for one would fail."""
+    boxes = rectangles(torch.empty(4, NUMBERS, device="meta"), 32, 32)
+    hidden = covered(boxes, 32, 32)
+    assert (hidden.shape, hidden.dtype, hidden.device.type) == ((4, 1, 32, 32), torch.bool, "meta")
+    assert (
+        missing_l1(torch.empty(4, 3, 32, 32, device="meta"), torch.empty(4, 3, 32, 32, device="meta"), hidden).shape
+        == ()
+    )
