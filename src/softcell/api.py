@@ -23,6 +23,7 @@ from softcell import drawings
 from softcell.arch import Genotype
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
 from softcell.engine.events import OnEvent
+from softcell.engine.lock import occupied
 from softcell.engine.migrate import FORMAT, migrate
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_training
@@ -179,9 +180,10 @@ def search_with(
             return done
     with joined(recipe.device, recipe.deterministic) as world:
         folder = agreed_folder(out, world, recipe.method, recipe.space, recipe.data)
-        result = run_search(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
-        if world.is_main:
-            _draw_search(result)
+        with occupied(folder, world):
+            result = run_search(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
+            if world.is_main:
+                _draw_search(result)
         return result
 
 
@@ -279,12 +281,13 @@ def train_with(
             return done
     with joined(recipe.device, recipe.deterministic) as world:
         folder = agreed_folder(out, world, "train", genotype.space, recipe.data)
-        result = run_training(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
-        if world.is_main:
-            title = f"{genotype.space} network on {recipe.data}"
-            drawings.draw_genotype(folder, genotype, title)
-            drawings.draw_curves(folder, result.metrics, title)
-            write_report([folder], folder / REPORT)
+        with occupied(folder, world):
+            result = run_training(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
+            if world.is_main:
+                title = f"{genotype.space} network on {recipe.data}"
+                drawings.draw_genotype(folder, genotype, title)
+                drawings.draw_curves(folder, result.metrics, title)
+                write_report([folder], folder / REPORT)
         return result
 
 

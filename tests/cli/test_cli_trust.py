@@ -176,6 +176,7 @@ def test_ranks_of_torchrun_agree_together(foreign: Path, tmp_path: Path) -> None
     done = subprocess.run([*start, *command, "--trust"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (foreign / "ran").exists() and done.stderr.count("trusted ") in (1, 2)
+    assert (tmp_path / "new" / "run.json").exists() and not (tmp_path / "new" / ".lock").exists(), "rank 0 released it"
 
 
 class _Evil:

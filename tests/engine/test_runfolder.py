@@ -8,6 +8,7 @@ import pytest
 
 import softcell
 from softcell.engine import provenance
+from softcell.engine.files import LISTED, atomic_write_text, made_in
 from softcell.engine.migrate import VERSION, migrate
 from softcell.engine.runfolder import MANIFEST, RunFolder, new_manifest
 from softcell.errors import UserError
@@ -51,13 +52,67 @@ def test_a_folder_that_holds_anything_is_refused(tmp_path: Path) -> None:
 
 def test_overwriting_clears_the_old_run_and_spares_other_files(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, new_manifest("search", {}, 0)).finish("finished", accuracy=0.5)
-    for name in ("checkpoint.bin", "checkpoint.prev.bin", "metrics.jsonl", "genotype.json", ".x.tmp"):
-        (tmp_path / name).write_text("old")
-    (tmp_path / "notes.txt").write_text("mine")
-    RunFolder.create(tmp_path, new_manifest("train", {}, 1), overwrite=True)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.txt", MANIFEST]
+    for name in ("checkpoint.bin", "metrics.jsonl", "genotype.json", "of-a-plugin.jsonl"):
+        atomic_write_text(tmp_path / name, "old")
+    (tmp_path / ".x.tmp").write_text("half")
+    mine = ("notes.txt", "results.json", "figure.svg", "weights.safetensors", "page.html", "log.jsonl", "data.bin")
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "more").mkdir()
+    with pytest.warns(UserWarning, match=r"left alone: data.bin, figure.svg, log.jsonl.*results.json"):
+        RunFolder.create(tmp_path, new_manifest("train", {}, 1), overwrite=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*mine, "more", MANIFEST, LISTED])
+    assert all((tmp_path / name).read_text() == "mine" for name in mine)
     assert stored(tmp_path)["kind"] == "train"
     assert stored(tmp_path)["results"] == {}
+    assert made_in(tmp_path) == {LISTED, MANIFEST}
+
+
+def test_a_run_of_an_earlier_version_loses_only_files_with_names_that_it_gave(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, new_manifest("search", {}, 0))
+    (tmp_path / LISTED).unlink()
+    ours = ("checkpoint.bin", "metrics.jsonl", "genotype.json", "architecture-normal.svg", "report.html")
+    for name in (*ours, "thesis.json", "figure.svg", "other.bin"):
+        (tmp_path / name).write_text("x")
+    with pytest.warns(UserWarning, match=r"left alone: figure.svg, other.bin, thesis.json"):
+        RunFolder.create(tmp_path, new_manifest("search", {}, 0), overwrite=True)
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"thesis.json", "figure.svg", "other.bin", MANIFEST, LISTED}
+
+
+@pytest.mark.parametrize("text", ["{}", '{"name": "of another program"}', "not JSON", "[" * 100_000])
+def test_a_folder_with_some_run_json_of_others_is_not_overwritten(text: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    (tmp_path / "metrics.jsonl").write_text("mine")
+    with pytest.raises(UserError, match="that Softcell made"):
+        RunFolder.create(tmp_path, new_manifest("search", {}, 0), overwrite=True)
+    assert (tmp_path / MANIFEST).read_text() == text and (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+def test_a_run_with_a_damaged_manifest_can_be_overwritten(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, new_manifest("search", {}, 0))
+    (tmp_path / MANIFEST).write_text("{")
+    RunFolder.create(tmp_path, new_manifest("search", {}, 1), overwrite=True)
+    assert stored(tmp_path)["seed"] == 1
+
+
+def test_a_list_that_names_other_kinds_of_files_or_places_deletes_none_of_them(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    RunFolder.create(run, new_manifest("search", {}, 0))
+    (tmp_path / "outside.json").write_text("mine")
+    (run / "thesis.docx").write_text("mine")
+    with open(run / LISTED, "a", encoding="utf-8") as listed:
+        listed.write(f"thesis.docx\n../outside.json\n{tmp_path}/outside.json\n")
+    with pytest.warns(UserWarning, match="left alone: thesis.docx"):
+        RunFolder.create(run, new_manifest("search", {}, 0), overwrite=True)
+    assert (tmp_path / "outside.json").exists() and (run / "thesis.docx").exists()
+
+
+def test_a_list_of_somebody_else_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / LISTED).write_text("bread\nbutter\n")
+    with pytest.raises(UserError, match="empty folder"):
+        RunFolder.create(tmp_path, new_manifest("search", {}, 0))
+    assert (tmp_path / LISTED).read_text() == "bread\nbutter\n"
 
 
 def test_updates_reach_the_disk_and_keep_the_rest(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ import pytest
 import softcell
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
+from softcell.engine.lock import LOCK, announce
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from softcell.spaces.count import count_genotype
 from softcell.sweep import Job, Plan, jobs_of, read_plan, run_sweep
 from softcell.sweep.launch import Local, Ray, make_launcher
-from softcell.sweep.work import LOCK, LOG, commands, last_error
+from softcell.sweep.work import LOG, commands, last_error
 
 TINY = {"data": "digits", "epochs": 1, "batch_size": 256, "threads": 1, "space": {"channels": 2, "cells_per_stage": 1}}
 
@@ -250,10 +251,11 @@ def test_a_job_is_never_worked_on_twice_at_a_time(tmp_path: Path) -> None:
 
     job = Job(tmp_path / "job", TINY, None, 0)
     job.write()
-    with open(job.folder / LOCK, "wb") as held:  # as a process does that outlived its sweep
+    with open(job.folder / LOCK, "a+b") as held:  # as a process does that outlived its sweep
         fcntl.flock(held, fcntl.LOCK_EX)
+        announce(held.fileno(), 4711)
         outcome = run_sweep([job], Local(1), retries=0, poll=0.01)
-    assert "another process is at work" in outcome.failed["job"][2]
+    assert "in use by process 4711 on" in outcome.failed["job"][2]
     assert not (job.folder / "search").exists()
 
 

@@ -50,9 +50,12 @@ def indicators(
     from softcell.cli.console import console, write
     from softcell.cli.progress import working
     from softcell.cli.results import facts
+    from softcell.engine.files import note_made
 
     screen, target = console(), out or run / "indicators.json"
     check_absent(target, overwrite, "give another name with --out")
+    if out is None:
+        note_made(target)
     with working(screen, "looking at candidates", quiet):
         found = compare_indicators(run, by, images=images, epochs=epochs, device=device or "auto", data_root=data_root)
     names = list(found["values"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from softcell.engine.events import Note, OnEvent
 from softcell.engine.files import atomic_write_text
 from softcell.engine.identity import check_data, identity_of
 from softcell.engine.lanes import Running
+from softcell.engine.lock import free_reserve
 from softcell.engine.loop import Outcome, running
 from softcell.engine.runfolder import RunFolder
 from softcell.engine.task import Task
+from softcell.errors import UserError
 
 
 def run_in_folder(
@@ -51,12 +54,33 @@ def run_in_folder(
     try:
         outcome = yield from running(task, out, world, resume=resume, on_event=on_event, identity=identity)
     except Exception:
-        if world.is_main:  # without the others: it may be this rank alone that failed
-            folder.finish("failed")
+        record_failure(folder, world)
         raise
     if outcome.status == "interrupted":
         on_main(lambda: folder.finish("interrupted"), world)
     return folder, outcome
+
+
+def record_failure(folder: RunFolder, world: World) -> None:
+    """Notes in the manifest that the run failed, without the other ranks: it may be one alone that did.
+
+    On a full disk the space that the lock keeps is used for it. What went wrong at first is what matters to the user,
+    so that a manifest which still cannot be written is no second error.
+    """
+    if world.is_main:
+        free_reserve(folder.path)
+        with suppress(UserError, OSError):
+            folder.finish("failed")
+
+
+@contextmanager
+def failure_recorded(folder: RunFolder, world: World) -> Iterator[None]:
+    """Around what a run does after its last epoch, which may fail too."""
+    try:
+        yield
+    except Exception:
+        record_failure(folder, world)
+        raise
 
 
 def teller(on_event: OnEvent | None, world: World) -> Callable[[str], None]:

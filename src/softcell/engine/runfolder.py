@@ -3,11 +3,13 @@
 import copy
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from softcell.engine.checksums import DIGEST, check_digest, checksums_of, digest_of, mismatch
-from softcell.engine.files import TEMPORARY, atomic_write_text
+from softcell.engine.files import HEADING, LISTED, TEMPORARY, atomic_write_text, made_in
+from softcell.engine.lock import LOCK
 from softcell.engine.migrate import FORMAT, VERSION, migrate
 from softcell.engine.provenance import collect, now
 from softcell.errors import UserError
@@ -15,9 +17,33 @@ from softcell.errors import UserError
 MANIFEST = "run.json"
 KINDS = ("search", "train", "teacher")
 STATUSES = ("running", "interrupted", "finished", "failed")
-# What an overwritten run is cleared of: the kinds of files Softcell writes. Others may be the user's own.
-_OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", TEMPORARY)
-_OWN_NAMES = ("report.html",)
+_KINDS_OF_FILES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")
+"""What Softcell writes. A list that names anything else was not written by it."""
+_KNOWN = [
+    "genotype.json",
+    "genotype.svg",
+    "metrics.jsonl",
+    "architecture.jsonl",
+    "credit.jsonl",
+    "checkpoint.bin",
+    "checkpoint.prev.bin",
+    "model.safetensors",
+    "logits.safetensors",
+    "predictions.safetensors",
+    "reconstructions.png",
+    "curves.svg",
+    "loss.svg",
+    "entropy.svg",
+    "temperature.svg",
+    "cost.svg",
+    "architecture-*.svg",
+    "entropy-*.svg",
+    "indicators.json",
+    "report.html",
+]
+"""What runs of earlier versions, which kept no list, are known to have written."""
+_PARTS = ("phase-1", "random-*", "tensorboard", "export")
+"""Folders inside a run; those that are runs have lists of their own."""
 
 
 def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -48,26 +74,21 @@ class RunFolder:
     def create(cls, path: str | os.PathLike[str], manifest: dict[str, Any], overwrite: bool = False) -> Self:
         """Make the folder with `manifest` as its `run.json`; a folder that holds anything is refused.
 
-        With `overwrite`, an earlier run in it loses its files at the top level (those with a suffix of
-        `_OWN_SUFFIXES`, and the report); a folder that holds something else than a run is refused still.
+        With `overwrite`, an earlier run in it loses the files that it is known to have made (`clear`); whatever else is
+        there stays, and a folder that holds something else than a run is refused still.
         """
         path = Path(path)
         _check(manifest)
         if path.exists() and not path.is_dir():
             raise UserError(f"a run needs a folder, but {path} is a file; give another --out")
-        # What a run killed at its birth left half-written is nobody's.
-        if path.exists() and any(not entry.name.endswith(TEMPORARY) for entry in path.iterdir()):
+        there = entries(path)
+        if there:
             if not overwrite:
                 raise UserError(
-                    f"a new run needs an empty folder, but {path} holds {len(list(path.iterdir()))} entries. Use "
+                    f"a new run needs an empty folder, but {path} holds {len(there)} entries. Use "
                     f"--resume to go on with the run in it, or another --out."
                 )
-            if not (path / MANIFEST).is_file():
-                raise UserError(
-                    f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give "
-                    f"another --out."
-                )
-            _clear(path)
+            clear(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,6 +97,7 @@ class RunFolder:
                 "another --out"
             ) from error
         folder = cls(path, copy.deepcopy(manifest))
+        atomic_write_text(path / LISTED, f"{HEADING}\n{LISTED}\n")
         folder._write()
         return folder
 
@@ -144,8 +166,52 @@ def _check(manifest: dict[str, Any]) -> None:
             raise UserError(f"a run's {name} must be one of {', '.join(allowed)}, but got {manifest.get(name)!r}")
 
 
-def _clear(path: Path) -> None:
-    for file in path.iterdir():
-        own = file.suffix in _OWN_SUFFIXES or file.name in _OWN_NAMES
-        if file.is_file() and own and file.name != MANIFEST:
+def entries(path: Path) -> list[Path]:
+    """What lies in a folder, apart from its lock and from what a run that was killed at its birth left half-written."""
+    if not path.is_dir():
+        return []
+    own_list = LISTED if made_in(path) else LOCK
+    return sorted(e for e in path.iterdir() if e.name not in (LOCK, own_list) and not _is_temporary(e))
+
+
+def _is_temporary(entry: Path) -> bool:
+    return entry.name.startswith(".") and entry.name.endswith(TEMPORARY)
+
+
+def clear(path: Path) -> None:
+    """Deletes the files of an earlier run, apart from its `run.json`, which is replaced; what else is there is named.
+
+    Those are the files in its list, or, of a run of an earlier version, files with the names that it gave. A folder
+    that Softcell did not make is refused.
+    """
+    _check_own(path)
+    listed = made_in(path)
+    for file in entries(path):
+        known = file.name in listed if listed else any(file.match(pattern) for pattern in _KNOWN)
+        if known and file.name != MANIFEST and file.suffix in _KINDS_OF_FILES and (file.is_file() or file.is_symlink()):
             file.unlink()
+    for entry in path.iterdir():
+        if _is_temporary(entry) and entry.is_file():
+            entry.unlink()
+    left = [e.name for e in entries(path) if e.name != MANIFEST and not any(e.match(part) for part in _PARTS)]
+    if left:
+        named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        warnings.warn(f"{path} is overwritten; not made by the run, and left alone: {named}", stacklevel=3)
+
+
+def _check_own(path: Path) -> None:
+    """Raises unless a folder was made by Softcell: it has the list of a run, or a readable `run.json`."""
+    if not (path / MANIFEST).is_file():
+        raise UserError(
+            f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give another "
+            "--out."
+        )
+    if MANIFEST in made_in(path):
+        return
+    try:
+        migrate(json.loads((path / MANIFEST).read_text(encoding="utf-8")), str(path / MANIFEST))
+    except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
+        raise UserError(
+            f"only a folder that Softcell made may be overwritten, but {path / MANIFEST} is not that of a run "
+            f"({error}). Give another --out, or remove the folder yourself."
+        ) from error

@@ -14,8 +14,9 @@ from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
 from softcell.engine.events import OnEvent
-from softcell.engine.hosted import run_in_folder
+from softcell.engine.hosted import failure_recorded, run_in_folder
 from softcell.engine.lanes import drain
+from softcell.engine.lock import occupied
 from softcell.engine.meter import Measured, measure
 from softcell.engine.session import Session, open_session
 from softcell.errors import UserError
@@ -144,7 +145,7 @@ def train_teacher(
         deterministic=recipe.deterministic,
         threads=recipe.threads,
     )
-    with opened as session:
+    with opened as session, occupied(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return _train(recipe, Path(out), session, resume, overwrite, on_event)
 
@@ -172,14 +173,16 @@ def _train(
         return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     network.eval()
     measured: Measured | None = None
-    if dataset.test is not None:
-        measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
+    with failure_recorded(folder, world):
+        if dataset.test is not None:
+            measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
 
     def conclude() -> None:
         save_weights(network, out, classifier_metadata(name, settings, dataset.shape[0], dataset.num_classes))
         finish(folder, measured, outcome.metrics)
 
-    on_main(conclude, world)
+    with failure_recorded(folder, world):
+        on_main(conclude, world)
     barrier(world)
     accuracy = None if measured is None else measured.accuracy
     top5 = None if measured is None else measured.top5

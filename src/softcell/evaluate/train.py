@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from softcell.arch import Genotype
@@ -18,11 +18,13 @@ from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, new_manifest
-from softcell.engine.distributed import barrier, on_main
+from softcell.engine.distributed import World, barrier, on_main
 from softcell.engine.events import OnEvent
-from softcell.engine.files import fsync_folder
-from softcell.engine.hosted import run_in_folder, teller
+from softcell.engine.files import atomic_write_bytes
+from softcell.engine.hosted import failure_recorded, run_in_folder, teller
 from softcell.engine.lanes import EXCHANGED, Running, drain
+from softcell.engine.lock import occupied
+from softcell.engine.loop import Outcome
 from softcell.engine.meter import Measured
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
@@ -94,7 +96,7 @@ def training(
         deterministic=recipe.deterministic,
         threads=recipe.threads,
     )
-    with opened as session:
+    with opened as session, occupied(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event))
 
@@ -155,10 +157,30 @@ def _train(
         )
     if outcome.status == "interrupted":
         return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
+    with failure_recorded(folder, world):
+        result = _measure(genotype, recipe, network, dataset, feeds, cost, world, out, folder, outcome, on_event)
+    barrier(world)
+    return result
+
+
+def _measure(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    network: Network,
+    dataset: Dataset,
+    feeds: Feeds,
+    cost: Cost,
+    world: World,
+    out: Path,
+    folder: RunFolder,
+    outcome: Outcome,
+    on_event: OnEvent | None,
+) -> TrainResult:
+    """What comes after the last epoch: weights, what the test set says, and the results in the manifest."""
     network.eval()
     measured: Measured | None = None
     answers: Predictions | None = None
-    if retrieving:
+    if recipe.task == "retrieve":
         recall, count = measure_retrieval(network, dataset, replace(feeds, rank=0, world=1))
 
         def remember() -> None:
@@ -168,7 +190,6 @@ def _train(
             folder.finish("finished", **shares, split="unseen classes", count=count, seconds=seconds)
 
         on_main(remember, world)
-        barrier(world)
         return TrainResult(out, recipe, genotype, network, None, "unseen classes", cost, outcome.metrics, 0, recall)
     if dataset.test is not None:
         measured, answers = predict(network, feeds.plain(dataset.test).epoch(0), len(dataset.test), world)
@@ -181,7 +202,6 @@ def _train(
         finish(folder, measured, outcome.metrics)
 
     on_main(conclude, world)
-    barrier(world)
     accuracy = None if measured is None else measured.accuracy
     top5 = None if measured is None else measured.top5
     return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0, top5=top5)
@@ -274,7 +294,5 @@ def save_weights(network: nn.Module, out: Path, metadata: dict[str, str] | None 
         for name, tensor in network.state_dict().items()
         if not name.startswith("auxiliary.")
     }
-    temporary = out / f"{WEIGHTS}.tmp"
-    save_file(state, temporary, metadata)
-    temporary.replace(out / WEIGHTS)
-    fsync_folder(out)
+    # By way of memory: safetensors itself writes files that only their owner can read, and its errors are not OSErrors.
+    atomic_write_bytes(out / WEIGHTS, save(state, metadata))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
+from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
 from softcell.export.by_image import grouped_by_image, has_kernels_per_image, scan
 from softcell.export.model import BATCHES, Model, check_equal, sample_pixels
@@ -29,10 +31,21 @@ def to_program(model: Model) -> ExportedProgram:
         return torch.export.export(model.normalised(), (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
 
 
-def check_program(file: Path, model: Model) -> float:
-    """Loads the file and compares; gives the largest relative difference."""
+def write_program(model: Model, file: Path) -> None:
+    """Writes what `torch.export.save` gives, by way of memory: on a full disk torch itself aborts the process."""
+    buffer = io.BytesIO()
     with _quiet():
-        found = torch.export.load(file).module()
+        torch.export.save(to_program(model), buffer)
+    atomic_write_bytes(file, buffer.getvalue())
+
+
+def check_program(file: Path, model: Model) -> float:
+    """Loads the file and compares; gives the largest relative difference.
+
+    Loading unpickles: this is for files that were just written.
+    """
+    with _quiet():
+        found = torch.export.load(io.BytesIO(file.read_bytes())).module()
     with torch.no_grad():
         return max(
             check_equal(file.name, model.normalised()(pixels), found(pixels))
@@ -61,7 +74,7 @@ def write_onnx(model: Model, file: Path) -> None:
     known |= {"scaled_to": model.scaled_to or model.shape[1:], "whole": model.whole}
     made.model.metadata_props.update({key: json.dumps(value) for key, value in known.items()})
     made.model.metadata_props.update(model.about)
-    made.save(file, external_data=False)
+    atomic_write_bytes(file, made.model_proto.SerializeToString())
 
 
 def check_onnx(file: Path, model: Model) -> float:

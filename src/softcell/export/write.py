@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from softcell import __version__
 from softcell.engine.checksums import checksum
-from softcell.engine.files import TEMPORARY, atomic_write_text, fsync_folder
+from softcell.engine.files import atomic_write_bytes, atomic_write_text, fsync_folder
+from softcell.engine.lock import occupied
 from softcell.errors import UserError
 from softcell.export import graph, python
 from softcell.export.model import Model, read_model, trained_folder
@@ -31,6 +33,8 @@ FILES: dict[Format, tuple[str, ...]] = {
     "python": ("model.py", WEIGHTS),
     "torch-export": ("model.pt2",),
 }
+STAGE = ".export.tmp"
+"""In the folder of an export: where files lie until they are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +57,25 @@ class Ready:
 
     def write(self, to: Format) -> Exported:
         """Writes it as `to`, which is one of those it was made ready for."""
-        model, files = self.model, _files(self.place, to)
-        with _folder(self.place), torch.random.fork_rng(devices=[]):
+        model, names = self.model, FILES[to]
+        with occupied(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
             match to:
                 case "onnx":
-                    difference = _placed(files[0], lambda path: graph.write_onnx(model, path), model, graph.check_onnx)
+                    graph.write_onnx(model, stage / names[0])
+                    difference = graph.check_onnx(stage / names[0], model)
                 case "torch-export":
-                    difference = _placed(
-                        files[0],
-                        lambda path: torch.export.save(graph.to_program(model), path),
-                        model,
-                        graph.check_program,
-                    )
+                    graph.write_program(model, stage / names[0])
+                    difference = graph.check_program(stage / names[0], model)
                 case "safetensors":
-                    difference = _write_weights(model, files[0])
-                    known = {"checksums": {WEIGHTS: checksum(files[0])}}
+                    difference = _write_weights(model, stage / WEIGHTS)
+                    known = {"checksums": {WEIGHTS: checksum(stage / WEIGHTS)}}
                     described = json.dumps({**_description(self.source), **known}, indent=2, ensure_ascii=False)
-                    atomic_write_text(files[1], described + "\n")
+                    atomic_write_text(stage / MODEL, described + "\n")
                 case "python":
-                    _write_weights(model, files[1])
-                    difference = _placed(
-                        files[0],
-                        lambda path: path.write_text(python.to_python(model), encoding="utf-8"),
-                        model,
-                        python.check_python,
-                    )
-        return Exported(to, files, difference, model.output)
+                    _write_weights(model, stage / WEIGHTS)
+                    atomic_write_text(stage / names[0], python.to_python(model))
+                    difference = python.check_python(stage / names[0], model)
+        return Exported(to, _files(self.place, to), difference, model.output)
 
 
 def export(
@@ -116,19 +113,20 @@ def _files(place: Path, kind: Format) -> tuple[Path, ...]:
 
 
 @contextmanager
-def _folder(place: Path) -> Iterator[None]:
-    """The folder is there inside; when nothing comes of it, it goes again."""
-    new = not place.exists()
+def _staged(place: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A folder inside `place` for files that are not checked yet; all are put in place at the end, or none."""
+    stage = place / STAGE
+    shutil.rmtree(stage, ignore_errors=True)  # of an export that was killed
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        stage.mkdir()
+        yield stage
+        for name in names:
+            os.replace(stage / name, place / name)
+        fsync_folder(place)
     except OSError as error:
-        raise UserError(f"{place} cannot be made ({error.strerror or error}); choose another --out") from error
-    try:
-        yield
-    except BaseException:
-        if new and not any(place.iterdir()):
-            place.rmdir()
-        raise
+        raise UserError(f"{place} cannot be written ({error.strerror or error}); choose another --out") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
 
 
 def format_named(name: str) -> Format:
@@ -154,27 +152,11 @@ def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: b
         raise UserError(f"{taken[0]} exists already; give another --out, or --overwrite to replace it")
 
 
-def _placed(file: Path, write: Any, model: Model, check: Any) -> float:
-    """Writes beside the final name, checks there, and only then puts it in place."""
-    temporary = file.with_name(f"{TEMPORARY.strip('.')}-{os.getpid()}-{file.name}")
-    try:
-        write(temporary)
-        difference: float = check(temporary, model)
-        os.replace(temporary, file)
-        fsync_folder(file.parent)
-        return difference
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _write_weights(model: Model, file: Path) -> float:
     state = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
-    temporary = file.with_name(f".{file.name}{TEMPORARY}")
-    save_file(state, temporary)
-    if not _holds(temporary, model):
+    atomic_write_bytes(file, save(state))
+    if not _holds(file, model):
         raise RuntimeError(f"{file} does not hold the weights that were written")
-    os.replace(temporary, file)
-    fsync_folder(file.parent)
     return 0.0
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect, now
+from softcell.engine.runfolder import entries
 from softcell.errors import UserError
 from softcell.export.model import PLAN
 from softcell.pipeline.wishes import Wishes
@@ -71,15 +73,14 @@ class Plan:
         return plan
 
     def discard(self) -> None:
-        """Takes back the folder of a run that was refused before anything was decided in it."""
+        """Takes back the folder of a run that was refused before anything was decided in it: what it made, no more."""
         if self.is_new:
-            for entry in self.folder.iterdir():
-                if entry.is_dir():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink()
+            for links in (LINKS, f"{LINKS}.tmp"):
+                shutil.rmtree(self.folder / links, ignore_errors=True)
+            (self.folder / PLAN).unlink(missing_ok=True)
             if not self.was_there:
-                self.folder.rmdir()
+                with suppress(OSError):  # something else has come into it
+                    self.folder.rmdir()
 
     def used(self) -> float:
         """Seconds spent so far, those of earlier processes included; a finished run spends no more."""
@@ -116,7 +117,7 @@ def _made(folder: Path) -> bool:
         was_there = folder.exists()
         if was_there and not folder.is_dir():
             raise UserError(f"a run needs a folder, but {folder} is a file; give another --out")
-        if was_there and any(folder.iterdir()):
+        if entries(folder):
             raise UserError(
                 f"a new run needs an empty folder, but {folder} is not; `softcell run --resume {folder}` goes on with "
                 "a run in it, or give another --out"

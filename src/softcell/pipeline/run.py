@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.events import EpochEnded, Event, OnEvent
 from softcell.engine.identity import amend
+from softcell.engine.lock import free_reserve, occupied
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, count_genotype
 from softcell.pipeline.choose import Choice, cheaper, choose, explained, fit, plain_network
@@ -82,6 +84,18 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         raise UserError(
             "`softcell run` plans the time of one process; under torchrun use `softcell search` and `train`"
         )
+    begun = False
+    try:
+        with occupied(plan.folder):
+            begun = True
+            return _run_alone(plan, screen)
+    except UserError:
+        if begun and plan.choice is None:  # when the lock is gone: nothing of a refused run stays
+            plan.discard()
+        raise
+
+
+def _run_alone(plan: Plan, screen: Screen) -> Outcome:
     try:
         with loaded_once(), warnings.catch_warnings():
             # Small data is what this is for: a batch cut to the images there are is no news.
@@ -92,18 +106,22 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         plan.save()
         return Outcome(stopped.exit_code, None)
     except UserError as error:
-        if plan.choice is None:
-            plan.discard()
-        else:
-            plan.status = "failed"
-            plan.save()
+        if plan.choice is not None:
+            _record(plan, "failed")
         if isinstance(error, DivergedError):
             raise UserError(_diverged(error)) from error
         raise
     except BaseException as error:
-        plan.status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        plan.save()
+        _record(plan, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
+
+
+def _record(plan: Plan, status: str) -> None:
+    """Notes how a run ended, on a full disk too; what went wrong at first is what the user has to hear of."""
+    plan.status = status
+    free_reserve(plan.folder)
+    with suppress(UserError, OSError):
+        plan.save()
 
 
 def _diverged(error: DivergedError) -> str:

@@ -6,19 +6,20 @@ weights start anew.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, load
 from softcell.data.subset import SomeClasses
 from softcell.data.unlabelled import load_unlabelled
-from softcell.engine.runfolder import MANIFEST
+from softcell.engine.files import LISTED, atomic_write_bytes
+from softcell.engine.runfolder import MANIFEST, clear
 from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.search.guide import Guide
@@ -60,8 +61,13 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
 
 def forget_phase(folder: Path) -> None:
     """Removes the first phase of an earlier search from a folder that is overwritten: none may go on with it."""
-    if all((place / MANIFEST).is_file() for place in (folder, folder / FIRST)):
-        shutil.rmtree(folder / FIRST)
+    place = folder / FIRST
+    if all((path / MANIFEST).is_file() for path in (folder, place)):
+        clear(place)
+        for name in (MANIFEST, LISTED):
+            (place / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what the user has put there stays
+            place.rmdir()
 
 
 def load_images(recipe: SearchRecipe) -> Dataset:
@@ -78,9 +84,7 @@ def load_images(recipe: SearchRecipe) -> Dataset:
 def write_logits(method: Method, file: Path) -> None:
     """The architecture parameters, put in place in one step."""
     state = {name: p.detach().cpu().contiguous() for name, p in method.named_parameters()}
-    temporary = file.with_name(f"{file.name}.tmp")
-    save_file(state, temporary)
-    temporary.replace(file)
+    atomic_write_bytes(file, save(state))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from softcell.data import Dataset
 from softcell.data.augment import normalise
+from softcell.engine.files import atomic_write_bytes
 from softcell.engine.session import Session, computing_in
 from softcell.nn.context import ContextAutoRegression, draw_masks
 from softcell.search.task import SearchTask
@@ -55,6 +57,6 @@ def save_grid(rows: list[Tensor], dataset: Dataset, file: Path) -> None:
         lines.append(torch.cat(list(pixels), 2))
     grid = torch.cat(lines, 1)
     array = grid[0].numpy() if grid.shape[0] == 1 else grid.permute(1, 2, 0).contiguous().numpy()
-    temporary = file.with_name(f"{file.name}.tmp")
-    Image.fromarray(array).save(temporary, format="PNG")
-    temporary.replace(file)
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, format="PNG")
+    atomic_write_bytes(file, buffer.getvalue())

@@ -18,11 +18,13 @@ from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
-from softcell.engine.distributed import barrier, broadcast_module, on_main
+from softcell.engine.distributed import World, barrier, broadcast_module, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
-from softcell.engine.hosted import run_in_folder, teller
+from softcell.engine.hosted import failure_recorded, record_failure, run_in_folder, teller
 from softcell.engine.lanes import Running, drain
+from softcell.engine.lock import occupied
+from softcell.engine.loop import Outcome
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
@@ -101,9 +103,23 @@ def _in_phases(
 
     Each is a run like any other, with checkpoints of its own, so that both can be stopped and gone on with anywhere.
     """
-    first, place = first_phase(recipe), out / FIRST
+    first = first_phase(recipe)
     with _session(recipe) as session:
         world = session.world
+    with occupied(out, world):
+        return (yield from _both_phases(recipe, first, out, world, resume, overwrite, on_event))
+
+
+def _both_phases(
+    recipe: SearchRecipe,
+    first: SearchRecipe,
+    out: Path,
+    world: World,
+    resume: bool,
+    overwrite: bool,
+    on_event: OnEvent | None,
+) -> Running[SearchResult]:
+    place = out / FIRST
     if not resume:
         _check_phases(first, recipe)
         manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
@@ -125,7 +141,7 @@ def _in_phases(
         return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
     except Exception:
         if world.is_main:
-            RunFolder.open(out).finish("failed")
+            record_failure(RunFolder.open(out), world)
         raise
 
 
@@ -164,7 +180,7 @@ def _one_phase(
     on_event: OnEvent | None,
     start: Path | None = None,
 ) -> Running[SearchResult]:
-    with _session(recipe) as session, test_set_sealed():
+    with _session(recipe) as session, occupied(out, session.world), test_set_sealed():
         # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return (yield from _search(recipe, out, session, resume, overwrite, on_event, start))
@@ -261,6 +277,24 @@ def _search(
     )
     if outcome.status == "interrupted":
         return SearchResult(out, recipe, None, outcome.metrics, outcome.exit_code)
+    with failure_recorded(folder, world):
+        genotype = _conclude(recipe, task, dataset, parts, session, out, folder, outcome)
+    barrier(world)
+    return SearchResult(out, recipe, genotype, outcome.metrics, 0)
+
+
+def _conclude(
+    recipe: SearchRecipe,
+    task: SearchTask | IndependentTask,
+    dataset: Dataset,
+    parts: Mapping[str, Any],
+    session: Session,
+    out: Path,
+    folder: RunFolder,
+    outcome: Outcome,
+) -> Genotype:
+    """What comes after the last epoch: the architecture, its file, and the results in the manifest."""
+    world = session.world
     found = task.derive()
     about: dict[str, Any] = {**about_of(recipe.to_dict()), "epochs": len(outcome.metrics)}
     results = task.conclude(Genotype(found.space, found.cells, found.settings, about))
@@ -284,8 +318,7 @@ def _search(
         )
 
     on_main(conclude, world)
-    barrier(world)
-    return SearchResult(out, recipe, genotype, outcome.metrics, 0)
+    return genotype
 
 
 def _check_teacher(folder: Path, about: Mapping[str, Any]) -> None:

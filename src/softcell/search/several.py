@@ -20,6 +20,8 @@ from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interrupt import Interrupt, exit_code
 from softcell.engine.lanes import interleave
+from softcell.engine.lock import occupied
+from softcell.engine.runfolder import entries
 from softcell.errors import UserError
 from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe
@@ -58,14 +60,28 @@ def search_seeds(
     at_once: how many share the device; None for all of them on a GPU and one elsewhere.
     on_event: gives the listener of a seed's run.
     """
-    folder = Path(out)
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
+    with occupied(out):
+        return _search_seeds(recipe, Path(out), seeds, keep, at_once, resume, overwrite, on_event)
+
+
+def _search_seeds(
+    recipe: SearchRecipe,
+    folder: Path,
+    seeds: Sequence[int],
+    keep: Keep,
+    at_once: int | None,
+    resume: bool,
+    overwrite: bool,
+    on_event: Callable[[int], OnEvent] | None,
+) -> SeveralResult:
     if resume:
         _check_same(folder, seeds)
-    elif folder.exists() and any(folder.iterdir()) and not overwrite:
+    elif entries(folder) and not overwrite:
         raise UserError(f"a new search needs an empty folder, but {folder} is not; use --resume, or another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    elif entries(folder):
+        read_seeds(folder)  # so that no other folder is written into
     _write(folder, seeds, {}, {}, None)
     device = resolve_device(recipe.device)
     results = {seed: done for seed in seeds if resume and (done := _finished(folder, recipe, seed)) is not None}

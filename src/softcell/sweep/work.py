@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -12,11 +11,11 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+from softcell.engine.lock import LOCK, announce, holder, take
 from softcell.engine.runfolder import MANIFEST
 from softcell.sweep.plan import finished
 
 LOG = "log.txt"
-LOCK = ".lock"
 BUSY = 75  # as sysexits.h has it: try again later
 
 
@@ -53,9 +52,10 @@ class Work:
 
     def run(self) -> int:
         """The exit code of the first command that fails, else 0; everything said goes to the job's log."""
-        with open(self._folder / LOG, "ab") as log, open(self._folder / LOCK, "wb") as lock:
-            if not _lock(lock.fileno()):
-                log.write(b"error: another process is at work on this job still; wait for it, or end it\n")
+        with open(self._folder / LOG, "ab") as log, open(self._folder / LOCK, "a+b") as lock:
+            if not take(lock.fileno(), self._folder / LOCK):
+                who = holder(self._folder / LOCK)
+                log.write(f"error: this job is in use by {who}; wait until it has ended, or stop it\n".encode())
                 return BUSY
             try:
                 for words in commands(self._folder, self._random):
@@ -88,6 +88,7 @@ class Work:
                 start_new_session=True,
                 pass_fds=(lock,),
             )
+            announce(lock, self._process.pid)
         try:
             code = self._process.wait()
         except KeyboardInterrupt:
@@ -101,17 +102,6 @@ class Work:
             self._stopped = True
             if self._process is not None and self._process.poll() is None:
                 self._process.send_signal(signal.SIGKILL if now else signal.SIGTERM)
-
-
-def _lock(descriptor: int) -> bool:
-    """Takes the lock of a job; False where another process has it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
 
 
 def run_job(folder: str, random: int, environment: Mapping[str, str] | None = None) -> int:

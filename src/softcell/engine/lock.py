@@ -1,0 +1,224 @@
+"""One process at a time works in a folder: a lock that says who has it.
+
+The lock is `flock` on a file `.lock` in the folder. The system releases it when its process ends, however that happens,
+so a lock of a dead process is simply taken over. The file says which process has it (number, machine, since when), and
+is removed when that ends. On network file systems `flock` holds across machines where the lock service runs (NFS since
+Linux 2.6.12). Where a file system has no locks at all, the file alone decides: a process of this machine that is gone
+is taken over from, one of another machine cannot be asked and is respected.
+
+The file is also padded: on a full disk the padding is given up, so that the run can still write that it failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from softcell.engine.distributed import World, on_main
+from softcell.engine.provenance import now
+from softcell.errors import UserError
+
+LOCK = ".lock"
+RESERVE = 64 * 1024
+"""Bytes that are kept for a last word on a full disk; a `run.json` has some thousands."""
+
+
+@dataclass(slots=True)
+class _Held:
+    descriptor: int
+    process: int  # a forked child inherits this table, but not the right to the folder
+    thread: int
+    made: list[Path]
+    times: int = 1
+
+
+_held: dict[str, _Held] = {}
+_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def occupied(folder: str | os.PathLike[str], world: World | None = None) -> Iterator[None]:
+    """Within this context no other process or thread works in `folder`; one that does is named in a `UserError`.
+
+    The folder is made where there is none, and is gone again afterwards if nothing came into it. Contexts of one thread
+    may be nested. Of several ranks the first holds the lock and all learn of its failure.
+    """
+    path, alone = Path(folder), world is None or world.size == 1
+    if alone or world is None:
+        _acquire(path)
+    else:
+        on_main(lambda: _acquire(path), world)
+    try:
+        yield
+    finally:
+        if world is None or world.is_main:
+            _release(path)
+
+
+def free_reserve(folder: str | os.PathLike[str]) -> None:
+    """Gives up the space that the lock of `folder` keeps, for a last word on a full disk."""
+    held = _held.get(os.path.realpath(folder))
+    if held is not None and held.process == os.getpid():
+        with contextlib.suppress(OSError):
+            os.ftruncate(held.descriptor, len(_about()))
+
+
+def holder(file: Path) -> str:
+    """Who has the lock `file`, in words."""
+    found = _read(file)
+    if found is None:
+        return "another process"
+    command = f" (`{found['command']}`)" if found.get("command") else ""
+    # Where a file system has no locks, a process of another machine cannot be asked whether it still runs.
+    gone = "" if found["host"] == socket.gethostname() else f"; if that process is gone, delete {file}"
+    return f"process {found['pid']} on {found['host']}, since {found['since']}{command}{gone}"
+
+
+def take(descriptor: int, file: Path) -> bool:
+    """Locks an open file and writes into it who has it; False where another process does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: what the file says decides
+        found = _read(file)
+        if found is not None and _may_be_alive(found):
+            return False
+    announce(descriptor)
+    return True
+
+
+def announce(descriptor: int, pid: int | None = None) -> None:
+    """Writes into an open lock file which process has it: this one, or a child that has inherited the lock."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, _about(pid), 0)
+
+
+def _acquire(folder: Path) -> None:
+    key = os.path.realpath(folder)
+    with _guard:
+        held = _held.get(key)
+        if held is not None and held.process == os.getpid():
+            if held.thread != threading.get_ident():
+                raise UserError(f"{folder} is in use by another thread of this process; wait, or use another folder")
+            held.times += 1
+            return
+        made = _make(folder)
+        try:
+            _held[key] = _Held(_lock(folder), os.getpid(), threading.get_ident(), made)
+        except BaseException:
+            _remove(made)
+            raise
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes a folder; gives those that were not there before, innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"a run needs a folder, but {folder} is a file; give another --out") from None
+    except OSError as error:
+        _remove(missing)
+        raise UserError(
+            f"a run needs a folder it may write, but {folder} cannot be made ({error.strerror or error}); give another "
+            "--out"
+        ) from error
+    return missing
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # something lies in it by now
+            folder.rmdir()
+
+
+def _lock(folder: Path) -> int:
+    file = folder / LOCK
+    while True:
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"a run needs a folder it may write, but {file} cannot be made ({error.strerror or error}); free some "
+                "space, or give another --out"
+            ) from error
+        try:
+            if not take(descriptor, file):
+                raise UserError(
+                    f"{folder} is in use by {holder(file)}; wait until it has ended, or give another folder"
+                )
+            # Whoever had the lock before may have removed the file after it was opened here: nobody would see this one.
+            try:
+                is_current = os.path.samestat(os.fstat(descriptor), os.stat(file))
+            except FileNotFoundError:
+                is_current = False
+            if is_current:
+                if os.pwrite(descriptor, b" " * RESERVE, len(_about())) < RESERVE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return descriptor
+        except OSError as error:
+            file.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise UserError(
+                f"a run needs {RESERVE // 1024} KB to begin with, but {folder} cannot take them "
+                f"({error.strerror or error}); free some space, then repeat the command"
+            ) from error
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _release(folder: Path) -> None:
+    key = os.path.realpath(folder)
+    with _guard:
+        held = _held.get(key)
+        if held is None or held.process != os.getpid():
+            return
+        held.times -= 1
+        if held.times:
+            return
+        del _held[key]
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink(missing_ok=True)  # while it is held: nobody may lock a file that is then removed
+        os.close(held.descriptor)
+        _remove(held.made)
+
+
+def _about(pid: int | None = None) -> bytes:
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [])[:300]
+    about = {"pid": pid or os.getpid(), "host": socket.gethostname(), "since": now(), "command": command}
+    return json.dumps(about).encode() + b"\n"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        with open(file, "rb") as stream:
+            found = json.loads(stream.read(4096).split(b"\n")[0])
+    except (OSError, ValueError):
+        return None  # it is being written at this moment
+    return found if isinstance(found, dict) and {"pid", "host", "since"} <= found.keys() else None
+
+
+def _may_be_alive(found: dict[str, Any]) -> bool:
+    if found["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        return True
+    return int(found["pid"]) != os.getpid()

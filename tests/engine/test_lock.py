@@ -1,0 +1,149 @@
+"""One process at a time works in a folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import softcell
+from softcell.engine.lock import LOCK, RESERVE, free_reserve, occupied
+from softcell.errors import UserError
+
+HOLD = """
+import sys, time
+from softcell.engine.lock import occupied
+try:
+    with occupied(sys.argv[1]):
+        print("held", flush=True)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("released", flush=True)
+"""
+
+
+def holding(folder: Path) -> subprocess.Popen[str]:
+    """Another process that has the folder."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(softcell.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_process_hears_which_one_has_the_folder_and_gets_it_after(tmp_path: Path) -> None:
+    process = holding(tmp_path / "run")
+    try:
+        with pytest.raises(UserError) as caught, occupied(tmp_path / "run"):
+            raise AssertionError("two processes in one folder")
+        text = str(caught.value)
+        assert f"process {process.pid} on {socket.gethostname()}, since 2" in text and "-c" in text
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20)[0] == "released\n"
+    finally:
+        process.kill()
+    assert not (tmp_path / "run").exists(), "nothing came into it"
+    with occupied(tmp_path / "run"):
+        pass
+
+
+def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    process = holding(tmp_path)
+    process.kill()
+    process.wait()
+    assert (tmp_path / LOCK).exists(), "it could not clean up"
+    with occupied(tmp_path):
+        found = json.loads((tmp_path / LOCK).read_text().splitlines()[0])
+        assert found["pid"] == os.getpid()
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_contexts_of_one_thread_nest_and_other_threads_wait_outside(tmp_path: Path) -> None:
+    errors: list[str] = []
+
+    def intrude() -> None:
+        try:
+            with occupied(tmp_path):
+                pass
+        except UserError as error:
+            errors.append(str(error))
+
+    with occupied(tmp_path):
+        with occupied(tmp_path / ".." / tmp_path.name):
+            pass
+        assert (tmp_path / LOCK).exists(), "the outer one holds on"
+        other = threading.Thread(target=intrude)
+        other.start()
+        other.join()
+    assert len(errors) == 1 and "another thread" in errors[0]
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_an_error_releases_and_takes_back_the_folders_that_were_made(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), occupied(tmp_path / "a" / "b"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with occupied(tmp_path / "a" / "b"):
+        (tmp_path / "a" / "b" / "result").touch()
+    assert (tmp_path / "a" / "b" / "result").exists()
+
+
+def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening and locking, the one before removes its file: a lock on that would be seen by nobody."""
+    real, times = fcntl.flock, []
+
+    def flock(descriptor: int, how: int) -> None:
+        if not times:
+            (tmp_path / LOCK).unlink()
+        times.append(how)
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with occupied(tmp_path):
+        assert len(times) == 2 and (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "pid", "is_free"),
+    [(socket.gethostname(), 2**22 + 12345, True), (socket.gethostname(), os.getppid(), False), ("elsewhere", 1, False)],
+)
+def test_without_locks_of_the_file_system_the_file_decides(
+    host: str, pid: int, is_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (tmp_path / LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "then"}) + "\n")
+    if is_free:
+        with occupied(tmp_path):
+            pass
+        return
+    with pytest.raises(UserError, match=f"process {pid} on {host}") as caught, occupied(tmp_path):
+        pass
+    assert ("delete" in str(caught.value)) is (host == "elsewhere")
+
+
+def test_the_lock_keeps_space_that_can_be_given_up(tmp_path: Path) -> None:
+    with occupied(tmp_path):
+        assert (tmp_path / LOCK).stat().st_size > RESERVE
+        free_reserve(tmp_path)
+        assert (tmp_path / LOCK).stat().st_size < 1000
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid(), "and still says who has it"
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "deep"):
+        with pytest.raises(UserError, match="needs a folder"), occupied(place):
+            pass
