@@ -25,12 +25,14 @@ from softcell.engine import RunFolder, distributed, resolve_device, set_determin
 from softcell.engine.events import OnEvent
 from softcell.engine.lock import occupied
 from softcell.engine.migrate import FORMAT, migrate
+from softcell.engine.seeds import read_seeds, seed_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_training
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate import train as run_training
-from softcell.evaluate.count import Cost
-from softcell.evaluate.retrieval import RANKS
+from softcell.evaluate.several import TrainedSeeds
+from softcell.evaluate.several import train_seeds as run_train_seeds
+from softcell.evaluate.train import finished_training
 from softcell.export import export
 from softcell.registry import load_plugins
 from softcell.report.html import REPORT, write_report
@@ -40,7 +42,7 @@ from softcell.search.recipe import read_mapping
 from softcell.search.resource import Resource
 from softcell.search.restored import restore
 from softcell.search.search import search as run_search
-from softcell.search.several import Keep, SeveralResult, read_seeds
+from softcell.search.several import Keep, SeveralResult
 from softcell.search.several import search_seeds as run_seeds
 from softcell.settings import MOST_SEEDS, build, is_seed, merge
 from softcell.sources import read_genotype, run_of
@@ -65,6 +67,7 @@ __all__ = [
     "search",
     "search_seeds",
     "train",
+    "train_seeds",
 ]
 
 RUNS = Path("runs")
@@ -125,6 +128,27 @@ def train(
         trust_named(given)
         chosen, full = train_recipe(genotype, given, config=config, resume_from=resume_from)
         return train_with(chosen, full, out, resume=resume, overwrite=overwrite, on_event=on_event)
+
+
+def train_seeds(
+    genotype: Genotype | str | Path | None = None,
+    *,
+    seeds: int,
+    data: str | Path | None = None,
+    recipe: str | None = None,
+    out: str | Path | None = None,
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    trust: bool = False,
+    **settings: Any,
+) -> TrainedSeeds:
+    """`train` with `seeds` seeds from `seed` on, on a GPU at the same time, each in a folder of its own in `out`."""
+    given = _given(settings, data=data, recipe=recipe)
+    with trusting(trust):
+        trust_named(given)
+        chosen, wanted, full, folder = train_seeds_recipe(genotype, given, seeds=seeds, out=out, resume=resume)
+        return train_seeds_with(wanted, full, folder, chosen, at_once=at_once, resume=resume, overwrite=overwrite)
 
 
 def search_recipe(
@@ -196,29 +220,71 @@ def seeds_recipe(
     resume: bool = False,
 ) -> tuple[list[int], SearchRecipe, Path]:
     """Seeds, recipe and folder of a search with several seeds; a resumed one has all three in its folder."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "several seeds share one device in one process, but torchrun started several; leave out --seeds"
-        )
     if resume:
-        folder = _resumed(out)
-        known = read_seeds(folder)
-        if seeds is not None and seeds != len(known):
-            raise UserError(f"a resumed search keeps its seeds, but {folder} has {len(known)} and --seeds is {seeds}")
-        begun = next((place for s in known if (place := folder / f"seed-{s}" / "run.json").is_file()), None)
-        if begun is None:
-            raise UserError(f"none of the seeds of {folder} has begun; start anew with --overwrite")
-        return known, stored_recipe(begun.parent, layered(_without_trust(given), {"seed": known[0]})), folder
+        known, begun, folder = _resumed_seeds(out, "search", seeds)
+        return known, stored_recipe(begun, layered(_without_trust(given), {"seed": _seed_of(begun)})), folder
     recipe = search_recipe(given, config=config)
+    chosen = _chosen_seeds(recipe.seed, seeds)
+    folder = Path(out) if out is not None else free_folder(recipe.method, recipe.space, recipe.data)
+    return chosen, recipe, folder
+
+
+def train_seeds_recipe(
+    genotype: Genotype | str | Path | None,
+    given: Mapping[str, Any],
+    *,
+    config: str | Path | None = None,
+    seeds: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> tuple[list[int], Genotype, TrainRecipe, Path]:
+    """Seeds, architecture, recipe and folder of a training with several seeds; a resumed one has all in its folder."""
+    if resume:
+        known, begun, folder = _resumed_seeds(out, "train", seeds)
+        kept = layered(_without_trust(given), {"seed": _seed_of(begun)})
+        wanted, recipe = train_recipe(genotype, kept, config=config, resume_from=begun)
+        return known, wanted, recipe, folder
+    wanted, recipe = train_recipe(genotype, given, config=config)
+    chosen = _chosen_seeds(recipe.seed, seeds)
+    folder = Path(out) if out is not None else free_folder("train", wanted.space, recipe.data)
+    return chosen, wanted, recipe, folder
+
+
+def _chosen_seeds(first: int, seeds: int | None) -> list[int]:
+    _check_alone()
     if seeds is None or seeds < 1:
         raise UserError(f"--seeds must be at least 1, but is {seeds}")
     if seeds > MOST_SEEDS:
         raise UserError(
             f"--seeds is how many seeds, at most {MOST_SEEDS:,}, but is {seeds}; --seed is the first of them"
         )
-    is_seed("seed", recipe.seed + seeds - 1)  # the last of them
-    folder = Path(out) if out is not None else free_folder(recipe.method, recipe.space, recipe.data)
-    return list(range(recipe.seed, recipe.seed + seeds)), recipe, folder
+    is_seed("seed", first + seeds - 1)  # the last of them
+    return list(range(first, first + seeds))
+
+
+def _resumed_seeds(out: str | Path | None, kind: str, seeds: int | None) -> tuple[list[int], Path, Path]:
+    """The seeds of a folder, the first run in it that has begun, and the folder."""
+    _check_alone()
+    folder = _resumed(out)
+    known = read_seeds(folder, kind)
+    if seeds is not None and seeds != len(known):
+        raise UserError(f"a resumed {kind} keeps its seeds, but {folder} has {len(known)} and --seeds is {seeds}")
+    places = [seed_folder(folder, seed) for seed in known]
+    begun = next((place for place in places if (place / "run.json").is_file()), None)
+    if begun is None:
+        raise UserError(f"none of the seeds of {folder} has begun; start anew with --overwrite")
+    return known, begun, folder
+
+
+def _seed_of(folder: Path) -> int:
+    return int(RunFolder.open(folder).manifest["seed"])
+
+
+def _check_alone() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "several seeds share one device in one process, but torchrun started several; leave out --seeds"
+        )
 
 
 def search_seeds_with(
@@ -276,7 +342,7 @@ def train_with(
 ) -> TrainResult:
     """Trains by a complete recipe; a finished run that is resumed gives its result at once."""
     if resume:
-        done = _finished_training(_resumed(out), genotype, recipe)
+        done = finished_training(_resumed(out), genotype, recipe)
         if done is not None:
             return done
     with joined(recipe.device, recipe.deterministic) as world:
@@ -284,11 +350,30 @@ def train_with(
         with occupied(folder, world):
             result = run_training(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
             if world.is_main:
-                title = f"{genotype.space} network on {recipe.data}"
-                drawings.draw_genotype(folder, genotype, title)
-                drawings.draw_curves(folder, result.metrics, title)
-                write_report([folder], folder / REPORT)
+                _draw_training(result)
         return result
+
+
+def train_seeds_with(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    folder: Path,
+    seeds: Sequence[int],
+    *,
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> TrainedSeeds:
+    """Trains by a complete recipe with several seeds and draws each run."""
+    set_deterministic(recipe.deterministic)
+    result = run_train_seeds(
+        genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=on_event
+    )
+    for one in result.results.values():
+        if not one.exit_code and not (one.folder / REPORT).exists():
+            _draw_training(one)
+    return result
 
 
 def compare_indicators(
@@ -448,19 +533,11 @@ def _finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:
     return result
 
 
-def _finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> TrainResult | None:
-    run = RunFolder.open(folder)
-    manifest = run.manifest
-    if manifest["status"] != "finished":
-        return None
-    run.verify("metrics.jsonl")  # the weights are verified where they are loaded
-    results = manifest["results"]
-    cost = Cost(results["parameters"], results["multiply_adds"])
-    network = load_network(folder)
-    recall = {k: results[f"recall_at_{k}"] for k in RANKS} if recipe.task == "retrieve" else None
-    accuracy, split = results.get("accuracy"), results["split"]
-    top5 = results.get("top5")
-    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, _rows(folder), 0, recall, top5)
+def _draw_training(result: TrainResult) -> None:
+    title = f"{result.genotype.space} network on {result.recipe.data}"
+    drawings.draw_genotype(result.folder, result.genotype, title)
+    drawings.draw_curves(result.folder, result.metrics, title)
+    write_report([result.folder], result.folder / REPORT)
 
 
 def _draw_search(result: SearchResult) -> None:

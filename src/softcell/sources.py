@@ -7,9 +7,9 @@ from pathlib import Path
 
 from softcell.arch import Genotype, notation
 from softcell.engine import RunFolder
+from softcell.engine.seeds import SEEDS
 from softcell.errors import UserError
 from softcell.search.history import LAST, derived_in, epochs_in, named_epoch
-from softcell.search.several import SEEDS
 
 
 def read_genotype(source: Genotype | str | Path) -> Genotype:
@@ -102,6 +102,11 @@ def _best(folder: Path) -> int:
     try:
         return int(json.loads((folder / SEEDS).read_text(encoding="utf-8"))["best"])
     except (OSError, ValueError, LookupError, TypeError) as error:
+        if (folder / SEEDS).is_file() and '"kind": "train"' in (folder / SEEDS).read_text("utf-8", "replace"):
+            raise UserError(
+                f"{folder} has trainings of several seeds, and none is preferred: that would be choosing by the test "
+                "set; name one of the folders in it"
+            ) from error
         raise UserError(
             f"{folder} has searches of several seeds, of which none is the best yet; go on with `softcell search "
             f"--resume {folder}`, or name one of the folders in it"

@@ -14,6 +14,7 @@ from softcell.cli.console import command, percent
 if TYPE_CHECKING:
     from softcell.baseline import Baseline
     from softcell.evaluate import TrainResult
+    from softcell.evaluate.several import TrainedSeeds
     from softcell.search import SearchResult
     from softcell.search.several import SeveralResult
 
@@ -122,6 +123,32 @@ def show_training(out: Console, result: TrainResult, count: int | None) -> None:
         weights=str(result.folder / "model.safetensors"),
         report=str(result.folder / "report.html"),
     )
+
+
+def show_trained_seeds(out: Console, result: TrainedSeeds) -> None:
+    """What each seed reached, then mean and standard deviation."""
+    out.print()
+    names = {"accuracy": "accuracy", "top5": "top-5", "recall_at_1": "recall@1"}
+    for seed, one in result.results.items():
+        if one.exit_code:
+            facts(out, **{f"seed {seed}": "unfinished"})
+        elif one.recall is not None:
+            facts(out, **{f"seed {seed}": f"recall@1 {percent(one.recall[1])} among images of {one.split}"})
+        elif one.accuracy is None:
+            facts(out, **{f"seed {seed}": "not measured: the data has no test split"})
+        else:
+            facts(out, **{f"seed {seed}": f"{percent(one.accuracy)}{top5_of(one.top5)} on the {one.split} split"})
+    for seed, error in result.errors.items():
+        facts(out, **{f"seed {seed}": f"failed: {error}"})
+    for figure, name in names.items():
+        if (spread := result.spread(figure)) is not None:
+            mean, std, n = spread
+            around = "" if std is None else f" ± {100 * std:.2f}"
+            facts(out, **{name: f"{100 * mean:.2f}{around}%  mean{' ± std' if around else ''} (n={n})"})
+    first = next((one for one in result.results.values() if not one.exit_code), None)
+    if first is not None:
+        facts(out, parameters=f"{first.cost.parameters:,}", multiply_adds=f"{first.cost.multiply_adds:,}")
+    facts(out, runs=str(result.folder))
 
 
 def show_comparison(out: Console, result: TrainResult, baseline: Baseline) -> None:

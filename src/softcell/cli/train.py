@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 EPILOG = o.examples(
     "softcell train runs/darts-darts-digits-1",
     "softcell train runs/darts-darts-digits-1 --random 3",
+    "softcell train runs/darts-darts-digits-1 --seeds 3",
+    "softcell train cell.json --data cub --from runs/train-darts-imagenet-1",
     "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
     "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
     "softcell train --resume runs/train-darts-digits-1",
@@ -49,6 +51,22 @@ def train(
     cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network; else the recipe's.")] = None,
     channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else the recipe's.")] = None,
     seed: o.Seed = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Train K times, with seeds from --seed on; on a GPU all at the same time."),
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(metavar="N", help="With --seeds: how many share the device; all on a GPU, else one.")
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Start from the weights of a finished training instead of random ones, wherever they fit: all but the "
+            "classifier where the number of classes differs.",
+        ),
+    ] = None,
     device: o.Device = None,
     random: Annotated[
         int,
@@ -77,7 +95,7 @@ def train(
 ) -> int:
     """Train the network of an architecture from scratch; the test set is read once, at the end."""
     from softcell.cli.inputs import from_stdin
-    from softcell.cli.search import resumed_folder
+    from softcell.cli.search import SEEDS, resumed_folder, teacher_path
 
     if resume:
         out, genotype = resumed_folder("train", genotype, out)
@@ -99,7 +117,28 @@ def train(
         threads=threads,
         precision=precision,
         engine=engine,
+        init=None if from_ is None else teacher_path(from_),
     )
+    if seeds is not None or (resume and out is not None and (out / SEEDS).is_file()):
+        if random:
+            raise UserError(
+                "--random trains other architectures with one seed and --seeds one architecture with several: run the "
+                "two commands one after the other, and `softcell compare` both folders"
+            )
+        return run_seeds(
+            from_stdin(genotype),
+            given,
+            config,
+            out,
+            seeds,
+            at_once=at_once,
+            resume=resume,
+            overwrite=overwrite,
+            quiet=quiet,
+            tensorboard=tensorboard,
+        )
+    if at_once is not None:
+        raise UserError(f"--at-once {at_once} is about trainings with several seeds: give --seeds K too")
     return run_train(
         from_stdin(genotype),
         given,
@@ -111,6 +150,59 @@ def train(
         quiet=quiet,
         tensorboard=tensorboard,
     )
+
+
+def run_seeds(
+    genotype: str | Genotype | None,
+    given: dict[str, Any],
+    config: Path | None,
+    out: Path | None,
+    seeds: int | None,
+    *,
+    at_once: int | None,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+    tensorboard: bool,
+) -> int:
+    """Trains one architecture with several seeds; shows what each reached, mean and standard deviation."""
+    from softcell import api
+    from softcell.cli import results
+    from softcell.cli.console import console
+    from softcell.cli.progress import Display
+    from softcell.cli.search import logged
+    from softcell.engine.seeds import seed_folder
+
+    if at_once is not None and at_once < 1:
+        raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out for the device's own number")
+    chosen, wanted, recipe, folder = api.train_seeds_recipe(
+        genotype, given, config=config, seeds=seeds, out=out, resume=resume
+    )
+    screen = console()
+    heading = (
+        f"train {wanted.space} network, recipe {recipe.recipe}, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: "
+        f"{folder}"
+    )
+    if not quiet:
+        screen.print(heading, highlight=False)
+    with Display(screen, heading, quiet) as display:
+        result = api.train_seeds_with(
+            wanted,
+            recipe,
+            folder,
+            chosen,
+            at_once=at_once,
+            resume=resume,
+            overwrite=overwrite,
+            on_event=lambda seed: logged(
+                display.beside(f"seed {seed}", str(seed_folder(folder, seed))), seed_folder(folder, seed), tensorboard
+            ),
+        )
+    results.show_trained_seeds(screen, result)
+    if any(one.exit_code for one in result.results.values()):
+        shared = () if at_once is None else ("--at-once", str(at_once))
+        results.interrupted(screen, "train", "--resume", str(folder), *shared)
+    return result.exit_code
 
 
 def run_train(

@@ -23,7 +23,7 @@ Schedule = Literal["cosine", "linear", "exponential"]
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """SGD with momentum from random weights.
+    """SGD with momentum, from random weights unless `init` names others.
 
     `schedule`: how the learning rate falls from `lr` to `lr_min` over the epochs; `exponential` multiplies it by
     `lr_decay` every `lr_every` epochs instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
@@ -31,6 +31,7 @@ class TrainRecipe:
     share of training images kept away and measured each epoch; the test set is read once, at the end.
     `task` "retrieve": instead of classes an `embedding` of so many numbers is learnt from the first half of the classes
     (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, or Adam.
+    `init`: the folder of a finished training, from whose weights this one starts where they fit; None: random weights.
     """
 
     recipe: str = "small"
@@ -67,6 +68,7 @@ class TrainRecipe:
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()
+    init: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "lr_every", "embedding"):

@@ -94,6 +94,8 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
             f"name the network as the argument, as `softcell teacher {given['classifier']}`: it is {name!r} there, but "
             f"the setting classifier={given['classifier']!r} says otherwise; leave that away"
         )
+    if given.get("init") is not None:
+        raise UserError("a teacher is trained from random weights: leave `init` away")
     plugins = convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins")
     load_plugins(plugins)  # first of all: the network may have a candidate of theirs
     architecture = get_architecture(name)

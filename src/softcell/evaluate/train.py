@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from softcell.data import Augment, Dataset, fingerprint, load, split
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import exchange_seal, test_set_sealed
-from softcell.engine import RunFolder, new_manifest
+from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_bytes
@@ -31,9 +32,10 @@ from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.count import Cost, count_genotype
 from softcell.evaluate.fixed import settled
+from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, resolve
-from softcell.evaluate.retrieval import measure_retrieval, num_seen, zero_shot
+from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
@@ -116,6 +118,22 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     return genotype, recipe
 
 
+def finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> TrainResult | None:
+    """The result of the training in `folder`, None where it is unfinished."""
+    run = RunFolder.open(folder)
+    manifest = run.manifest
+    if manifest["status"] != "finished":
+        return None
+    run.verify("metrics.jsonl")  # the weights are verified where they are loaded
+    results = manifest["results"]
+    cost = Cost(results["parameters"], results["multiply_adds"])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    recall = {k: results[f"recall_at_{k}"] for k in RANKS} if recipe.task == "retrieve" else None
+    accuracy, split = results.get("accuracy"), results["split"]
+    network, top5 = load_network(folder), results.get("top5")
+    return TrainResult(folder, recipe, genotype, network, accuracy, split, cost, rows, 0, recall, top5)
+
+
 def load_network(folder: str | Path, *, trust: bool = False) -> Network:
     """The trained network of a finished training run, on the CPU and in eval mode. trust: run plugins that it names."""
     return Network.from_pretrained(folder, trust=trust)
@@ -140,6 +158,10 @@ def _train(
         outputs = recipe.embedding if retrieving else dataset.num_classes
         cost = count_genotype(space, genotype, dataset.shape, outputs)
         network = space.network(genotype, dataset.shape, outputs, auxiliary=recipe.auxiliary > 0)
+        begun = resume and on_main(lambda: checkpoint.exists(out), world)
+        initial = None if recipe.init is None or begun else load_initial(network, recipe.init)
+        if initial is not None:
+            teller(on_event, world)(describe_initial(initial))
         criterion = session.place(ProxyNCA(num_seen(dataset), outputs)) if retrieving else None
         session.place(network)
         job = f"train {genotype.space}, {recipe.space_settings}"
@@ -149,6 +171,8 @@ def _train(
             # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
             known = {"genotype": genotype.to_dict(), **facts_of(dataset, cost, parts)}
             known["data"]["outputs"] = outputs
+            if initial is not None:
+                known["init"] = initial
             return {**new_manifest("train", recipe.to_dict(), recipe.seed), "results": known}
 
         files = {"genotype.json": genotype.dumps()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +17,13 @@ from softcell.engine import RunFolder, resolve_device
 from softcell.engine.checkpoint import CURRENT, PREVIOUS
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interrupt import Interrupt, exit_code
-from softcell.engine.lanes import interleave
-from softcell.engine.lock import occupied
-from softcell.engine.runfolder import entries
-from softcell.errors import UserError
+from softcell.engine.lanes import Running
+from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
 from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe
 from softcell.search.search import SearchResult, searching
 from softcell.search.validation import ANEW
 
-SEEDS = "seeds.json"
 Keep = Literal["all", "best"]
 
 
@@ -60,10 +55,8 @@ def search_seeds(
     at_once: how many share the device; None for all of them on a GPU and one elsewhere.
     on_event: gives the listener of a seed's run.
     """
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
-    with occupied(out):
-        return _search_seeds(recipe, Path(out), seeds, keep, at_once, resume, overwrite, on_event)
+    with seeds_folder(out, seeds, "search", resume=resume, overwrite=overwrite) as folder:
+        return _search_seeds(recipe, folder, seeds, keep, at_once, resume, overwrite, on_event)
 
 
 def _search_seeds(
@@ -76,44 +69,29 @@ def _search_seeds(
     overwrite: bool,
     on_event: Callable[[int], OnEvent] | None,
 ) -> SeveralResult:
-    if resume:
-        _check_same(folder, seeds)
-    elif entries(folder) and not overwrite:
-        raise UserError(f"a new search needs an empty folder, but {folder} is not; use --resume, or another --out")
-    elif entries(folder):
-        read_seeds(folder)  # so that no other folder is written into
     _write(folder, seeds, {}, {}, None)
-    device = resolve_device(recipe.device)
-    results = {seed: done for seed in seeds if resume and (done := _finished(folder, recipe, seed)) is not None}
-    left = [seed for seed in seeds if seed not in results]
-    starts = [
-        partial(
-            searching,
+
+    def start(seed: int) -> Running[SearchResult]:
+        place = seed_folder(folder, seed)
+        return searching(
             replace(recipe, seed=seed),
-            _place(folder, seed),
-            resume=resume and (_place(folder, seed) / "run.json").is_file(),
+            place,
+            resume=resume and (place / "run.json").is_file(),
             overwrite=overwrite,
             on_event=None if on_event is None else on_event(seed),
         )
-        for seed in left
-    ]
-    together = at_once or (len(seeds) if device.type == "cuda" else 1)
-    with Interrupt() as interrupt:
-        found = interleave(starts, device, together)
-        stopped = interrupt.signal
-    errors = {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, Exception)}
-    if not results and len(errors) == len(seeds) and all(isinstance(e, UserError) for e in errors.values()):
-        raise next(iter(errors.values()))  # what is wrong is the recipe, not a seed
-    results |= {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, SearchResult)}
-    results = {seed: results[seed] for seed in seeds if seed in results}
+
+    done = {seed: found for seed in seeds if resume and (found := _finished(folder, recipe, seed)) is not None}
+    ran = run_seeds(start, seeds, done, resolve_device(recipe.device), at_once)
+    results, errors = ran.results, ran.errors
     best = _best(results)
     _write(folder, seeds, results, errors, best)
     if best is not None:
-        atomic_write_text(folder / "genotype.json", (_place(folder, best) / "genotype.json").read_text("utf-8"))
+        atomic_write_text(folder / "genotype.json", (seed_folder(folder, best) / "genotype.json").read_text("utf-8"))
     whole = not errors and all(result.genotype is not None for result in results.values())
     if keep == "best" and whole and best is not None:
         _drop_checkpoints(folder, [seed for seed in seeds if seed != best])
-    return SeveralResult(folder, results, errors, best, exit_code(stopped) if stopped else int(bool(errors)))
+    return SeveralResult(folder, results, errors, best, ran.exit_code)
 
 
 def figure(results: Iterable[SearchResult]) -> str:
@@ -143,12 +121,8 @@ def _best(results: dict[int, SearchResult]) -> int | None:
     return max(ranks, key=lambda seed: (ranks[seed], -seed), default=None)
 
 
-def _place(folder: Path, seed: int) -> Path:
-    return folder / f"seed-{seed}"
-
-
 def _finished(folder: Path, recipe: SearchRecipe, seed: int) -> SearchResult | None:
-    place = _place(folder, seed)
+    place = seed_folder(folder, seed)
     if not (place / "run.json").is_file():
         return None
     run = RunFolder.open(place)
@@ -157,21 +131,6 @@ def _finished(folder: Path, recipe: SearchRecipe, seed: int) -> SearchResult | N
     run.verify("genotype.json", "metrics.jsonl")
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()]
     return SearchResult(place, replace(recipe, seed=seed), Genotype.load(place), rows, 0)
-
-
-def _check_same(folder: Path, seeds: Sequence[int]) -> None:
-    """A resumed search has the seeds it began with."""
-    before = read_seeds(folder)
-    if before != list(seeds):
-        raise UserError(f"a resumed search keeps its seeds, but {folder} has {before} and {list(seeds)} were given")
-
-
-def read_seeds(folder: Path) -> list[int]:
-    """The seeds of a search of several."""
-    try:
-        return [int(one["seed"]) for one in json.loads((folder / SEEDS).read_text("utf-8"))["seeds"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} holds no search of several seeds: {SEEDS} is missing or broken ({error})") from error
 
 
 def _write(
@@ -188,7 +147,7 @@ def _write(
         listed.append(
             {
                 "seed": seed,
-                "folder": _place(folder, seed).name,
+                "folder": seed_folder(folder, seed).name,
                 "status": status,
                 "val_accuracy": None if result is None else score(result),
                 ANEW: None if result is None else _last(result, ANEW),
@@ -196,12 +155,11 @@ def _write(
                 "error": None if error is None else str(error),
             }
         )
-    text = json.dumps({"format": "softcell-seeds", "version": 1, "best": best, "seeds": listed}, indent=2)
-    atomic_write_text(folder / SEEDS, text + "\n")
+    write_seeds(folder, "search", listed, best)
 
 
 def _drop_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
     for seed in seeds:
-        for place in (_place(folder, seed), _place(folder, seed) / FIRST):
+        for place in (seed_folder(folder, seed), seed_folder(folder, seed) / FIRST):
             for name in (CURRENT, PREVIOUS):
                 (place / name).unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""One recipe with several seeds in one folder: a complete run per seed (`seed-0`, `seed-1`, …) and `seeds.json`.
+
+Resuming continues what is unfinished and repeats nothing. What a run is, and what it reached, is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from softcell.engine.files import atomic_write_text
+from softcell.engine.interrupt import Interrupt, exit_code
+from softcell.engine.lanes import Running, interleave
+from softcell.engine.lock import occupied
+from softcell.engine.runfolder import entries
+from softcell.errors import UserError
+
+SEEDS = "seeds.json"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran(Generic[T]):
+    """Results and errors by seed; `exit_code` is that of an interruption, 1 after an error, else 0."""
+
+    results: dict[int, T]
+    errors: dict[int, Exception]
+    exit_code: int
+
+
+def seed_folder(folder: Path, seed: int) -> Path:
+    """Where the run of a seed lies."""
+    return folder / f"seed-{seed}"
+
+
+@contextmanager
+def seeds_folder(
+    out: str | Path, seeds: Sequence[int], kind: str, *, resume: bool, overwrite: bool
+) -> Iterator[Path]:
+    """The folder of several runs of one `kind` (`search`, `train`), locked: a new one, or the one to resume."""
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
+    folder = Path(out)
+    with occupied(folder):
+        if resume:
+            before = read_seeds(folder, kind)
+            if before != list(seeds):
+                raise UserError(
+                    f"a resumed {kind} keeps its seeds, but {folder} has {before} and {list(seeds)} were given"
+                )
+        elif entries(folder) and not overwrite:
+            raise UserError(f"a new {kind} needs an empty folder, but {folder} is not; use --resume, or another --out")
+        elif entries(folder):
+            read_seeds(folder, kind)  # so that no other folder is written into
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+
+
+def run_seeds(
+    start: Callable[[int], Running[T]],
+    seeds: Sequence[int],
+    done: Mapping[int, T],
+    device: torch.device,
+    at_once: int | None,
+) -> Ran[T]:
+    """Runs `start(seed)` for all seeds that are not `done`; at_once: None for all on a GPU and one elsewhere."""
+    left = [seed for seed in seeds if seed not in done]
+    together = at_once or (len(seeds) if device.type == "cuda" else 1)
+    with Interrupt() as interrupt:
+        found = interleave([lambda seed=seed: start(seed) for seed in left], device, together)  # type: ignore[misc]
+        stopped = interrupt.signal
+    errors = {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, Exception)}
+    if not done and len(errors) == len(seeds) and all(isinstance(error, UserError) for error in errors.values()):
+        raise next(iter(errors.values()))  # what is wrong is the recipe, not a seed
+    fresh = {seed: value for seed, value in zip(left, found, strict=True) if not isinstance(value, Exception)}
+    results = {seed: {**done, **fresh}[seed] for seed in seeds if seed in done or seed in fresh}
+    return Ran(results, errors, exit_code(stopped) if stopped else int(bool(errors)))
+
+
+def read_seeds(folder: Path, kind: str = "search") -> list[int]:
+    """The seeds of several runs of one kind."""
+    try:
+        found = json.loads((folder / SEEDS).read_text("utf-8"))
+        known, seeds = found.get("kind", "search"), [int(one["seed"]) for one in found["seeds"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder} holds no {kind} of several seeds: {SEEDS} is missing or broken ({error})") from error
+    if known != kind:
+        raise UserError(
+            f"{folder} holds several runs of `softcell {known}`: resume it with `softcell {known} --resume`"
+        )
+    return seeds
+
+
+def write_seeds(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]], best: int | None, **more: Any) -> None:
+    """`seeds.json`: a row for each seed, the best seed where one is pointed out, and what they reached together."""
+    content = {"format": "softcell-seeds", "version": 1, "kind": kind, "best": best, **more, "seeds": list(rows)}
+    atomic_write_text(folder / SEEDS, json.dumps(content, indent=2) + "\n")

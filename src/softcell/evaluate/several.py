@@ -1,0 +1,122 @@
+"""One network trained with several seeds: mean and standard deviation of what the trainings reach.
+
+No seed is preferred: choosing one by its accuracy on the test set would make that a training set.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from softcell.arch import Genotype
+from softcell.engine import resolve_device
+from softcell.engine.events import OnEvent
+from softcell.engine.lanes import Running
+from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
+from softcell.evaluate.recipe import TrainRecipe
+from softcell.evaluate.train import TrainResult, finished_training, training
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSeeds:
+    """What trainings with several seeds left: results and errors by seed."""
+
+    folder: Path
+    results: dict[int, TrainResult]
+    errors: dict[int, Exception]
+    exit_code: int
+
+    def spread(self, figure: str) -> tuple[float, float | None, int] | None:
+        """Mean, standard deviation (None of one) and n of `accuracy`, `top5` or `recall_at_1` over finished runs."""
+        values = [value for one in self.results.values() if (value := figures(one).get(figure)) is not None]
+        if not values:
+            return None
+        return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values)
+
+
+def figures(result: TrainResult) -> dict[str, float | None]:
+    """What a training is judged by: accuracies, or what a retrieval finds at rank 1; {} where it is unfinished."""
+    if result.exit_code:
+        return {}
+    if result.recall is not None:
+        return {"recall_at_1": result.recall[1]}
+    return {"accuracy": result.accuracy, "top5": result.top5}
+
+
+def train_seeds(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    out: str | Path,
+    seeds: Sequence[int],
+    *,
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> TrainedSeeds:
+    """Trains with every seed, each in `out`/seed-N; each result is that of the same training alone.
+
+    at_once: how many share the device; None for all of them on a GPU and one elsewhere.
+    on_event: gives the listener of a seed's run.
+    """
+    with seeds_folder(out, seeds, "train", resume=resume, overwrite=overwrite) as folder:
+        return _train_seeds(genotype, recipe, folder, seeds, at_once, resume, overwrite, on_event)
+
+
+def _train_seeds(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    folder: Path,
+    seeds: Sequence[int],
+    at_once: int | None,
+    resume: bool,
+    overwrite: bool,
+    on_event: Callable[[int], OnEvent] | None,
+) -> TrainedSeeds:
+    _write(TrainedSeeds(folder, {}, {}, 0), seeds)
+
+    def start(seed: int) -> Running[TrainResult]:
+        place = seed_folder(folder, seed)
+        return training(
+            genotype,
+            replace(recipe, seed=seed),
+            place,
+            resume=resume and (place / "run.json").is_file(),
+            overwrite=overwrite,
+            on_event=None if on_event is None else on_event(seed),
+        )
+
+    done: Mapping[int, TrainResult] = {
+        seed: found
+        for seed in seeds
+        if resume
+        and (seed_folder(folder, seed) / "run.json").is_file()
+        and (found := finished_training(seed_folder(folder, seed), genotype, replace(recipe, seed=seed))) is not None
+    }
+    ran = run_seeds(start, seeds, done, resolve_device(recipe.device), at_once)
+    result = TrainedSeeds(folder, ran.results, ran.errors, ran.exit_code)
+    _write(result, seeds)
+    return result
+
+
+def _write(result: TrainedSeeds, seeds: Sequence[int]) -> None:
+    rows = []
+    for seed in seeds:
+        found, error = result.results.get(seed), result.errors.get(seed)
+        status = "failed" if error else "finished" if found is not None and not found.exit_code else "open"
+        rows.append(
+            {
+                "seed": seed,
+                "folder": seed_folder(result.folder, seed).name,
+                "status": status,
+                **({} if found is None else figures(found)),
+                "error": None if error is None else str(error),
+            }
+        )
+    together = {}
+    for name in ("accuracy", "top5", "recall_at_1"):
+        if (spread := result.spread(name)) is not None:
+            together[name] = dict(zip(("mean", "std", "n"), spread, strict=True))
+    write_seeds(result.folder, "train", rows, None, together=together)
