@@ -18,7 +18,7 @@ EPILOG = o.examples(
     "softcell train runs/darts-darts-digits-1",
     "softcell train runs/darts-darts-digits-1 --random 3",
     "softcell train runs/darts-darts-digits-1 --seeds 3",
-    "softcell train cell.json --data cub --from runs/train-darts-imagenet-1",
+    "softcell train cell.json --data cub200 --from runs/train-darts-imagenet-1",
     "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
     "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
     "softcell train --resume runs/train-darts-digits-1",

@@ -22,7 +22,8 @@ def load_initial(network: nn.Module, folder: str | Path) -> dict[str, Any]:
     """Copies the weights and buffers of every layer whose names and shapes all fit from the network in `folder`.
 
     Whole layers: a new classifier does not keep the biases of another. It fits where the number of classes is the same.
-    An auxiliary tower is not part of a trained network's file and starts from random weights. Gives what is recorded of it in `run.json`: the run, its file's SHA-256, how much fitted and what did not.
+    An auxiliary tower is not part of a trained network's file and starts from random weights. Gives what is recorded of
+    it in `run.json`: the run, its file's SHA-256, how much fitted and what did not.
     """
     description = read_description(folder)  # verifies the file, and that the run is a finished training
     file = Path(folder) / WEIGHTS
