@@ -40,9 +40,7 @@ def seed_folder(folder: Path, seed: int) -> Path:
 
 
 @contextmanager
-def seeds_folder(
-    out: str | Path, seeds: Sequence[int], kind: str, *, resume: bool, overwrite: bool
-) -> Iterator[Path]:
+def seeds_folder(out: str | Path, seeds: Sequence[int], kind: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
     """The folder of several runs of one `kind` (`search`, `train`), locked: a new one, or the one to resume."""
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
