@@ -195,3 +195,21 @@ def test_the_study_of_dynamic_convolutions_measures_kernels_weights_and_picks(
     assert found["summary"]["paper"]["picks"] == 6 and found["start"]["uneven"]["3x3"] < 0.5
     assert {"features", "attentions", "dynamic kernel, decode"} < set(found["start"]["gradient_over_weight"])
     assert 0.4 < found["start"]["added_over_base"]["channel_attention"] < 0.6
+
+
+def test_the_pages_table_of_dynamic_convolutions_is_the_record() -> None:
+    root = Path(__file__).parents[2]
+    record = json.loads((root / "results/nos/dynamic-digits.json").read_text())
+    page = (root / "docs/papers/nos.md").read_text(encoding="utf-8")
+    rows = {
+        "Appendix A.1": "paper",
+        "box filters": "box",
+        "start as the identity": "identity",
+        "Appendix A.1, logits start with deviation 1": "normal",
+    }
+    for label, arm in rows.items():
+        found = record["summary"][arm]
+        shown = [f"{one['mean']:.3f} ± {one['std']:.3f}" for one in found["weights"].values()]
+        line = " | ".join(["", label, *shown, f"{found['dynamic_picks']} of {found['picks']}", ""]).strip()
+        assert line in page, line
+        assert {one["n"] for one in found["weights"].values()} == {3}
