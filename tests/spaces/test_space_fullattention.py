@@ -97,6 +97,15 @@ def test_large_images_are_pooled_behind_the_stem(side: int, first: int) -> None:
     assert found[0] == (16, side, side) and found[1] == (16, first, first)
 
 
+def test_weights_for_imagenet_fit_networks_for_birds_but_for_the_classifier() -> None:
+    genotype = sample(SPACE.layout(), 3)
+    space = replace(SPACE, channels=112)
+    imagenet = on_meta(space, 224, genotype, classes=1000).state_dict()
+    birds = on_meta(space, 448, genotype, classes=200).state_dict()
+    differ = [name for name in birds if name not in imagenet or imagenet[name].shape != birds[name].shape]
+    assert differ == ["skeleton.classifier.weight", "skeleton.classifier.bias"] and set(imagenet) == set(birds)
+
+
 @pytest.mark.parametrize(
     ("candidates", "tied"),
     [(("local_sa_k3_h8", "local_sa_k7_h4"), False), (("local_sa_k3_h8", "local_sa_k7_h4", "non_local_sa"), True)],
