@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from softcell.arch import WeightMix, count, sample
+sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
+
+from reference_itnas import encoder
+
+from softcell.arch import Mix, StrongestEach, Table, WeightMix, count, derive, sample
+from softcell.errors import UserError
+from softcell.methods import fitted
+from softcell.methods.darts import Darts, DartsSettings
+from softcell.methods.itnas import ItNas, ItNasSettings
+from softcell.methods.snas import Snas, SnasSettings, concrete
 from softcell.spaces import build_space
 from softcell.spaces.oneshot1_count import SPACES, counts, raw_count
 from softcell.testing import one_hot, tiny_space
@@ -108,3 +122,140 @@ def test_a_parent_that_is_not_chosen_has_no_say() -> None:
     none = table.columns("none")
     changed = torch.where(none, torch.full_like(weights, 0.7), weights)  # the weight of `none` changes nothing
     torch.testing.assert_close(supernet(x, WeightMix(layout, {"cell": changed})), before)
+
+
+def parents_of(table: Table) -> dict[int, list[int]]:
+    """By node that chooses parents the choices that end in it."""
+    return {n: list(table.incoming(n)) for n in table.targets if n % 2 == 1}
+
+
+def literal_softmax(table: Table, alpha: Tensor) -> Tensor:
+    """One softmax over the parents of each node, one over the operations of each block, number by number."""
+    found = torch.zeros_like(alpha)
+    for edges in parents_of(table).values():
+        total = sum(math.exp(float(alpha[i, 1])) for i in edges)
+        for i in edges:
+            found[i, 1] = math.exp(float(alpha[i, 1])) / total
+            found[i, 0] = 1 - found[i, 1]
+    for i, choice in enumerate(table.choices):
+        if choice.target % 2 == 0:
+            found[i] = alpha[i].exp() / alpha[i].exp().sum()
+    return found
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_parents_compete_in_one_softmax(number: int) -> None:
+    layout = tiny_space(f"nb1shot1-{number}").layout()
+    (table,) = layout.tables
+    darts = Darts(layout, DartsSettings(init_scale=1.0)).double()
+    expected = literal_softmax(table, darts.alpha["cell"].detach())
+    torch.testing.assert_close(darts.probabilities()["cell"].detach(), expected)
+    snas = Snas(layout, SnasSettings()).double()
+    with torch.no_grad():
+        snas.temperature.fill_(0.5)
+        snas.log_alpha["cell"].normal_()
+    uniform = torch.rand(table.shape, dtype=torch.float64)
+    noisy = (snas.log_alpha["cell"].detach() - (-uniform.log()).log()) / 0.5
+    sampled = concrete(snas.log_alpha["cell"], snas.masks["cell"], 0.5, uniform, snas.masks.members("cell"))
+    torch.testing.assert_close(sampled.detach(), literal_softmax(table, noisy))
+    torch.testing.assert_close(
+        snas.probabilities()["cell"].detach(), literal_softmax(table, snas.log_alpha["cell"].detach())
+    )
+    torch.manual_seed(3)
+    mix = snas.relax()
+    assert isinstance(mix, WeightMix)
+    for edges in parents_of(table).values():
+        assert float(mix.tables["cell"][edges, 1].sum().detach()) == pytest.approx(1.0)
+
+
+def test_a_parent_gains_what_others_lose() -> None:
+    layout = tiny_space("nb1shot1-1").layout()
+    (table,) = layout.tables
+    method = Darts(layout, DartsSettings()).double()
+    edges = parents_of(table)[table.output[0]]
+    before = method.probabilities()["cell"][edges, 1].detach()
+    with torch.no_grad():
+        method.alpha["cell"][edges[2], 1] += 1.0
+    after = method.probabilities()["cell"][edges, 1].detach()
+    assert [bool(b > a) for a, b in zip(before, after, strict=True)] == [i == 2 for i in range(len(edges))]
+
+
+def test_rules_of_other_methods_keep_the_parents_of_the_space() -> None:
+    """SNAS takes the strongest candidate of every edge: `none`, wherever a parent has less than half."""
+    layout = tiny_space("nb1shot1-2").layout()
+    (table,) = layout.tables
+    strengths = torch.rand(table.shape, generator=torch.Generator().manual_seed(0))
+    strengths[:, 0] = 2.0
+    cell = derive(layout, {"cell": strengths}, StrongestEach()).cells["cell"]
+    own = derive(layout, {"cell": strengths}).cells["cell"]
+    for node in parents_of(table):
+        assert cell.incoming(node) == own.incoming(node)
+    for node in range(2, 9, 2):
+        (pick,) = cell.incoming(node)
+        row = strengths[table.incoming(node)[0]]
+        assert pick.op == table.choices[table.incoming(node)[0]].candidates[int(row.argmax())]
+
+
+class LiteralParents(Mix):
+    """IT-NAS by the literal encoder: the parents of a node are tokens of one, and so are a block's operations."""
+
+    def __init__(self, method: ItNas) -> None:
+        self.method, self.rows = method, dict[tuple[int, int], Tensor]()
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        every, attention = encoder(self.method.transformer(site, choice), outputs)
+        self.rows[site, choice] = attention[:, 0, 1:]
+        return every[:, 0]
+
+    def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
+        edges = sorted(outputs)
+        tokens = {i: outputs[choice][1] for i, choice in enumerate(edges)}
+        every, attention = encoder(self.method.transformer(site, edges[0]), tokens)
+        for i, choice in enumerate(edges):
+            row = torch.zeros(len(attention), 3, dtype=attention.dtype)
+            row[:, 1] = attention[:, 0, i + 1]
+            self.rows[site, choice] = row
+        return every[:, 0]
+
+
+@pytest.mark.parametrize("drop_path", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_indicator_token_attends_to_all_parents_together(drop_path: bool, shared: bool) -> None:
+    torch.manual_seed(0)
+    space = tiny_space("nb1shot1-2")
+    supernet = space.supernet((3, 8, 8), 5).double()
+    if drop_path:
+        supernet.use_drop_path(0.5)
+        supernet.drop_path.set_fraction(1.0)
+    supernet.train(drop_path)
+    method = fitted(ItNas, ItNasSettings(shared=shared), supernet).double()
+    with torch.no_grad():
+        for parameter in method.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    x, literal, looking = torch.randn(3, 3, 8, 8, dtype=torch.float64), LiteralParents(method), method.looking()
+    found = []
+    for mix in (looking, literal):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            found.append(supernet(x, mix))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-7)
+    (table,) = method.layout.tables
+    sites = range(len(method.layout.sites))
+    rows = method.indicator()["cell"]
+    shares = method.probabilities()["cell"]
+    for i in range(len(table)):
+        expected = torch.stack([literal.rows[s, i] for s in sites]).mean((0, 1))
+        torch.testing.assert_close(rows[i], expected, rtol=1e-7, atol=1e-8)
+    for node, edges in parents_of(table).items():
+        assert float(rows[edges, 1].sum()) < 1, "the IT keeps a part"
+        torch.testing.assert_close(shares[edges, 1], rows[edges, 1] / rows[edges, 1].sum())
+        strongest = sorted(edges, key=lambda i: -float(rows[i, 1]))[: len(method.derive().cells["cell"].incoming(node))]
+        kept = {pick.source for pick in method.derive().cells["cell"].incoming(node)}
+        assert kept == {table.choices[i].source for i in strongest}
+    assert float(rows[parents_of(table)[9], 1].std()) > 1e-3, "parents differ"
+
+
+def test_single_paths_are_refused_where_edges_compete() -> None:
+    supernet = tiny_space("nb1shot1-1").supernet((3, 8, 8), 5)
+    with pytest.raises(UserError, match=r"method\.paths=all"):
+        fitted(ItNas, ItNasSettings(paths="single"), supernet)

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from softcell.errors import UserError
 
+LINK = 1
+"""The column of the link of an edge that competes with others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -41,15 +44,22 @@ class Table:
     """Choices that share one logits matrix [choices, width].
 
     `output` lists the nodes that form what a site hands on (concatenated in DARTS cells, one node elsewhere).
+    `contests` lists groups of choices, by their indices, that compete with each other: edges into one node, each with
+    the candidates `none` and a link, of which the space keeps a fixed number. One softmax runs over their links.
     """
 
     name: str
     choices: tuple[Choice, ...]
     output: tuple[int, ...]
+    contests: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.choices:
             raise UserError(f"table {self.name!r} needs at least one choice, got none")
+        members = [i for contest in self.contests for i in contest]
+        assert len(set(members)) == len(members), "a choice takes part in one contest"
+        for own in (self.choices[i].candidates for i in members):
+            assert len(own) == LINK + 1 and own[0] == "none", f"what competes is `none` and a link, got {own}"
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -72,6 +82,11 @@ class Table:
     def sources(self) -> tuple[int, ...]:
         """Nodes with leaving choices, in ascending order."""
         return tuple(sorted({choice.source for choice in self.choices}))
+
+    @cached_property
+    def contest_of(self) -> dict[int, tuple[int, ...]]:
+        """The contest of every choice that takes part in one."""
+        return {choice: contest for contest in self.contests for choice in contest}
 
     def incoming(self, target: int) -> tuple[int, ...]:
         """Indices of the choices that end in `target`."""

@@ -52,6 +52,15 @@ class Mix(ABC):
         """
         return {}
 
+    def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
+        """One output out of those of choices that compete to be inputs of a node (`Table.contests`), by choice.
+
+        By default the sum of what `combine` makes of each, whose weights then compete.
+        """
+        found = [self.combine(site, choice, own) for choice, own in sorted(outputs.items())]
+        present = [x for x in found if x is not None]
+        return sum(present[1:], start=present[0]) if present else None
+
     def live(self, site: int) -> Live | None:
         """Which candidates of each choice must run at this site; None means all."""
         return None

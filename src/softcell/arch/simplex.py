@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from softcell.arch.choice import LINK
+
 
 def masked_softmax(logits: Tensor, mask: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
     """Softmax over the real candidates of each choice; padding gets exactly 0.
@@ -12,6 +14,30 @@ def masked_softmax(logits: Tensor, mask: Tensor, temperature: Tensor | float = 1
     logits, mask [..., choices, width] to probabilities of the same shape.
     """
     return torch.softmax((logits / temperature).masked_fill(~mask, -torch.inf), dim=-1)
+
+
+def contested_softmax(logits: Tensor, mask: Tensor, members: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
+    """`masked_softmax`, but one softmax over the links of each contest, and `none` has what a link lacks to 1.
+
+    logits, mask [..., choices, width]; members bool [contests, choices] to probabilities like the logits.
+    """
+    links = torch.where(members, (logits / temperature)[..., None, :, LINK], -torch.inf)  # [..., contests, choices]
+    return with_links(masked_softmax(logits, mask, temperature), torch.softmax(links, dim=-1), members, mask)
+
+
+def contested_shares(strengths: Tensor, members: Tensor) -> Tensor:
+    """`normalised`, but the links of each contest sum to 1, and `none` has what a link lacks to 1."""
+    links = torch.where(members, strengths[..., None, :, LINK], 0.0)
+    shares = links / links.sum(-1, keepdim=True)
+    return with_links(normalised(strengths), shares, members, torch.ones_like(strengths, dtype=torch.bool))
+
+
+def with_links(others: Tensor, links: Tensor, members: Tensor, mask: Tensor) -> Tensor:
+    """Probabilities [..., choices, width] with those of contested links [..., contests, choices] in their place."""
+    link = torch.where(members, links, 0.0).sum(-2)
+    gap = (1.0 - link) * mask[..., 0]
+    row = torch.stack([gap, link, *([torch.zeros_like(link)] * (others.shape[-1] - LINK - 1))], dim=-1)
+    return torch.where(members.any(0)[:, None], row, others)
 
 
 def entropy(probabilities: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ class _Watched(Mix):
             self.combined = result
         return result
 
+    def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
+        if isinstance(self._mix, WeightMix):
+            return super().compete(site, outputs)
+        return self._mix.compete(site, {choice: self._kept(site, choice, own) for choice, own in outputs.items()})
+
     def _kept(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Mapping[int, Tensor | None]:
         if (site, choice) != self._place:
             return outputs

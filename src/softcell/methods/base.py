@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Plan, Rule, WeightMix, derive
-from softcell.arch.simplex import masked_softmax
+from softcell.arch.simplex import contested_shares, contested_softmax, masked_softmax, normalised
 from softcell.spaces import Supernet
 from softcell.spaces.shapes import Shapes, output_shapes
 
@@ -256,7 +256,8 @@ def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:
 class Masks(nn.Module):
     """The masks of all tables as buffers, so that they move with the method.
 
-    `excludes` names candidates that take no part; an edge that has nothing else keeps them.
+    `excludes` names candidates that take no part; an edge that has nothing else keeps them. `softmax` and `shares` know
+    which choices of a table compete with each other (`Table.contests`).
     """
 
     def __init__(self, layout: Layout, excludes: Sequence[str] = ()) -> None:
@@ -267,9 +268,30 @@ class Masks(nn.Module):
                 left = mask & ~table.columns(name)
                 mask = torch.where(left.any(1, keepdim=True), left, mask)
             self.register_buffer(table.name, mask, persistent=False)
+        self._members = nn.Module()  # bool [contests, choices] of the tables that have contests
+        for table in layout.tables:
+            if table.contests:
+                rows = [[i in contest for i in range(len(table))] for contest in table.contests]
+                self._members.register_buffer(table.name, torch.tensor(rows), persistent=False)
 
     def __getitem__(self, table: str) -> Tensor:
         return self.get_buffer(table)
+
+    def members(self, table: str) -> Tensor | None:
+        """bool [contests, choices]; None where nothing competes."""
+        return dict(self._members.named_buffers()).get(table)
+
+    def softmax(self, table: str, logits: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
+        """Probabilities [choices, width] of logits like them: per choice, and over the links of those that compete."""
+        members = self.members(table)
+        if members is None:
+            return masked_softmax(logits, self[table], temperature)
+        return contested_softmax(logits, self[table], members, temperature)
+
+    def shares(self, table: str, strengths: Tensor) -> Tensor:
+        """Strengths [choices, width], not negative, as shares: per choice, and over the links of those that compete."""
+        members = self.members(table)
+        return normalised(strengths) if members is None else contested_shares(strengths, members)
 
 
 class SoftmaxMethod(Method):
@@ -287,4 +309,4 @@ class SoftmaxMethod(Method):
         return WeightMix(self.layout, self.probabilities())
 
     def probabilities(self) -> dict[str, Tensor]:
-        return {name: masked_softmax(alpha, self.masks[name]) for name, alpha in self.alpha.items()}
+        return {name: self.masks.softmax(name, alpha) for name, alpha in self.alpha.items()}

@@ -30,7 +30,6 @@ from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, 
 from softcell.arch.anneal import Schedule, temperature_at
 from softcell.arch.derive import derive_picks
 from softcell.arch.mix import live_of
-from softcell.arch.simplex import masked_softmax
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
@@ -219,7 +218,7 @@ class _EngineTransit(Method):
 
     def softened(self, table: str) -> Tensor:
         """p [choices, width] (Eq 5)."""
-        return masked_softmax(self.alpha[table], self.masks[table], self.temperature)
+        return self.masks.softmax(table, self.alpha[table], self.temperature)
 
     def reading(self) -> Tensor | None:
         if len(self.engines) == len(self.layout.sites):

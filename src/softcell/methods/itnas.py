@@ -26,10 +26,10 @@ from torch.func import functional_call
 
 from softcell.arch import Genotype, Layout, Live, Mix, Plan, Rule, count, derive
 from softcell.arch.aggregate import Aggregate, SiteRows, aggregate, scores
+from softcell.arch.choice import LINK
 from softcell.arch.margins import Margin, Selection, margins
 from softcell.arch.mix import live_where
 from softcell.arch.paths import uniform_path, widened
-from softcell.arch.simplex import normalised
 from softcell.errors import UserError
 from softcell.kernels.indicator import Laid
 from softcell.methods.base import Masks, Method, Regime
@@ -146,6 +146,19 @@ class ItMix(Mix):
         self.rows.note(site, choice, attention)
         return output
 
+    def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
+        """The links of a contest are the tokens of one Lite-Transformer: the IT attends to all of them together."""
+        contest = self._method.layout.table(self._method.layout.sites[site]).contest_of[next(iter(outputs))]
+        numbered = {contest.index(choice): own[LINK] for choice, own in outputs.items() if LINK in own}
+        if all(x is None for x in numbered.values()):
+            return None
+        output, attention = self._run(site, contest[0], numbered)
+        nothing = torch.zeros_like(attention[:, 0])
+        for choice in outputs:
+            link = attention[:, contest.index(choice) + 1]
+            self.rows.note(site, choice, torch.stack([attention[:, 0], nothing, link], dim=1))
+        return output
+
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
     ) -> Mapping[int, Tensor | None]:
@@ -236,6 +249,11 @@ class ItNas(Method):
         self.left_out = layout.rule.never_picked if isinstance(layout.rule, Rule) else ()
         self.masks = Masks(layout, self.left_out)
         self.live = {table.name: live_where(self.masks[table.name]) for table in layout.tables}
+        if settings.paths != "all" and any(table.contests for table in layout.tables):
+            raise UserError(
+                f"method.paths={settings.paths} attends to the candidates of one edge, but in space {layout.space} "
+                "edges into a node compete with each other; set method.paths=all"
+            )
         self.transformers = nn.ModuleDict()
         self._named: dict[tuple[int, int], str] = {}  # by site and choice
         self.moments = TableMoments(layout)
@@ -257,12 +275,14 @@ class ItNas(Method):
             shape = outputs.feature()
             if shape is None or all(outputs.by_candidate.get(k) is None for k in taking_part):
                 continue  # zeros alone: nothing to attend to
-            alike = (table.name, choice, shape, outputs.in_parts) if s.shared else (site, choice)
+            contest = table.contest_of.get(choice)  # whose links are the tokens of one
+            first = choice if contest is None else contest[0]
+            alike = (table.name, first, shape, outputs.in_parts) if s.shared else (site, first)
             name = self._named[site, choice] = known.setdefault(alike, f"{site}_{choice}")
             if name not in self.transformers:
                 self.transformers[name] = LiteTransformer(
                     shape,
-                    len(table.choices[choice].candidates),
+                    len(table.choices[choice].candidates if contest is None else contest),
                     pool=s.pool if s.tokens == "pooled" else None,
                     width=s.width,
                     values=not outputs.in_parts,
@@ -288,7 +308,7 @@ class ItNas(Method):
         """The edges whose outputs Lite-Transformers put together; others are attended to alone."""
         for site, choice in (place for places in self.places.values() for place in places):
             table, outputs = self.layout.table(self.layout.sites[site]), shapes[site, choice]
-            if not outputs.in_parts:
+            if not outputs.in_parts and choice not in table.contest_of:
                 seen = {k: outputs.by_candidate[k] for k in self.live[table.name][choice]}
                 yield Member(site, table.choices[choice].source, choice, self.transformer(site, choice), seen)
 
@@ -404,7 +424,7 @@ class ItNas(Method):
 
     def probabilities(self) -> dict[str, Tensor]:
         """The indicator without the IT's attention to itself: sums to 1 per choice. Uniform before the first pass."""
-        return {name: normalised(rows).to(self._dtype()) for name, rows in self.indicator().items()}
+        return {name: self.masks.shares(name, rows).to(self._dtype()) for name, rows in self.indicator().items()}
 
     def derive(self) -> Genotype:
         return derive(self.layout, self.indicator(), self.rule, about={"method": self.name})  # Eq 6
@@ -417,7 +437,7 @@ class ItNas(Method):
             if table.name not in mix.rows.tables():
                 found[table.name] = self.uniform(table.name)
                 continue
-            found[table.name] = normalised(mix.rows.mean(table.name).mean(0))
+            found[table.name] = self.masks.shares(table.name, mix.rows.mean(table.name).mean(0))
         return found
 
     def is_steerable(self) -> bool:
@@ -468,13 +488,22 @@ class ItNas(Method):
 
     def gauges(self) -> dict[str, Tensor]:
         """The share of its attention that the IT keeps to itself, by table."""
-        rows = self.indicator()
-        return {f"own_attention_{name}": 1.0 - row.sum(1).mean() for name, row in rows.items()}
+        found = {}
+        for table in self.layout.tables:
+            given = self.indicator()[table.name].sum(1)
+            together = [given[list(contest)].sum() for contest in table.contests]
+            alone = [given[i] for i in range(len(table)) if i not in table.contest_of]
+            found[f"own_attention_{table.name}"] = 1.0 - torch.stack(together + alone).mean()
+        return found
 
     def uniform(self, table: str) -> Tensor:
         """1 / (candidates + 1) at all that take part [choices, width]: what attention starts near."""
-        mask = self.masks[table].to(self._dtype())
-        return mask / (mask.sum(1, keepdim=True) + 1.0)
+        mask, members = self.masks[table].to(self._dtype()), self.masks.members(table)
+        tokens = mask.sum(1)
+        if members is not None:  # as many as there are links in the contest
+            sizes = torch.where(members, members.sum(1, keepdim=True), 0).sum(0)
+            tokens = torch.where(sizes > 0, sizes, tokens)
+        return mask / (tokens[:, None] + 1.0)
 
     def _dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), torch.get_default_dtype())

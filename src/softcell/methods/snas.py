@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
 from softcell.arch.anneal import Schedule, temperature_at
-from softcell.arch.simplex import masked_softmax
+from softcell.arch.simplex import contested_softmax, masked_softmax
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 from softcell.nn.draws import draw_uniform
@@ -40,12 +40,18 @@ def gumbel(uniform: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform.clamp(bounds.tiny, 1.0 - bounds.eps)))
 
 
-def concrete(log_alpha: Tensor, mask: Tensor, temperature: Tensor | float, uniform: Tensor) -> Tensor:
-    """One relaxed one-hot sample Z per choice (Eq 5); padding is exactly 0.
+def concrete(
+    log_alpha: Tensor, mask: Tensor, temperature: Tensor | float, uniform: Tensor, members: Tensor | None = None
+) -> Tensor:
+    """One relaxed one-hot sample Z per choice (Eq 5), or per contest of choices; padding is exactly 0.
 
-    log_alpha, mask, uniform [..., choices, width] and temperature λ [] to [..., choices, width].
+    log_alpha, mask, uniform [..., choices, width], temperature λ [] and members bool [contests, choices] to
+    [..., choices, width].
     """
-    return masked_softmax(log_alpha + gumbel(uniform), mask, temperature)
+    noisy = log_alpha + gumbel(uniform)
+    if members is None:
+        return masked_softmax(noisy, mask, temperature)
+    return contested_softmax(noisy, mask, members, temperature)
 
 
 def credit(sample: Tensor, gradient: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class Snas(Method):
 
     def probabilities(self) -> dict[str, Tensor]:
         """α^k / Σ_l α^l: how often each candidate wins a sample, at any temperature."""
-        return {name: masked_softmax(log_alpha, self.masks[name]) for name, log_alpha in self.log_alpha.items()}
+        return {name: self.masks.softmax(name, log_alpha) for name, log_alpha in self.log_alpha.items()}
 
     def watched(self, mix: Mix) -> Sequence[Tensor]:
         assert isinstance(mix, WeightMix)
@@ -162,4 +168,5 @@ class Snas(Method):
         """Z [choices, width]; drawn in float32, so that the precision of a run does not change its samples."""
         log_alpha = self.log_alpha[table]
         uniform = draw_uniform(*log_alpha.shape, device=log_alpha.device)
-        return concrete(log_alpha, self.masks[table], self.temperature, uniform.to(log_alpha.dtype))
+        members = self.masks.members(table)
+        return concrete(log_alpha, self.masks[table], self.temperature, uniform.to(log_alpha.dtype), members)

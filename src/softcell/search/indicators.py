@@ -111,6 +111,10 @@ class Without(Mix):
         left = self._left(site, choice, outputs)
         return self._mix.combine(site, choice, left) if left else None
 
+    def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
+        left = {choice: self._left(site, choice, own) for choice, own in outputs.items()}
+        return self._mix.compete(site, {choice: own for choice, own in left.items() if own})
+
     def _left(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Mapping[int, Tensor | None]:
         if site not in self._sites or choice != self._choice:
             return outputs

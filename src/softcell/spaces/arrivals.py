@@ -35,14 +35,19 @@ class Combiner:
     """Combines outputs of a table's candidates, each [n, c, h, w], by a mix; None where there are zeros alone."""
 
     def __init__(self, table: Table) -> None:
-        self._width = table.width
+        self._width, self._contest_of = table.width, table.contest_of
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
         """The sum of all outputs; with drop-path (factors [choices, n]), choice by choice."""
         if factors is None:
             return self.sum(outputs, mix, site)
-        value: Tensor | None = None
+        if self._contest_of and not isinstance(mix, WeightMix):  # what is dropped of those that compete are their maps
+            outputs = [
+                (c, k, scaled(x, factors, c) if x is not None and c in self._contest_of else x) for c, k, x in outputs
+            ]
+        value = self._compete(outputs, mix, site)
+        outputs = [output for output in outputs if isinstance(mix, WeightMix) or output[0] not in self._contest_of]
         for choice in sorted({choice for choice, _, _ in outputs}):
             own = self.sum([output for output in outputs if output[0] == choice], mix, site)
             if own is not None:
@@ -59,12 +64,22 @@ class Combiner:
             if mix.is_picked(site):
                 return total([x for _, _, x in present])
             return weighted_sum([x for _, _, x in present], self._weights([one[:2] for one in present], mix, site))
-        value: Tensor | None = None
-        for choice in sorted({choice for choice, _, _ in outputs}):
+        value = self._compete(outputs, mix, site)
+        for choice in sorted({choice for choice, _, _ in outputs if choice not in self._contest_of}):
             own = mix.combine(site, choice, {k: x for c, k, x in outputs if c == choice})
             if own is not None:
                 value = own if value is None else value + own
         return value
+
+    def _compete(self, outputs: list[Output], mix: Mix, site: int) -> Tensor | None:
+        """The sum over contests of what their choices are combined to; None where none compete, or by plain weights."""
+        contests: dict[tuple[int, ...], dict[int, dict[int, Tensor | None]]] = {}
+        for choice, candidate, x in () if isinstance(mix, WeightMix) else outputs:
+            if choice in self._contest_of:
+                contests.setdefault(self._contest_of[choice], {}).setdefault(choice, {})[candidate] = x
+        found = [mix.compete(site, own) for own in contests.values()]
+        present = [x for x in found if x is not None]
+        return total(present) if present else None
 
     def sum_alike(self, outputs: Tensor, places: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
         """The sum of outputs [n, places, c, h, w], by choice and candidate of each place."""

@@ -17,8 +17,9 @@ In a table choices stand between nodes, one per edge and one per block:
     last node          output
 
 An edge from a node to a block's sum has the candidates `none` and `skip_connect`, one to the output `none` and
-`link_1x1`: whether the node is a parent. The edge from a block's sum to the block has its operations. The rule keeps
-the parents whose edges are strongest.
+`link_1x1`: whether the node is a parent. The edge from a block's sum to the block has its operations. The edges into a
+node compete (`Table.contests`): as in the authors' code there is one softmax over the parents of a block, and one over
+those of the output. The rule keeps the parents whose edges are strongest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from softcell.arch import Choice, Genotype, Layout, Mix, Table, TopInputs
+from softcell.arch import Choice, Genotype, Layout, Mix, Pick, Table, TopInputs
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.nn.norm import BatchNorm2d
@@ -78,6 +79,13 @@ class Parents(TopInputs):
     def _kept(self, table: Table, target: int) -> int:
         return min(dict(self.per_node).get(target, self.inputs), len(table.incoming(target)))
 
+    def complete(self, table: Table, strengths: Tensor, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
+        """Nodes with a number of parents have that number, whatever rule chose their other picks."""
+        nodes = dict(self.per_node)
+        own = [pick for pick in picks if pick.target not in nodes]
+        own += [pick for pick in self(table, strengths) if pick.target in nodes]
+        return tuple(sorted(own, key=lambda pick: (pick.target, pick.source)))
+
 
 class _OneShot1(Space):
     """What the three spaces share; `parents` of blocks 1, 2, … and of the output, `published` architectures."""
@@ -116,7 +124,8 @@ class _OneShot1(Space):
             before.append(gathered + 1)
         choices += [Choice(source, self.output, (GAP, LAST)) for source in before]
         rule = Parents(per_node=tuple(zip(self.gathering(), self.parents, strict=True)))
-        table = Table("cell", tuple(choices), output=(self.output,))
+        into = [tuple(i for i, choice in enumerate(choices) if choice.target == node) for node in self.gathering()]
+        table = Table("cell", tuple(choices), output=(self.output,), contests=tuple(into))
         return Layout(self.name, (table,), ("cell",) * (STACKS * self.cells_per_stack), rule)
 
     def gathering(self) -> list[int]:

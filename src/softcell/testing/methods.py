@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Genotype, Mix, Table, WeightMix, check_against, sample
+from softcell.arch.choice import LINK
 from softcell.methods import METHODS, Method, Sampler, fitted
 from softcell.nn.draws import SharedDraws
 from softcell.settings import build, to_dict
@@ -90,6 +91,9 @@ def gradients_reach_every_logit(kind: type[Method], space: Space) -> None:
                 mask = _taking_part(kind, table)
                 # A softmax over one candidate is 1 whatever its logit: nothing to learn there.
                 free = mask & (mask.sum(1, keepdim=True) > 1)
+                for contest in table.contests:  # one softmax over their links; `none` is what they leave
+                    free[list(contest), 0] = False
+                    free[list(contest), LINK] &= len(contest) > 1
                 require(bool(total[free].all()), f"{kind.name}: a gradient must reach every logit of {name}")
                 require(not bool(total[~mask].any()), f"{kind.name}: padding of {name} must get no gradient")
 
