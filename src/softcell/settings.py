@@ -20,15 +20,19 @@ from softcell.errors import UserError, nearest
 T = TypeVar("T")
 
 
-def build(kind: type[T], values: Mapping[str, Any], where: str = "settings") -> T:
-    """A dataclass of type `kind` from a mapping; nested dataclasses from nested mappings."""
+def build(kind: type[T], values: Mapping[str, Any], where: str = "settings", elsewhere: Iterable[str] = ()) -> T:
+    """A dataclass of type `kind` from a mapping; nested dataclasses from nested mappings.
+
+    elsewhere: dotted names of settings that may be given beside these; suggested in place of a wrong one.
+    """
     assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
     names = [f.name for f in dataclasses.fields(kind) if f.init]
     arguments = {}
     for key, value in values.items():
         if key not in names:
-            raise UserError(f"{where}: no setting {key!r}; {_hint(str(key), names)}")
+            nested = [*_nested(hints, names), *elsewhere]
+            raise UserError(f"{where}: no setting {_full(str(key), value)!r}; {_hint(str(key), value, names, nested)}")
         arguments[key] = convert(hints[key], value, f"{where}.{key}")
     needed = [f.name for f in dataclasses.fields(kind) if f.init and _has_no_default(f) and f.name not in arguments]
     if needed:
@@ -36,12 +40,39 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "settings") -> 
     return cast(T, kind(**arguments))
 
 
-def _hint(key: str, names: Iterable[str]) -> str:
-    """What may have been meant: names that have the whole of `key` as words (`cells_per_stage`), else a similar one."""
-    longer = sorted(name for name in names if f"_{key}_" in f"_{name}_")
-    if not longer:
+def _nested(hints: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """`weights.lr` and all other settings of the dataclasses among the fields."""
+    return [
+        f"{name}.{field.name}"
+        for name in names
+        if dataclasses.is_dataclass(hints[name])
+        for field in dataclasses.fields(hints[name])
+        if field.init
+    ]
+
+
+def _full(key: str, value: Any) -> str:
+    """A setting as it was written: `weights.lr` where `weights` holds just that."""
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((inner, value),) = value.items()
+        key = f"{key}.{inner}"
+    return key
+
+
+def _hint(key: str, value: Any, names: Iterable[str], nested: Iterable[str]) -> str:
+    """What may have been meant.
+
+    First settings of that very name deeper down (`lr`: `weights.lr`) or less deep (`weights.lr`: `lr`); then names with
+    the whole of `key` as words (`cells_per_stage`), then a similar one.
+    """
+    names, last = list(names), _full(key, value).rpartition(".")[2]
+    meant = [name for name in nested if name.rpartition(".")[2] == key]
+    if isinstance(value, Mapping):
+        meant += [name for name in names if name == last]
+    meant = meant or sorted(name for name in names if f"_{key}_" in f"_{name}_")
+    if not meant:
         return nearest(key, names)
-    return f"did you mean {' or '.join(map(repr, longer))}? known: {', '.join(sorted(names))}"
+    return f"did you mean {' or '.join(map(repr, meant))}? known: {', '.join(sorted(names))}"
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
@@ -77,7 +108,7 @@ def assignments(items: Iterable[str]) -> dict[str, Any]:
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"--set takes key=value (for example weights.lr=0.05), got {item!r}")
+            raise UserError(f"--set takes key=value (for example epochs=5), got {item!r}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,11 @@ from cli_calls import CELL, TINY, Softcell
 import softcell.engine.files
 from softcell.cli import main
 from softcell.cli.main import run
+from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate.teacher import resolve_teacher
+from softcell.search import resolve
+from softcell.settings import assignments
+from softcell.sources import read_genotype
 
 WRONG: list[tuple[str, str]] = [
     ("search darts --classes 3", "pretrain.classes=3 (--classes) is about the first of two phases"),
@@ -28,6 +36,11 @@ WRONG: list[tuple[str, str]] = [
     ("search --data no/such/folder", "existing path"),
     ("search --data cifar10", "cifar-10-batches"),
     ("search --set weights.l=0.1", "did you mean 'lr'"),
+    ("search --set lr=0.1", "no setting 'lr'; did you mean 'weights.lr' or 'architecture.lr'?"),
+    ("search --set cells=5", "did you mean 'space.cells'?"),
+    ("search snas --set first_temperature=2", "did you mean 'method.first_temperature'?"),
+    ("train cell.json --set weights.lr=0.1", "no setting 'weights.lr'; did you mean 'lr'?"),
+    ("teacher resnet18 --set weights.lr=0.1", "no setting 'weights.lr'; did you mean 'lr'?"),
     ("search --set epochs", "key=value"),
     ("search --set epochs=many", "whole number"),
     ("search --set weights.lr=fast", "a number"),
@@ -168,3 +181,15 @@ def test_warnings_of_ours_are_one_line_and_others_come_as_they_are(capsys: pytes
     assert capsys.readouterr().err == "warning: too few images\n" and not passed
     main._warn(lambda *given: passed.append(given[0]), "of torch", UserWarning, "/elsewhere/torch/nn.py", 3)
     assert passed == ["of torch"] and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["search", "train", "teacher"])
+def test_the_setting_that_help_gives_as_an_example_is_one(command: str, call: Softcell) -> None:
+    words = " ".join(call(command, "--help").out.replace("│", " ").split())
+    (example,) = re.findall(r"Any other setting, as (\S+=\S+);", words)
+    readers: dict[str, Callable[..., object]] = {
+        "search": resolve,
+        "train": partial(resolve_training, read_genotype(CELL)),
+        "teacher": partial(resolve_teacher, "resnet18"),
+    }
+    readers[command](assignments([example]))

@@ -124,11 +124,11 @@ def test_how_many_images_to_add_is_told() -> None:
         check_enough(found(2, 5))
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_notes_name_no_option_that_a_run_has_not(again: bool) -> None:
-    text = doubt(0.9, 0.1, again=again)
+@pytest.mark.parametrize("many", [False, True])
+def test_notes_name_no_option_that_a_run_has_not(many: bool) -> None:
+    text = doubt(0.9, 0.1, many=many)
     assert text is not None and "--keep best" in text
     note = without_foreign_options(Note(text))
-    assert isinstance(note, Note) and "--" not in note.text
-    assert note.text.endswith("does not depend on it." if not again else "with norms measured anew.")
+    assert isinstance(note, Note) and "--keep" not in note.text
+    assert note.text.endswith("may help." if not many else "with BatchNorm recalibrated.")
     assert without_foreign_options(Note("as it is. Really.")) == Note("as it is. Really.")

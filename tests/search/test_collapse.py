@@ -1,5 +1,7 @@
 """What counts as a skip connection when a search is watched for its collapse."""
 
+import pytest
+
 from softcell.arch import Cell, Pick, sample
 from softcell.search.collapse import SKIP, CollapseWatch, share
 from softcell.search.recipe import Collapse
@@ -13,10 +15,41 @@ def test_edges_that_only_choose_whether_to_be_there_do_not_count() -> None:
 
     layout = build_space("nb1shot1-1", {}).layout()
     told: list[str] = []
-    watch = CollapseWatch(Collapse(stop=True), layout, told.append)
+    watch = CollapseWatch(Collapse(stop=True), layout, told.append, 5)
     for seed in range(5):
         genotype = sample(layout, seed)
         assert any(pick.op == SKIP for pick in genotype.cells["cell"].picks), "links to parents"
         assert share(genotype.cells["cell"], SKIP, layout.table("cell")) == 0.0
         assert watch.look(seed, genotype) is None
     assert told == []
+
+
+@pytest.mark.parametrize(("epochs", "first"), [(1, 0), (2, 1), (3, 1), (8, 2), (50, 13)])
+def test_the_first_epochs_are_not_judged(epochs: int, first: int) -> None:
+    """Candidates without weights lead while convolutions are random: that is no collapse yet."""
+    layout = build_space("nb201", {"candidates": ["skip_connect"]}).layout()
+    genotype, told, stops = sample(layout, 0), [], []
+    watch = CollapseWatch(Collapse(stop=True, patience=1), layout, told.append, epochs)
+    for epoch in range(epochs):
+        before = len(told)
+        stops.append(watch.look(epoch, genotype))
+        assert (len(told) > before) == (epoch == first), "told once, and not before"
+    assert [stop is not None for stop in stops] == [epoch >= first for epoch in range(epochs)]
+    assert watch.kept is None, "there was no healthy one before"
+
+
+def test_a_healthy_architecture_of_the_first_epochs_can_be_kept() -> None:
+    layout = build_space("nb201", {"candidates": ["skip_connect", "nor_conv_1x1"]}).layout()
+    kinds = {
+        op: next(
+            g for g in (sample(layout, seed) for seed in range(4000)) if {p.op for p in g.cells["cell"].picks} == {op}
+        )
+        for op in ("skip_connect", "nor_conv_1x1")
+    }
+    watch = CollapseWatch(Collapse(stop=True), layout, lambda text: None, 8)
+    assert watch.look(0, kinds["nor_conv_1x1"]) is None
+    assert watch.look(1, kinds["skip_connect"]) is None
+    assert watch.look(2, kinds["skip_connect"]) is not None
+    assert watch.kept == kinds["nor_conv_1x1"]
+    always = CollapseWatch(Collapse(stop=True, after=0.0), layout, lambda text: None, 8)
+    assert always.look(0, kinds["skip_connect"]) is not None

@@ -105,9 +105,9 @@ def test_float64_stays_float64() -> None:
 
 @pytest.mark.parametrize(("trained", "held", "doubted"), [(0.62, 0.1, True), (0.3, 0.1, False), (0.9, 0.84, False)])
 def test_only_what_is_far_below_training_is_doubted(trained: float, held: float, doubted: bool) -> None:
-    text = doubt(trained, held, again=True)
+    text = doubt(trained, held, many=True)
     assert (text is not None) == doubted
-    for again in (True, False):
-        told = doubt(trained, held, again=again)
-        assert told is None or ("measured once more" in told) == again
+    for many in (True, False):
+        told = doubt(trained, held, many=many)
+        assert told is None or ("measured once more" in told) == ("many cells" in told) == many
     assert text is None or (f"{held:.1%}" in text and f"{trained:.1%}" in text)

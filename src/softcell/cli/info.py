@@ -31,7 +31,7 @@ def info(
     channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else as for CIFAR.")] = None,
     input_: Annotated[str | None, typer.Option("--input", metavar="CxHxW", help="Size of an image: 3x32x32.")] = None,
     classes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of classes: 10.")] = None,
-    set_: o.Set = None,
+    set_: o.SetSpace = None,
     plugin: o.Plugin = None,
     trust: o.Trust = False,
 ) -> None:

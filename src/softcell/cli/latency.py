@@ -58,7 +58,7 @@ def latency(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table (YAML), for `search --latency-table`.")
     ] = None,
-    set_: o.Set = None,
+    set_: o.SetSpace = None,
     overwrite: o.OverwriteFile = False,
     plugin: o.Plugin = None,
     trust: o.Trust = False,

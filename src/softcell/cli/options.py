@@ -42,6 +42,14 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, as weights.lr=0.1; may be repeated."),
 ]
+SetTraining = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, as lr=0.1; may be repeated."),
+]
+SetSpace = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Settings of the space, as space.cells=5; may be repeated."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the earlier run in --out.")]
 OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
 Plugin = Annotated[

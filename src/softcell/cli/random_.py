@@ -25,7 +25,7 @@ def random(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write one file each, SPACE-SEED, instead of standard output.")
     ] = None,
-    set_: o.Set = None,
+    set_: o.SetSpace = None,
     overwrite: o.OverwriteFile = False,
     plugin: o.Plugin = None,
 ) -> None:

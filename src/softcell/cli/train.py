@@ -81,7 +81,7 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="Run folder; else runs/train-SPACE-DATA-N with the next free N.")
     ] = None,
     config: o.Config = None,
-    set_: o.Set = None,
+    set_: o.SetTraining = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; its recipe is kept.")] = False,
     overwrite: o.Overwrite = False,
     deterministic: o.Deterministic = False,

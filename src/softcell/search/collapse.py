@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,9 @@ class CollapseWatch:
     `kept` is the last architecture from before the collapse that ended a search.
     """
 
-    def __init__(self, settings: Collapse, layout: Layout, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: Collapse, layout: Layout, tell: Callable[[str], None], epochs: int) -> None:
         self._settings, self._layout, self._tell = settings, layout, tell
+        self._first = 0 if settings.after == 0 or epochs == 1 else max(1, math.ceil(settings.after * epochs))
         self._streaks: dict[str, int] = {}
         self._warned: set[str] = set()
         self._healthy: Genotype | None = None
@@ -37,6 +39,10 @@ class CollapseWatch:
     def look(self, epoch: int, genotype: Genotype) -> str | None:
         """Takes note of an epoch's architecture; gives the reason to stop, if there is one."""
         shares = {name: share(cell, SKIP, self._layout.table(name)) for name, cell in genotype.cells.items()}
+        if all(value <= self._settings.warn_above for value in shares.values()):
+            self._healthy = genotype
+        if epoch < self._first:
+            return None
         for name, value in shares.items():
             collapsed = value > self._settings.warn_above
             self._streaks[name] = self._streaks.get(name, 0) + 1 if collapsed else 0
@@ -47,8 +53,6 @@ class CollapseWatch:
                     f"above {self._settings.warn_above:.0%}). The search may be collapsing: fewer epochs, or "
                     "--set collapse.stop=true to keep the architecture from before."
                 )
-        if not any(self._streaks.values()):
-            self._healthy = genotype
         worst = max(self._streaks, key=lambda name: self._streaks[name])
         if self._settings.stop and self._streaks[worst] >= self._settings.patience:
             self.kept = self._healthy

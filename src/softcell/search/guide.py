@@ -229,9 +229,9 @@ def drowned(norms: Mapping[str, float], weight: float) -> str | None:
         return None
     equal = float(f"{weight * task / guide:.2g}")
     return (
-        f"the teacher outweighs the labels: after the first epoch the gradient of its part of the loss is {guide:.2g} "
-        f"long, that of the task {task:.2g}. With --set guide.weight={equal:g} they would be equal. The smaller the "
-        "images, the stronger is guidance"
+        f"the teacher outweighs the labels: after the first epoch the norm of its gradient is {guide:.2g}, that of the "
+        f"labels {task:.2g}. With --set guide.weight={equal:g} they would be equal. Guidance is the stronger, the "
+        "smaller the images are"
     )
 
 

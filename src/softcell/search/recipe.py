@@ -87,15 +87,21 @@ class Collapse:
 
     A warning is given when more than `warn_above` of a cell's picks are skip connections; with `stop`, the search ends
     early once that held for `patience` epochs in a row, and the architecture from before is kept.
+
+    Nothing is said in the first `after` of the epochs, nor in the very first: candidates without weights lead while
+    convolutions are still random, and logits of neighbouring candidates hardly differ. DARTS's collapse comes late.
     """
 
     warn_above: float = 0.5
     stop: bool = False
     patience: int = 1
+    after: float = 0.25
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.warn_above <= 1.0:
             raise UserError(f"`0 <= collapse.warn_above <= 1` must hold, but got {self.warn_above}")
+        if not 0.0 <= self.after < 1.0:
+            raise UserError(f"`0 <= collapse.after < 1` must hold, but got {self.after}")
         if self.patience < 1:
             raise UserError(f"`collapse.patience >= 1` must hold, but got {self.patience}")
 
@@ -267,7 +273,9 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     own = dict(method.recipes.get(scale, {}))
     wanted = own.get("space_settings", {})
     own["space_settings"] = {key: value for key, value in wanted.items() if key not in unmet(method, space, scale)}
-    recipe = build(SearchRecipe, merge(base, own, given), where="recipe")
+    others = [f"space.{one.name}" for one in fields(space) if one.init]  # type: ignore[arg-type]
+    others += [f"method.{one.name}" for one in fields(method.Settings) if one.init]
+    recipe = build(SearchRecipe, merge(base, own, given), where="recipe", elsewhere=others)
     full = to_dict(recipe)
     full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
     full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))

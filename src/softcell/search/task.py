@@ -91,7 +91,7 @@ class SearchTask:
         self._selection: dict[str, Any] = {}
         self._tell_doubt = once(tell)
         self._tally = Tally(world.device)
-        self._collapse = CollapseWatch(recipe.collapse, method.layout, tell)
+        self._collapse = CollapseWatch(recipe.collapse, method.layout, tell, recipe.epochs)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         regions = method.regions()
@@ -214,7 +214,7 @@ class SearchTask:
             metrics |= self._validate(last)
             readings = {name: {"epoch": epoch, **row} for name, row in self.method.readings().items()}
             many = self.method.many_cells
-            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), again=many)
+            text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), many=many)
             # Early on running statistics fit no method's cells yet; those of many cells will fit none later either.
             if text is not None and (last or many):
                 self._tell_doubt(text)

@@ -81,23 +81,25 @@ DOUBTED = 3.0
 """How many times better in training a supernet must be for its accuracy on the validation split to be doubted."""
 
 
-def doubt(trained: float | None, held: float | None, *, again: bool) -> str | None:
+def doubt(trained: float | None, held: float | None, *, many: bool) -> str | None:
     """What to tell of an accuracy on held-out images that is far below the one in training; None where it is not.
 
-    None: it was not measured. again: whether the last one is measured with norms of its own, too.
+    None: it was not measured. many: whether weights learn in other cells than the one that is validated (samples).
 
     Seen in NAS-Bench-201 with SNAS and EnTranNAS: 62% in training, and 10%, which is guessing, on other images.
     """
     if trained is None or held is None or trained <= DOUBTED * held:
         return None
-    return (
-        f"the supernet is right for {held:.1%} of the images it is validated on, in training for {trained:.1%}. Where "
-        "a method samples cells or replaces them, batch-norm's running statistics were gathered over many and may not "
-        "fit the one of the moment: the figure then says little of the search, and what is derived does not depend on "
-        "it. "
-        + (
-            "After the last epoch it is measured once more, with norms measured anew; --keep best goes by that."
-            if again
-            else "Choosing by it (--keep best) says as little."
+    both = f"the supernet is right for {held:.1%} of its validation images, but for {trained:.1%} in training. "
+    if many:
+        return both + (
+            "Its method trains many cells, and BatchNorm's running statistics, gathered over all of them, may not fit "
+            "the one that is validated: the figure says little about the search, and what is derived does not depend "
+            "on it. "
+            "After the last epoch it is measured once more, with BatchNorm recalibrated; --keep best goes by that."
         )
+    return both + (
+        "Every step of its method trains all candidates, so either the supernet overfits, or BatchNorm's running "
+        "statistics lag behind its weights (few steps, or a high learning rate). More images or a smaller "
+        "--set weights.lr may help. Comparing seeds by this figure (--keep best) says little."
     )
