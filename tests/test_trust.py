@@ -15,7 +15,7 @@ import pytest
 
 from softcell import trust
 from softcell.errors import UserError
-from softcell.registry import load_plugin, load_plugins
+from softcell.registry import load_plugin, load_plugins, refused
 from softcell.trust import UntrustedError, allow, asking, is_trusted, store, trusting
 
 
@@ -125,6 +125,39 @@ def test_to_agree_to_programs_is_not_to_agree_to_plugins(plugin: Path) -> None:
         allow("program")
         with pytest.raises(UntrustedError):
             load_plugins([plugin])
+
+
+def test_a_copy_stands_for_a_file_that_is_not_here(plugin: Path) -> None:
+    gone = Path("/another/machine/marking.py")
+    with pytest.raises(UserError, match=r"no such file here; name your copy with --plugin marking.py"):
+        load_plugins([gone], "the run in foreign")
+    assert refused([gone, plugin]) == [str(gone), str(plugin)]
+    load_plugin(plugin)
+    load_plugins([gone])
+    assert refused([gone, plugin]) == []
+
+
+def test_a_plugin_is_compiled_as_a_module_of_its_own(plugin: Path) -> None:
+    """And not with the `from __future__` imports of the file that compiles it."""
+    plugin.write_text("def f(x: int): ...\n")
+    load_plugin(plugin)
+    assert sys.modules["softcell_plugin_marking"].f.__annotations__ == {"x": int}
+
+
+@pytest.mark.parametrize("text", ["raise SystemExit(3)", "import sys; sys.exit()"])
+def test_a_plugin_that_exits_is_an_error(text: str, plugin: Path) -> None:
+    plugin.write_text(text)
+    with pytest.raises(UserError, match="failed: SystemExit"):
+        load_plugin(plugin)
+
+
+def test_only_its_owner_may_write_the_store(plugin: Path) -> None:
+    before = os.umask(0)
+    try:
+        load_plugin(plugin)
+    finally:
+        os.umask(before)
+    assert store().stat().st_mode & 0o777 == 0o600
 
 
 def test_jobs_trust_what_their_sweep_was_allowed(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,9 +156,12 @@ def search_recipe(
 ) -> SearchRecipe:
     """The complete recipe of a search; that of the run in `resume_from` where there is one."""
     base = {} if config is None else _without_trust(_config(config, "search")[0])
-    load_plugins((*base.get("plugins", ()), *given.get("plugins", ())), _named_by(config))
+    load_plugins(given.get("plugins", ()))  # first: they may stand for files of a run that are not here
+    load_plugins(base.get("plugins", ()), _named_by(config))
     if resume_from is not None:
-        return stored_recipe(resume_from, layered(base, _without_trust(given)))
+        # Plugins that are named beside a run stand for its own, wherever those lay.
+        beside = {key: value for key, value in _without_trust(given).items() if key != "plugins"}
+        return stored_recipe(resume_from, layered(base, beside))
     recipe = resolve(base, given)
     return replace(recipe, guide=replace(recipe.guide, trust=False))  # the next reader of the run decides for himself
 
@@ -171,6 +174,7 @@ def train_recipe(
     resume_from: Path | None = None,
 ) -> tuple[Genotype, TrainRecipe]:
     """What is trained and how; both from the run in `resume_from` where there is one."""
+    load_plugins(given.get("plugins", ()))  # first: they may stand for files of a run that are not here
     base, stored = ({}, None) if config is None else _config(config, "train")
     if resume_from is None and not isinstance(genotype, Genotype):
         base = layered(_inherited(genotype, layered(base, given)), base)
@@ -180,7 +184,8 @@ def train_recipe(
         given = {**given, "plugins": plugins}
     wanted = read_genotype(genotype) if genotype is not None else stored
     if resume_from is not None:
-        kept, recipe = stored_training(resume_from, layered(base, given))
+        beside = {key: value for key, value in given.items() if key != "plugins"}  # they stand for the run's own
+        kept, recipe = stored_training(resume_from, layered(base, beside))
         if wanted is not None and wanted != kept:
             raise UserError(f"a resumed run keeps its genotype, but {resume_from} trains another one; leave it out")
         return kept, recipe
@@ -453,7 +458,8 @@ def trust_named(given: Mapping[str, Any]) -> None:
     plugins, guide = given.get("plugins"), given.get("guide")
     if isinstance(plugins, list | tuple):
         for path in plugins:
-            agree(path)
+            if isinstance(path, str | Path):  # anything else is refused with the rest of the recipe
+                agree(path)
     if isinstance(guide, Mapping) and guide.get("trust") is True:
         allow("program")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from softcell.errors import UserError, nearest
-from softcell.trust import Content, trust, trusted
+from softcell.trust import Content, is_trusted, trust, trusted
 
 T = TypeVar("T")
 
@@ -59,12 +59,23 @@ class Registry(Generic[T]):
 
 
 def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> None:
-    """Runs the Python files that a recipe, a run or a sweep names, in this order; all must be trusted (`trust`)."""
+    """Runs the Python files that a recipe, a run or a sweep names, in this order; all must be trusted (`trust`).
+
+    A file that is not there, as those of a run from another machine, may be replaced by one of the same name that was
+    loaded before.
+    """
     if isinstance(paths, str):
         raise UserError(f"plugins must be a list of files, got {paths!r}")
     for path in paths:
-        if not _is_loaded(Path(path).resolve()):
-            _run(trusted(path, asked_by), path)
+        file = Path(path).resolve()
+        if _is_there(file):
+            continue
+        if not file.exists():
+            raise UserError(
+                f"{asked_by} needs the plugin {path}, but there is no such file here; name your copy with --plugin "
+                f"{file.name} (in Python: `softcell.registry.load_plugin`)"
+            )
+        _run(trusted(path, asked_by), path)
 
 
 def load_plugin(path: str | Path) -> None:
@@ -75,6 +86,16 @@ def load_plugin(path: str | Path) -> None:
     content = trust(path)
     if not _is_loaded(content.path):
         _run(content, path)
+
+
+def refused(paths: Iterable[str | Path]) -> list[str]:
+    """Those of the files that `load_plugins` would refuse, or ask for."""
+    return [str(path) for path in paths if not _is_there(Path(path).resolve()) and not is_trusted(path)]
+
+
+def _is_there(file: Path) -> bool:
+    """Whether a plugin needs no loading: it is loaded, or one of its name is and it does not exist here."""
+    return _is_loaded(file) or (not file.exists() and _module_name(file) in sys.modules)
 
 
 def _module_name(file: Path) -> str:
@@ -94,7 +115,7 @@ def _run(content: Content, path: str | Path) -> None:
     sys.modules[name] = module
     try:
         # The bytes that were looked at, not the file as it is by now, nor a compiled one from a __pycache__ beside it.
-        exec(compile(content.data, str(content.path), "exec"), module.__dict__)
+        exec(compile(content.data, str(content.path), "exec", dont_inherit=True), module.__dict__)
     except UserError:
         del sys.modules[name]
         raise

@@ -201,7 +201,9 @@ def _agree(content: Content) -> None:
             text = json.dumps({"format": FORMAT, "version": VERSION, "files": known}, indent=2) + "\n"
             temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
             try:
-                with open(temporary, "w", encoding="utf-8") as stream:
+                # Whoever may write this file may have code run: it is its owner's alone.
+                descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with open(descriptor, "w", encoding="utf-8") as stream:
                     stream.write(text)
                     stream.flush()
                     os.fsync(stream.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -21,8 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from full_disk import grow, small_disk
 
 import softcell
+from softcell import api
 from softcell.cli.main import run
 from softcell.engine import files
+from softcell.engine.events import EpochEnded
+from softcell.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +106,31 @@ def test_a_search_on_a_disk_that_fills_up_resumes_bit_for_bit(call: Softcell, tm
         assert status(disk / "run") == "finished"
         assert (disk / "run" / "genotype.json").read_bytes() == Path("whole/genotype.json").read_bytes()
         assert without_time(disk / "run") == without_time(Path("whole"))
+
+
+def test_a_run_says_that_it_failed_on_a_disk_that_others_have_filled(tmp_path: Path) -> None:
+    """Where not one byte is left when it fails: the lock has kept some."""
+
+    def fill(event: object) -> None:
+        if isinstance(event, EpochEnded):
+            with contextlib.suppress(OSError), open(tmp_path / "disk" / "other", "wb", buffering=0) as other:
+                while other.write(b"x" * 512):
+                    pass
+
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        with pytest.raises(UserError, match="No space left on device"):
+            api.search(
+                "darts",
+                space="nb201",
+                epochs=3,
+                batch_size=128,
+                space_settings={"channels": 2},
+                out=disk / "run",
+                on_event=fill,
+            )
+        assert os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize < 128 * 1024 and status(disk / "run") == "failed"
+        (disk / "other").unlink()
+        assert api.search(out=disk / "run", resume=True).genotype is not None
 
 
 def test_a_disk_without_any_space_is_said_before_a_run_begins(call: Softcell, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def foreign(searched: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.M
     """A search and a training from elsewhere, which name a Python file that leaves a mark where it is run."""
     monkeypatch.setenv("SOFTCELL_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(trust, "_agreed", set())
+    monkeypatch.delitem(sys.modules, "softcell_plugin_evil", raising=False)
     folder = tmp_path / "foreign"
     for source, name in ((searched, "search"), (trained, "train")):
         shutil.copytree(source, folder / name)
@@ -127,6 +128,41 @@ def test_a_run_made_here_is_gone_on_with_unasked(
     assert call("search", *TINY, "--epochs", "1", "--plugin", "mine_here.py", "--out", "run", "-q").code == 0
     done = process("train", "run", *TINY_TRAIN, "--out", "trained", "-q", cwd=tmp_path)
     assert done.wait() == 0, done.communicate()[1]
+
+
+def test_a_run_whose_plugin_is_on_another_machine_takes_a_copy(call: Softcell, foreign: Path) -> None:
+    for name in ("train", "stopped"):
+        text = (foreign / name / "run.json").read_text()
+        (foreign / name / "run.json").write_text(text.replace(str(foreign / "evil.py"), "/another/machine/evil.py"))
+    assert call("info", foreign / "train").code == 0
+    answer = call("export", foreign / "train", "--to", "safetensors", "-q")
+    assert answer.code == 2 and "--plugin evil.py" in answer.error
+    for command in (
+        ("export", foreign / "train", "--to", "safetensors", "-q"),
+        ("search", "--resume", foreign / "stopped", "-q"),
+        ("train", "--resume", foreign / "train", "-q"),
+    ):
+        answer = call(*command, "--plugin", foreign / "evil.py")
+        assert answer.code == 0, answer.error
+    assert "MB in float32" in call("info", foreign / "train", "--plugin", foreign / "evil.py").out
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_in_a_terminal_the_user_is_asked(
+    answer: bool, call: Softcell, foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def confirm(text: str, err: bool) -> bool:
+        asked.append(text)
+        return answer
+
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("softcell.cli.main.typer.confirm", confirm)
+    done = call("export", foreign / "train", "--to", "safetensors", "-q")
+    assert (done.code == 0) is answer and (foreign / "ran").exists() is answer
+    assert len(asked) == 1 and str(foreign / "evil.py") in asked[0]
 
 
 def test_python_calls_agree_by_an_argument(foreign: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def export(
     ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write to; else RUN/export.")] = None,
     overwrite: o.OverwriteFile = False,
+    plugin: o.Plugin = None,
     trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -37,6 +38,7 @@ def export(
     from softcell.cli.results import facts
     from softcell.export import format_named, ready
 
+    o.load_plugins(plugin)
     screen = console()
     kinds = [format_named(kind) for kind in dict.fromkeys(to)]
     network = ready(run, kinds, out, overwrite=overwrite)  # so that an error stands alone, and nothing is half done

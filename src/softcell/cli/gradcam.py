@@ -42,6 +42,7 @@ def gradcam(
     device: o.Device = None,
     data_root: o.DataRoot = None,
     overwrite: o.OverwriteFile = False,
+    plugin: o.Plugin = None,
     trust: o.Trust = False,
 ) -> None:
     """Show where each candidate of a layer looks in a picture: Grad-CAM of every candidate's feature map."""
@@ -63,6 +64,7 @@ def gradcam(
         if not path.is_file():
             reason = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
             raise UserError(f"--picture must be an image file, but {reason}")
+    o.load_plugins(plugin)
     found = restore(run, device=device or "auto", data_root=data_root)
     layout = found.supernet.layout
     site = len(layout.sites) - 1 if cell is None else cell

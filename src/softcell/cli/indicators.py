@@ -37,6 +37,7 @@ def indicators(
     device: o.Device = None,
     data_root: o.DataRoot = None,
     overwrite: o.OverwriteFile = False,
+    plugin: o.Plugin = None,
     trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> None:
@@ -52,6 +53,7 @@ def indicators(
     from softcell.cli.results import facts
     from softcell.engine.files import note_made
 
+    o.load_plugins(plugin)
     screen, target = console(), out or run / "indicators.json"
     check_absent(target, overwrite, "give another name with --out")
     if out is None:

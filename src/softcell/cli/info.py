@@ -64,13 +64,13 @@ def describe_network(
     from softcell.cli.results import facts
     from softcell.evaluate import count_genotype
     from softcell.evaluate.fixed import settled
+    from softcell.registry import refused
     from softcell.search.history import named_epoch
     from softcell.settings import merge
     from softcell.spaces import SPACES, build_space
-    from softcell.trust import is_trusted
 
     folder, manifest, found = inputs.with_run(what, only_trusted=True)
-    untrusted = [] if manifest is None else [p for p in manifest["recipe"].get("plugins", ()) if not is_trusted(p)]
+    untrusted = [] if manifest is None else refused(manifest["recipe"].get("plugins", ()))
     if untrusted and manifest is not None and folder is not None:
         _describe_without(out, manifest, folder, found, untrusted)
         return
@@ -116,8 +116,8 @@ def _describe_without(
     describe_run(out, manifest, folder, None)
     facts(
         out,
-        not_counted=f"the run names {', '.join(map(str, untrusted))}, which is not trusted here and was not run; read "
-        "it, then repeat with --trust",
+        not_counted=f"the run names {', '.join(map(str, untrusted))}, which is not here or not trusted and was not "
+        "run; read it, then repeat with --trust, or name your copy with --plugin",
     )
 
 

@@ -41,16 +41,15 @@ def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dic
     left out instead of being refused.
     """
     from softcell.engine import RunFolder
-    from softcell.registry import load_plugins
+    from softcell.registry import load_plugins, refused
     from softcell.sources import run_of
-    from softcell.trust import is_trusted
 
     folder = run_of(text)
     manifest = None if folder is None else RunFolder.open(folder).manifest
     if manifest is not None:
         named = manifest["recipe"].get("plugins", ())
-        known = [path for path in named if is_trusted(path)] if only_trusted else named
-        load_plugins(known, f"the run in {folder}")
+        left_out = refused(named) if only_trusted else []
+        load_plugins([path for path in named if path not in left_out], f"the run in {folder}")
     return folder, manifest, genotype(text)
 
 

@@ -174,7 +174,8 @@ def read_plan(path: str | Path, *, only_read: bool = False) -> Plan:
 def code_of(plan: Plan) -> list[tuple[Path, Kind]]:
     """The files of a plan that run code: plugins, and teachers that are exported programs."""
     parts = [plan.search, *plan.only.values(), plan.train if isinstance(plan.train, dict) else {}]
-    plugins = [*plan.plugins, *(path for part in parts for path in part.get("plugins", ()))]
+    named = [part["plugins"] for part in parts if isinstance(part.get("plugins"), list)]
+    plugins = [*plan.plugins, *(str(path) for paths in named for path in paths)]
     guides = [part["guide"] for part in parts if isinstance(part.get("guide"), Mapping)]
     teachers = [Path(str(guide["teacher"])) for guide in guides if guide.get("teacher") is not None]
     found: list[tuple[Path, Kind]] = [(Path(path), "plugin") for path in plugins]
