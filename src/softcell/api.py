@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from softcell import drawings
-from softcell.arch import Genotype
+from softcell.arch import Genotype, empty_cells
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
 from softcell.engine.events import OnEvent
 from softcell.engine.lock import occupied
@@ -127,6 +127,8 @@ def train(
     with trusting(trust):
         trust_named(given)
         chosen, full = train_recipe(genotype, given, config=config, resume_from=resume_from)
+        if not resume:
+            check_trainable(chosen, full)
         return train_with(chosen, full, out, resume=resume, overwrite=overwrite, on_event=on_event)
 
 
@@ -192,6 +194,17 @@ def train_recipe(
     if wanted is None:
         raise UserError("a training needs a genotype: a file, a run folder or a notation; none was given")
     return wanted, resolve_training(wanted, base, given)
+
+
+def check_trainable(genotype: Genotype, recipe: TrainRecipe) -> None:
+    """Raises `UserError` where a cell of the genotype hands on zeros, unless the recipe allows it."""
+    empty = empty_cells(genotype, build_space(genotype.space, recipe.space_settings).layout())
+    if empty and not recipe.allow_empty:
+        raise UserError(
+            f"every cell must lead from an input to its output, but all paths of {' and '.join(map(repr, empty))} are "
+            "`none`; search again with a weaker penalty (--resource mild), take an earlier epoch (RUN@EPOCH), or train "
+            "it all the same with --set allow_empty=true"
+        )
 
 
 def search_with(
@@ -520,7 +533,9 @@ def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str,
     left = space.sizes() | space.search_only
     kept = {key: value for key, value in recipe["space_settings"].items() if key not in left}
     resource = build(Resource, recipe.get("resource") or {}, "recipe.resource")
-    return {**found, "space_settings": {**kept, **(resource.network if resource.budgets() else {})}}
+    # A budget for other data says nothing of the network that is trained on these.
+    counted = resource.network if resource.budgets() and not resource.elsewhere else {}
+    return {**found, "space_settings": {**kept, **counted}}
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 
+from softcell.api import train
 from softcell.arch import Genotype, sample
 from softcell.baseline import APART, STRIDE, draw_random
 from softcell.cli.main import run
@@ -112,16 +113,60 @@ def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recip
 
 
 def test_a_network_that_misses_the_budget_of_its_search_is_told(call: Softcell, tmp_path: Path) -> None:
-    asked = ("search", "darts", *TINY, "--epochs", "1", "-q", "--out", "run")
-    assert call(*asked, "--max-params", "1k").code == 0
-    plain = call("train", "run", *TINY_TRAIN, "--out", "plain")
+    about = {"max_params": 1000, "input": [1, 8, 8], "classes": 10, "network": {"cells_per_stage": 1, "channels": 16}}
+    found = {"budget": {**about, "found": {"parameters": parameters(DRAWS[0])}}}
+    Genotype("nb201", DRAWS[0].cells, DRAWS[0].settings, found).save("found.json")
+    plain = call("train", "found.json", *TINY_TRAIN, "--out", "plain")
     assert plain.code == 0
     assert "note: this network misses the budget of its search: it has " in plain.out
     assert "over the budget of 1k parameters, as counted there\n" in plain.out
-    refused = call("train", "run", *TINY_TRAIN, "--random", "1", "--out", "beside")
+    refused = call("train", "found.json", *TINY_TRAIN, "--random", "1", "--out", "beside")
     assert refused.code == 2
     assert "out of reach of random architectures" in refused.error and "leave out --random" in refused.error
     assert not Path("beside").exists(), "before the first training, not after it"
+
+
+@pytest.mark.parametrize("method", ["darts", "snas"])
+def test_a_budget_that_no_architecture_meets_is_refused_at_once(method: str, call: Softcell) -> None:
+    answer = call("search", method, *TINY, "--epochs", "1", "--out", "run", "--max-params", "1k")
+    assert answer.code == 2
+    assert "no architecture meets a budget of 1k parameters: the smallest network has" in answer.error
+    assert "resource.network.channels=N" in answer.error
+    assert not Path("run").exists()
+
+
+def test_a_budget_is_counted_for_images_of_another_size(call: Softcell) -> None:
+    counts = {}
+    for name, more in (("own", ()), ("larger", ("--at-size", "16"))):
+        answer = call("search", "darts", *TINY, "--epochs", "1", "--out", name, "--max-flops", "9G", *more)
+        assert answer.code == 0
+        found, results = Genotype.load(name), trained(Path(name))
+        side = 16 if more else 8
+        assert results["derived_flops"] == count_genotype(COUNTED, found, (1, side, side), 10).multiply_adds
+        assert found.about["budget"]["input"] == [1, side, side]
+        counts[name] = results["derived_flops"]
+    assert counts["larger"] > 3 * counts["own"]
+    assert call("train", "larger", *TINY_TRAIN, "--out", "trained").code == 0
+    refused = call("search", "darts", *TINY, "--at-size", "16")
+    assert refused.code == 2
+    assert "state one too (--max-params, --max-flops)" in refused.error
+
+
+def test_an_empty_cell_is_reported_and_trained_only_when_asked_for(call: Softcell) -> None:
+    """A penalty that leaves nothing but `none`."""
+    strong = ("--set", "resource.weight=1000", "--set", "architecture.lr=5", "--epochs", "2")
+    answer = call("search", "snas", *TINY, *strong, "--out", "run")
+    assert answer.code == 0
+    assert "cell 'cell' is empty: all paths from its inputs to its output are `none`" in answer.out + answer.error
+    assert trained(Path("run"))["empty_cells"] == ["cell"]
+    refused = call("train", "run", *TINY_TRAIN, "--out", "trained")
+    assert refused.code == 2
+    assert "must lead from an input to its output" in refused.error
+    assert "--set allow_empty=true" in refused.error
+    assert not Path("trained").exists()
+    with pytest.raises(UserError, match="allow_empty"):
+        train("run", out="trained", epochs=1)
+    assert call("train", "run", *TINY_TRAIN, "--out", "trained", "--set", "allow_empty=true").code == 0
 
 
 def test_a_missed_budget_that_can_be_met_is_met_by_the_random_ones(call: Softcell, tmp_path: Path) -> None:

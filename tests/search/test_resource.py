@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from search_toys import batch, check_resumed, players, same, settings, state_of, write_data
 
-from softcell.arch import Choice, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
+from softcell.arch import Cell, Choice, Genotype, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
 from softcell.arch.cost import CostTables
+from softcell.arch.genotype import reaches_output
 from softcell.arch.simplex import masked_softmax
 from softcell.engine.events import Note
 from softcell.errors import UserError
@@ -30,6 +31,7 @@ from softcell.search.hypergradient import Unrolling
 from softcell.search.latencies import latency, latency_of, read_latencies, with_latencies
 from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
 from softcell.search.steps import bilevel, single_level, unrolled
+from softcell.search.within import counted_network
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import count_genotype, evaluation_space
@@ -202,6 +204,8 @@ def test_quantities_are_read_as_people_write_them(text: float | str, number: flo
         ({"kinds": ["latency"]}, "resource.latency_table"),
         ({"latency_table": "times.yaml"}, "--max-latency"),
         ({"kinds": []}, "at least one"),
+        ({"image_size": 224}, r"--max-params"),
+        ({"image_size": 2, "max_params": 1}, r"resource.image_size >= 4"),
         ({"kinds": ["watts"]}, "parameters, flops, memory, latency"),
         ({"max_parms": "1M"}, "did you mean 'max_params'"),
     ],
@@ -349,27 +353,87 @@ def test_a_budget_drives_the_search_until_the_derived_network_meets_it(
     assert results["budget_met"] is True
     assert results[f"derived_{name}"] == result.metrics[-1][f"derived_{name}"] == found
     assert f"multiplier_{name}" in result.metrics[-1]
-    assert not [text for text in notes_of(events) if "budget" in text]
+    assert not [text for text in notes_of(events) if "over the budget" in text]
 
 
 @pytest.mark.parametrize("method", DIFFERENTIABLE)
-def test_a_budget_that_cannot_be_met_is_told_before_and_after_with_the_gap(
+def test_a_budget_that_no_architecture_meets_is_refused_before_there_is_a_folder(
     method: str, data: Path, tmp_path: Path
 ) -> None:
-    events: list[Any] = []
     given = settings("nb201", data, method=method, resource={"max_params": 100, "network": NETWORK})
+    with pytest.raises(UserError, match=r"no architecture meets a budget of 100 parameters: the smallest network has"):
+        search(resolve(given), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["darts", "snas"])
+def test_a_budget_that_is_missed_is_told_with_the_gap(method: str, data: Path, tmp_path: Path) -> None:
+    """The least that can be, and no time to get there."""
+    space = build_space("nb201", NETWORK)
+    layout = space.layout()
+    least = derive(layout, {"cell": layout.tables[0].columns("skip_connect").double()}, StrongestEach())
+    limit = count_genotype(space, least, (1, 8, 8), 3).parameters
+    events: list[Any] = []
+    slow = {"architecture": {"lr": 1e-6, "weight_decay": 0.0}, "epochs": 2}
+    given = settings("nb201", data, method=method, **slow, resource={"max_params": limit, "network": NETWORK})
     result = search(resolve(given), tmp_path / "run", on_event=events.append)
-    before, after = (text for text in notes_of(events) if "budget" in text)
-    assert "may be out of reach" in before
-    assert "channels 4" in before
+    (after,) = (text for text in notes_of(events) if "budget" in text)
     assert result.genotype is not None
-    has = count_genotype(build_space("nb201", NETWORK), result.genotype, (1, 8, 8), 3).parameters
-    assert f"{has / 100 - 1:.1%} over the budget of 100 parameters" in after
+    has = count_genotype(space, result.genotype, (1, 8, 8), 3).parameters
+    assert has > limit
+    assert f"{has / limit - 1:.1%} over the budget of {shown('parameters', limit)}" in after
     assert "raise the budget" in after
     multipliers = [row["multiplier_parameters"] for row in result.metrics]
-    assert multipliers == sorted(multipliers)
     assert multipliers[-1] > multipliers[0]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["budget_met"] is False
+
+
+def test_the_smallest_network_is_that_of_brute_force_where_none_can_be_derived() -> None:
+    """All 256 pairs of cells with one inner node, counted; those with an empty cell are no architectures."""
+    ops = ("none", "max_pool_3x3", "skip_connect", "dil_conv_3x3")
+    space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 1, "candidates": list(ops)})
+    layout, rule = space.layout(), StrongestEach()
+    cells = [Cell(picks, (2,)) for picks in rule.enumerate(layout.table("normal"))]
+    cells = [cell for cell in cells if reaches_output(cell, 2)]
+    pairs = [Genotype("darts", {"normal": n, "reduce": r}) for n in cells for r in cells]
+    assert len(pairs) == 15 * 15
+    counts = [count_genotype(space, one, (1, 8, 8), 3) for one in pairs]
+    for name, given in (("parameters", {"max_params": 1}), ("flops", {"max_flops": 1})):
+        budget = Budget(Resource(**given), None, space, (1, 8, 8), 3, num_epochs=1)
+        budget.look_for_cheapest(layout, count_candidates(space, (1, 8, 8), 3, trained=True), rule)
+        least = min(c.parameters if name == "parameters" else c.multiply_adds for c in counts)
+        assert budget.least(name).startswith(f"the smallest network has {shown(name, least)}")
+        with pytest.raises(UserError, match="no architecture meets"):
+            budget.check_reach(lambda text: None)
+
+
+def test_a_cell_of_one_pool_is_smaller_than_an_empty_one() -> None:
+    """On digits: an empty cell would hand on four nodes of zeros, one pool a single node."""
+    space = evaluation_space("darts", "digits")
+    budget = Budget(Resource(max_params="20k"), None, space, (1, 8, 8), 10, num_epochs=1)
+    costs = count_candidates(space, (1, 8, 8), 10, trained=True)
+    budget.look_for_cheapest(space.layout(), costs, StrongestEach())
+    budget.check_reach(lambda text: pytest.fail(text))
+    assert "has 17.4k parameters" in budget.least("parameters")
+    for cell in budget.cheapest[0].cells.values():
+        assert sum(pick.op != "none" for pick in cell.picks) == 1
+    own = Budget(Resource(max_params="20k"), None, space, (1, 8, 8), 10, num_epochs=1)
+    own.look_for_cheapest(space.layout(), costs, None)  # DARTS itself keeps two inputs per node
+    with pytest.raises(UserError, match=r"56\.2k parameters"):
+        own.check_reach(lambda text: None)
+
+
+def test_a_budget_can_be_counted_for_other_data_than_the_search_s() -> None:
+    """ImageNet's network at 224×224 while searching on CIFAR-10; the search's own candidates stay."""
+    resource = {"max_flops": "600M", "image_size": 224, "num_classes": 1000, "sizes": "imagenet"}
+    recipe = resolve({"method": "snas", "data": "cifar10", "space_settings": {"nodes": 3}, "resource": resource})
+    space, shape, classes = counted_network(recipe, (3, 32, 32), 10)
+    assert (shape, classes) == ((3, 224, 224), 1000)
+    assert space == build_space("darts", {"cells": 14, "channels": 48, "stem": "imagenet", "nodes": 3})
+    plain = resolve({"method": "snas", "data": "cifar10", "resource": {"max_flops": "600M"}})
+    assert counted_network(plain, (3, 32, 32), 10) == (evaluation_space("darts", "cifar10"), (3, 32, 32), 10)
+    with pytest.raises(UserError, match=r"`resource.sizes` must name sizes .*small, cifar, imagenet"):
+        counted_network(resolve({"resource": {**resource, "sizes": "huge"}}), (3, 32, 32), 10)
 
 
 def test_the_budget_means_the_network_that_training_would_build(data: Path, tmp_path: Path) -> None:
@@ -396,7 +460,8 @@ def test_only_recording_costs_changes_nothing_else(data: Path, tmp_path: Path) -
 
 
 def test_multipliers_survive_a_stop(data: Path, tmp_path: Path) -> None:
-    recipe = resolve(settings("nb201", data, resource={"max_params": 100, "max_flops": 100, "network": NETWORK}))
+    limits = {"max_params": 5000, "max_flops": "1M"}
+    recipe = resolve(settings("nb201", data, resource={**limits, "network": NETWORK}))
     check_resumed(recipe, tmp_path, 2, 1)
 
 
@@ -420,7 +485,8 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
     one = ResourcePenalty(resource, costs)
     budget = Budget(resource, one, space, (1, 8, 8), 3, num_epochs=10)
     told: list[str] = []
-    budget.warn(layout, costs, None, told.append)
+    budget.look_for_cheapest(layout, costs, None)
+    budget.check_reach(told.append)
     assert not told
     assert budget.verdict(found["nor_conv_1x1"])[1] is None, "just met is met"
     budget.end_epoch(4, found["nor_conv_1x1"])
@@ -435,17 +501,19 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
     for each in (budget, again):
         assert each.kept(found["skip_connect"], told.append) == found["skip_connect"] and not told
         assert each.kept(found["nor_conv_3x3"], told.append) == found["nor_conv_1x1"]
-        assert "taking that of epoch 5, the last one that met it" in told.pop()
+        assert "taking that of epoch 5, the last one that met the budget" in told.pop()
+        none = derive(layout, {"cell": layout.tables[0].columns("none").double()}, StrongestEach())
+        assert each.is_met(none) and each.kept(none, told.append) == found["nor_conv_1x1"]
+        assert "has an empty cell: taking that of epoch 5" in told.pop()
         results, message = each.verdict(found["nor_conv_1x1"])
         assert results["budget_met"] is True and results["derived_from_epoch"] == 4 and message is None
     tight = Resource(max_params=float(sizes["skip_connect"] - 1))
     cramped = Budget(tight, ResourcePenalty(tight, costs), space, (1, 8, 8), 3, num_epochs=10)
-    cramped.warn(layout, costs, None, told.append)
-    assert len(told) == 1
+    cramped.look_for_cheapest(layout, costs, None)
     for name in ("skip_connect", "nor_conv_3x3"):
         message = cramped.verdict(found[name])[1]
         assert message is not None
-        assert f"would still have {shown('parameters', sizes['skip_connect'])}" in message
+        assert f"The smallest network found has {shown('parameters', sizes['skip_connect'])}" in message
         assert "resource.network.channels=N" in message and "--epochs" not in message
     chain = build_space("proxyless", {"width": 0.25})
     narrow = Budget(tight, None, chain, (3, 32, 32), 3, num_epochs=10)
@@ -505,7 +573,7 @@ def test_a_latency_budget_is_the_sum_over_all_cells_of_the_trained_network(data:
     file = tmp_path / "times.yaml"
     file.write_text("skip_connect: 0.5\nnor_conv_1x1: 1\nnor_conv_3x3: 3\navg_pool_3x3: 1\n")
     events: list[Any] = []
-    resource = {"max_latency": 0.4, "latency_table": str(file), "network": {"cells_per_stage": 2}}
+    resource = {"max_latency": 3.1, "latency_table": str(file), "network": {"cells_per_stage": 2}}
     result = search(resolve(settings("nb201", data, resource=resource)), tmp_path / "run", on_event=events.append)
     assert result.genotype is not None
     layout = build_space("nb201", {"cells_per_stage": 2}).layout()
@@ -514,8 +582,8 @@ def test_a_latency_budget_is_the_sum_over_all_cells_of_the_trained_network(data:
     assert latency(result.genotype, layout, read_latencies(str(file))) == pytest.approx(expected)  # type: ignore[arg-type]
     assert result.metrics[-1]["derived_latency"] == pytest.approx(expected)
     assert result.metrics[-1]["expected_latency"] > 0
-    if expected > 0.4:
-        assert any("over the budget of a latency of 0.4" in text for text in notes_of(events))
+    if expected > 3.1:
+        assert any("over the budget of a latency of 3.1" in text for text in notes_of(events))
 
 
 def test_a_latency_table_of_another_network_is_told(tmp_path: Path) -> None:
@@ -529,8 +597,7 @@ def test_a_latency_table_of_another_network_is_told(tmp_path: Path) -> None:
     ):
         file.write_text(f"about: {{unit: ms, {about}}}\n{times}")
         resource, texts = Resource(max_latency=1e9, latency_table=str(file)), []
-        costs = with_latencies(count_candidates(space, (1, 8, 8), 3), str(file))
-        Budget(resource, None, space, (1, 8, 8), 3, num_epochs=1).warn(space.layout(), costs, None, texts.append)
+        Budget(resource, None, space, (1, 8, 8), 3, num_epochs=1).warn_of_other_sizes(texts.append)
         told.append(" ".join(texts))
     assert told[0] == told[3] == ""
     assert "channels 16 there and 4 here" in told[1] and "input [3, 8, 8] there and [1, 8, 8] here" in told[2]

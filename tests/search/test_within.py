@@ -131,7 +131,7 @@ def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
 @pytest.mark.parametrize(
     ("resource", "told"),
     [
-        ({"max_params": 100}, "a budget of 100 parameters is out of reach .* cheapest .* resource.network.channels=N"),
+        ({"max_params": 100}, "a budget of 100 parameters is out of reach .* smallest .* resource.network.channels=N"),
         ({"preset": "mild"}, "a resource penalty works through a method's probabilities, and 'random' has none"),
         ({"weight": 0.1, "max_params": LIMIT}, "leave out `resource.preset` .* or state a budget instead"),
     ],

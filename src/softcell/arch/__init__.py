@@ -1,8 +1,18 @@
 """Architectures as plain data: choices, tables, mixes, genotypes, notations and derivation rules."""
 
 from softcell.arch.choice import Choice, Layout, Pick, Table
-from softcell.arch.derive import Positive, Rule, StrongestEach, TopInputs, count, derive, sample
-from softcell.arch.genotype import Cell, Genotype, check_against
+from softcell.arch.derive import (
+    Positive,
+    Rule,
+    StrongestEach,
+    TopInputs,
+    count,
+    derive,
+    derive_cheapest,
+    derives_cheapest,
+    sample,
+)
+from softcell.arch.genotype import Cell, Genotype, check_against, empty_cells
 from softcell.arch.mix import Live, Mix, Plan, WeightMix
 from softcell.arch.pairs import FeaturePairs
 
@@ -25,5 +35,8 @@ __all__ = [
     "check_against",
     "count",
     "derive",
+    "derive_cheapest",
+    "derives_cheapest",
+    "empty_cells",
     "sample",
 ]

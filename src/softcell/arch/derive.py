@@ -8,12 +8,14 @@ lower source and the earlier candidate, so that a derivation never depends on so
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from softcell.arch.choice import Layout, Pick, Table
@@ -228,6 +230,56 @@ def derive_picks(layout: Layout, table: Table, strengths: Tensor, rule: Rule | N
     if rule is not None and isinstance(layout.rule, Rule):
         picks = layout.rule.complete(table, strengths, picks)
     return picks
+
+
+def derive_cheapest(layout: Layout, costs: Mapping[str, Tensor], rule: Rule | None = None) -> Genotype:
+    """The architecture that costs least among those `rule` derives and whose cells reach their outputs.
+
+    costs: per table [choices, width], what a candidate costs on its edge, none below 0. Where a rule may derive `none`
+    on an edge, it is one path from an input to an output node: every further edge and node only adds to the cost.
+    """
+    own, strengths = rule or layout.rule, {}
+    for table in layout.tables:
+        values = rows(table, costs[table.name])
+        kept = _cheapest_path(table, values, own.exclude) if isinstance(own, StrongestEach) else None
+        strengths[table.name] = -costs[table.name] if kept is None else kept.to(costs[table.name])
+    return derive(layout, strengths, rule)
+
+
+def derives_cheapest(layout: Layout, rule: Rule | None = None) -> bool:
+    """Whether what `derive_cheapest` gives is known to be the minimum: costs are sums over the picks of these rules."""
+    space_rule = layout.rule
+    completed = rule is not None and isinstance(space_rule, Rule) and type(space_rule).complete is not Rule.complete
+    return isinstance(rule or space_rule, StrongestEach | TopInputs | Positive) and not completed
+
+
+def _cheapest_path(table: Table, costs: list[list[float]], exclude: tuple[str, ...]) -> Tensor:
+    """Strengths [choices, width], 1 for what is kept: the cheapest path to an output node, elsewhere `none`."""
+    least: list[tuple[float, int]] = []  # by choice: what the cheapest operation adds, and which it is
+    none: list[int | None] = []
+    for choice, row in zip(table.choices, costs, strict=True):
+        allowed = _allowed(choice.candidates, exclude)
+        nothing = next((k for k in allowed if choice.candidates[k] == "none"), None)
+        best = min((k for k in allowed if k != nothing), key=lambda k: (row[k], k), default=None)
+        # An edge that cannot be `none` is there anyway.
+        least.append((math.inf, 0) if best is None else (0.0 if nothing is None else row[best], best))
+        none.append(nothing)
+    paths: dict[int, tuple[float, tuple[int, ...]]] = {
+        node: (0.0, ()) for node in (*table.sources, *table.output) if node not in table.targets
+    }
+    for target in table.targets:
+        arriving = [
+            (paths[source][0] + least[index][0], (*paths[source][1], index))
+            for index in table.incoming(target)
+            if (source := table.choices[index].source) in paths and least[index][0] < math.inf
+        ]
+        if arriving:
+            paths[target] = min(arriving)
+    kept = min((paths[node] for node in table.output if node in paths), default=(0.0, ()))[1]
+    strengths = torch.zeros(table.shape, dtype=torch.float64)
+    for index, (nothing, (_, best)) in enumerate(zip(none, least, strict=True)):
+        strengths[index, best if index in kept or nothing is None else nothing] = 1.0
+    return strengths
 
 
 def sample(layout: Layout, seed: int) -> Genotype:

@@ -173,6 +173,21 @@ def alive(cell: Cell, inputs: int) -> Cell:
     return Cell(tuple(picks), output or cell.output)
 
 
+def reaches_output(cell: Cell, inputs: int) -> bool:
+    """Whether some output node of a cell is fed by an input: else its output is zeros, whatever it is given."""
+    reached = set(range(inputs))
+    for pick in sorted(cell.picks, key=lambda pick: (pick.target, pick.source)):
+        if pick.op != "none" and pick.source in reached:
+            reached.add(pick.target)
+    return not reached.isdisjoint(cell.output)
+
+
+def empty_cells(genotype: Genotype, layout: Layout) -> list[str]:
+    """Names of the cells whose output no input reaches; layout: of the genotype's space."""
+    first = {table.name: min(table.targets) for table in layout.tables}
+    return [name for name, cell in genotype.cells.items() if name in first and not reaches_output(cell, first[name])]
+
+
 def check_against(genotype: Genotype, layout: Layout) -> None:
     """Raises `UserError` unless every cell and edge of the genotype exists in the layout's tables."""
     known = {table.name for table in layout.tables}

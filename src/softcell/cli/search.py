@@ -82,6 +82,14 @@ def search(
     max_latency: Annotated[
         float | None, typer.Option(metavar="T", help="Most time of that network, in the unit of --latency-table.")
     ] = None,
+    at_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Count budgets for images of N×N pixels, whatever is searched on; sizes of the network with "
+            "--set resource.sizes=imagenet and --set resource.num_classes=1000.",
+        ),
+    ] = None,
     latency_table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML or JSON of candidate: time, or table: {candidate: time}.")
     ] = None,
@@ -112,7 +120,13 @@ def search(
     """Search an architecture. Without arguments: DARTS cells on handwritten digits."""
     if resume:
         out, method = resumed_folder("search", method, out)
-    limits = {"preset": resource, "max_params": max_params, "max_flops": max_flops, "max_latency": max_latency}
+    limits: dict[str, Any] = {
+        "preset": resource,
+        "max_params": max_params,
+        "max_flops": max_flops,
+        "max_latency": max_latency,
+        "image_size": at_size,
+    }
     if latency_table is not None:
         limits["latency_table"] = str(latency_table.resolve())  # so that the run can be repeated from any folder
     given = o.settings(

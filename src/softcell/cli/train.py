@@ -229,6 +229,8 @@ def run_train(
     from softcell.report.board import TensorBoard
 
     chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
+    if not resume:
+        api.check_trainable(chosen, recipe)
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures on their own")
     if random and not resume:

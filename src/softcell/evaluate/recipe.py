@@ -32,6 +32,7 @@ class TrainRecipe:
     `task` "retrieve": instead of classes an `embedding` of so many numbers is learnt from the first half of the classes
     (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, or Adam.
     `init`: the folder of a finished training, from whose weights this one starts where they fit; None: random weights.
+    `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
     """
 
     recipe: str = "small"
@@ -60,6 +61,7 @@ class TrainRecipe:
     cutout: int = 16
     jitter: float = 0.0
     holdout: float = 0.0
+    allow_empty: bool = False
     seed: int = 0
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from softcell.arch import Genotype, Layout, Rule, derive
+from softcell.arch import Genotype, Layout, Rule, derive_cheapest, derives_cheapest, empty_cells
 from softcell.arch.cost import CostTables
+from softcell.errors import UserError
 from softcell.search.latencies import latency, measured_for, read_latencies
 from softcell.search.resource import Resource, ResourcePenalty
 from softcell.settings import to_dict
@@ -71,6 +72,7 @@ class Budget:
         self._known: dict[Genotype, dict[str, float]] = {}
         self._least: dict[str, float] = {}
         self.cheapest: list[Genotype] = []
+        self._exact = False
         self.last_met: tuple[int, Genotype] | None = None
         self._taken: int | None = None
 
@@ -92,7 +94,7 @@ class Budget:
         """Moves the multipliers; gives metrics of the derived network."""
         found = self.measure(genotype)
         metrics = {f"derived_{kind}": value for kind, value in found.items()}
-        if self.is_met(genotype):
+        if self._is_usable(genotype):
             self.last_met = epoch, genotype
         for index, (kind, limit) in enumerate(self.limits.items()):
             if self._penalty is None:
@@ -105,14 +107,19 @@ class Budget:
 
     def kept(self, genotype: Genotype, tell: Callable[[str], None]) -> Genotype:
         """The architecture found, or the last one that met the budgets, where this one does not."""
-        if self.last_met is None or self.is_met(genotype):
+        if self.last_met is None or self._is_usable(genotype):
             return genotype
         self._taken, earlier = self.last_met
+        why = f"misses the budget ({self._gaps(genotype)})" if not self.is_met(genotype) else "has an empty cell"
         tell(
-            f"the network of the last epoch misses the budget ({self._gaps(genotype)}): taking that of epoch "
-            f"{self._taken + 1}, the last one that met it."
+            f"the network of the last epoch {why}: taking that of epoch {self._taken + 1}, the last one that met the "
+            "budget."
         )
         return earlier
+
+    def _is_usable(self, genotype: Genotype) -> bool:
+        """Whether it meets the budgets, and not by an empty cell."""
+        return self.is_met(genotype) and not empty_cells(genotype, self._space.layout())
 
     def _gaps(self, genotype: Genotype) -> str:
         return gaps(self.measure(genotype), self.limits)
@@ -122,23 +129,31 @@ class Budget:
         found = self.measure(genotype)
         return max(found[kind] / limit for kind, limit in self.limits.items())
 
-    def warn(self, layout: Layout, costs: CostTables, rule: Rule | None, tell: Callable[[str], None]) -> None:
-        """Says before the search when a budget looks out of reach, or times were measured for another network."""
-        self.warn_of_other_sizes(tell)
-        self.look_for_cheapest(layout, costs, rule)
+    def check_reach(self, tell: Callable[[str], None]) -> None:
+        """Raises `UserError` where no architecture meets a budget; says so where that is likely but not certain."""
         for kind in self.out_of_reach():
-            tell(
-                f"a budget of {shown(kind, self.limits[kind])} may be out of reach: {self.least(kind)}. Raise it, or "
-                f"make the network smaller ({self.smaller()})."
-            )
+            limit, way_out = shown(kind, self.limits[kind]), f"raise it, or make the network smaller ({self.smaller()})"
+            if self._exact:
+                raise UserError(f"no architecture meets a budget of {limit}: {self.least(kind)}; {way_out}")
+            tell(f"a budget of {limit} may be out of reach: {self.least(kind)}; {way_out}")
 
     def look_for_cheapest(self, layout: Layout, costs: CostTables, rule: Rule | None) -> None:
-        """Finds by the costs of candidates the networks that cost least, one per budget."""
+        """Finds the networks that cost least: by costs of candidates, one per kind of cost.
+
+        Pools have FLOPs in the tables and no multiply-adds in a network, so the one with the fewest parameters may have
+        the fewest multiply-adds too.
+        """
+        self._exact = derives_cheapest(layout, rule) and (self._exact or not self.cheapest)
+        for kind in ("parameters", "flops", "latency"):
+            if kind not in costs.kinds:
+                continue
+            read = {name: costs.of(kind, name).sum(0) for name in costs.read_tables()}
+            unread = {t.name: torch.zeros(t.shape, dtype=torch.float64) for t in layout.tables if t.name not in read}
+            found = derive_cheapest(layout, {**read, **unread}, rule)
+            if found not in self.cheapest:
+                self.cheapest.append(found)
         for kind in self.limits:
-            cheap = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
-            cheap |= {name: -costs.of(kind, name).sum(0) for name in costs.read_tables()}
-            self.cheapest.append(derive(layout, cheap, rule))
-            self._least[kind] = self.measure(self.cheapest[-1])[kind]
+            self._least[kind] = min(self.measure(one)[kind] for one in self.cheapest)
 
     def out_of_reach(self) -> list[str]:
         """Budgets that even the cheapest network misses, where it has been looked for."""
@@ -147,7 +162,8 @@ class Budget:
     def least(self, kind: str) -> str:
         """What the cheapest network costs, for people to read."""
         least = shown(kind, self._least[kind])
-        return f"with the cheapest candidate on every edge the network has {least} ({self.sizes()})"
+        which = "the smallest network" if self._exact else "the smallest network found by the costs of candidates"
+        return f"{which} has {least} ({self.sizes()})"
 
     def warn_of_other_sizes(self, tell: Callable[[str], None]) -> None:
         """Says so where times were measured for another network."""
@@ -181,8 +197,8 @@ class Budget:
         if out_of_reach:
             least = " and ".join(shown(kind, self._least[kind]) for kind in out_of_reach)
             return (
-                f"With the cheapest candidate on every edge it would still have {least}: raise the budget, or make the "
-                f"network smaller ({self.smaller()}, and train with the same)."
+                f"The smallest network found has {least}: raise the budget, or make the network smaller "
+                f"({self.smaller()}, and train with the same)."
             )
         return (
             "Search longer (--epochs), start with a stronger pressure (--resource aggressive, or --set "

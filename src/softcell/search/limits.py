@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from softcell.arch import Rule
 from softcell.arch.cost import CostTables
 from softcell.data import Dataset
 from softcell.engine.session import Session
@@ -13,9 +14,9 @@ from softcell.search.budget import Budget
 from softcell.search.latencies import with_latencies
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty, check_steerable
+from softcell.search.within import counted_network
 from softcell.spaces import Space
 from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import evaluation_space
 
 
 def resource_of(
@@ -45,7 +46,11 @@ def resource_of(
     if not settings.budgets():
         return penalty, None
     budget = _budget(recipe, penalty, dataset)
-    budget.warn(space.layout(), costs, method.rule, tell)
+    budget.warn_of_other_sizes(tell)
+    # Evolution breeds by the space's own rule.
+    for rule in [method.rule, None] if recipe.evolution.is_on and method.rule is not None else [method.rule]:
+        _look_for_cheapest(budget, recipe, dataset, rule)
+    budget.check_reach(tell)
     return penalty, budget
 
 
@@ -62,14 +67,21 @@ def budget_of_draws(recipe: SearchRecipe, space: Space, dataset: Dataset, tell: 
         return None
     budget = _budget(recipe, None, dataset)
     budget.warn_of_other_sizes(tell)
-    budget.look_for_cheapest(space.layout(), _costs(recipe, space, dataset), None)
+    _look_for_cheapest(budget, recipe, dataset, None)
     return budget
 
 
 def _budget(recipe: SearchRecipe, penalty: ResourcePenalty | None, dataset: Dataset) -> Budget:
-    settings = recipe.resource
-    trained = evaluation_space(recipe.space, recipe.data, settings.network)
-    return Budget(settings, penalty, trained, dataset.shape, dataset.num_classes, recipe.epochs)
+    trained, shape, num_classes = counted_network(recipe, dataset.shape, dataset.num_classes)
+    return Budget(recipe.resource, penalty, trained, shape, num_classes, recipe.epochs)
+
+
+def _look_for_cheapest(budget: Budget, recipe: SearchRecipe, dataset: Dataset, rule: Rule | None) -> None:
+    """At the sizes of the network that is bounded: at others another candidate may be the cheapest."""
+    trained, shape, num_classes = counted_network(recipe, dataset.shape, dataset.num_classes)
+    costs = count_candidates(trained, shape, num_classes, trained=True)
+    table = recipe.resource.latency_table
+    budget.look_for_cheapest(trained.layout(), costs if table is None else with_latencies(costs, table), rule)
 
 
 def _costs(recipe: SearchRecipe, space: Space, dataset: Dataset) -> CostTables:

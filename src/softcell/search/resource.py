@@ -67,7 +67,9 @@ class Resource:
 
     `max_params`, `max_flops` and `max_latency` bound the network that is trained for good on this data, at the sizes
     of its training recipe, with the settings in `network` laid over them; FLOPs are multiply-adds for one image.
-    `latency_table` is a YAML or JSON file of candidate: time, or of table: {candidate: time}.
+    `image_size`, `num_classes` and `sizes` state them for other data than the search's: side of the images, number of
+    classes, and the recipe whose sizes are meant (`imagenet`). `latency_table` is a YAML or JSON file of candidate:
+    time, or of table: {candidate: time}.
     """
 
     preset: Preset = "none"
@@ -81,10 +83,22 @@ class Resource:
     max_latency: float | str | None = None
     latency_table: str | None = None
     network: dict[str, Any] = field(default_factory=dict)
+    image_size: int | None = None
+    num_classes: int | None = None
+    sizes: str | None = None
 
     def __post_init__(self) -> None:
         if self.weight is not None:
             not_negative("resource.weight", self.weight)
+        for name, least in (("image_size", 4), ("num_classes", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"`resource.{name} >= {least}` must hold, but got {value}")
+        if self.elsewhere and not self.budgets():
+            raise UserError(
+                "`resource.image_size` (--at-size), `resource.num_classes` and `resource.sizes` say for which network "
+                "a budget is counted: state one too (--max-params, --max-flops)"
+            )
         if not self.kinds:
             raise UserError(f"`resource.kinds` must name at least one of {', '.join(KINDS)}, got none")
         if self.form == "log" and self.estimator == "policy":
@@ -108,6 +122,11 @@ class Resource:
     def is_on(self) -> bool:
         """Whether costs are counted at all."""
         return self.preset != "none" or self.weight is not None or bool(self.budgets())
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether budgets are stated for other data than the search's."""
+        return any(value is not None for value in (self.image_size, self.num_classes, self.sizes))
 
     @property
     def eta(self) -> float:

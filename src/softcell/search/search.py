@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.arch import Genotype, sample
+from softcell.arch import Genotype, empty_cells, sample
 from softcell.data import Batches, Dataset, fingerprint
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
@@ -278,7 +278,7 @@ def _search(
     if outcome.status == "interrupted":
         return SearchResult(out, recipe, None, outcome.metrics, outcome.exit_code)
     with failure_recorded(folder, world):
-        genotype = _conclude(recipe, task, dataset, parts, session, out, folder, outcome)
+        genotype = _conclude(recipe, task, dataset, parts, session, out, folder, outcome, on_event)
     barrier(world)
     return SearchResult(out, recipe, genotype, outcome.metrics, 0)
 
@@ -292,12 +292,21 @@ def _conclude(
     out: Path,
     folder: RunFolder,
     outcome: Outcome,
+    on_event: OnEvent | None,
 ) -> Genotype:
     """What comes after the last epoch: the architecture, its file, and the results in the manifest."""
     world = session.world
     found = task.derive()
+    empty = empty_cells(found, build_space(recipe.space, recipe.space_settings).layout())
+    if empty:
+        teller(on_event, world)(
+            f"cell {' and cell '.join(map(repr, empty))} is empty: all paths from its inputs to its output are `none`. "
+            "`softcell train` refuses it. Search with a weaker penalty (--resource mild) or longer (--epochs), or take "
+            f"the cells of an earlier epoch ({out}@EPOCH)."
+        )
     about: dict[str, Any] = {**about_of(recipe.to_dict()), "epochs": len(outcome.metrics)}
     results = task.conclude(Genotype(found.space, found.cells, found.settings, about))
+    results |= {"empty_cells": empty} if empty else {}
     about |= stated(recipe, dataset.shape, dataset.num_classes, results)
     genotype = Genotype(found.space, found.cells, found.settings, about)
 

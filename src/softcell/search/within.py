@@ -18,10 +18,10 @@ from softcell.search.budget import Budget, gaps, shown
 from softcell.search.latencies import with_latencies
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import Resource
-from softcell.settings import build, convert, merge, to_dict
+from softcell.settings import build, convert, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import evaluation_sizes
+from softcell.spaces.count import trained_space
 
 TRIES = 500
 """Draws per architecture before a budget is given up; to count a large network takes up to a second."""
@@ -116,6 +116,24 @@ def counted(recipe: SearchRecipe, shape: Shape, num_classes: int, genotype: Geno
     return stated(recipe, shape, num_classes, budget.verdict(genotype)[0])
 
 
+def counted_network(recipe: SearchRecipe, shape: Shape, num_classes: int) -> tuple[Space, Shape, int]:
+    """What a search's budgets are counted on: space at its size, shape of an image, number of classes.
+
+    shape, num_classes: of the search's data, which the recipe may replace by others.
+    """
+    resource = recipe.resource
+    data = recipe.data if resource.sizes is None else resource.sizes
+    if resource.sizes is not None and resource.sizes not in SPACES.get(recipe.space).evaluation:
+        known = ", ".join(SPACES.get(recipe.space).evaluation) or "none"
+        raise UserError(
+            f"`resource.sizes` must name sizes of trained networks of space {recipe.space!r} ({known}), got "
+            f"{resource.sizes!r}"
+        )
+    space = trained_space(recipe.space, data, recipe.space_settings, resource.network)
+    side = resource.image_size
+    return space, shape if side is None else (shape[0], side, side), resource.num_classes or num_classes
+
+
 def _network(recipe: SearchRecipe, shape: Shape, num_classes: int) -> dict[str, Any]:
     settings, limits = recipe.resource, recipe.resource.budgets()
     names = {"parameters": "max_params", "flops": "max_flops", "latency": "max_latency"}
@@ -123,8 +141,8 @@ def _network(recipe: SearchRecipe, shape: Shape, num_classes: int) -> dict[str, 
     if "latency" in limits and settings.latency_table is not None:
         # The training may begin in another folder.
         result["latency_table"] = str(Path(settings.latency_table).resolve())
-    result["network"] = to_dict(merge(evaluation_sizes(SPACES.get(recipe.space), recipe.data), settings.network))
-    return {**result, "input": list(shape), "classes": num_classes}
+    space, shape, num_classes = counted_network(recipe, shape, num_classes)
+    return {**result, "network": to_dict(space), "input": list(shape), "classes": num_classes}
 
 
 def stated_in(genotype: Genotype) -> Stated | None:

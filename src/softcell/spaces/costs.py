@@ -6,6 +6,7 @@ every candidate is counted on its own. Nothing here knows a space or a candidate
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +17,23 @@ from softcell.arch import Live, WeightMix
 from softcell.arch.cost import KINDS, CostTables, Resources, convolution, passing, pooling
 from softcell.errors import UserError
 from softcell.nn.calibrate import Calibration
+from softcell.nn.candidates import get_candidate
 from softcell.spaces.base import Shape, Space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.count import products_of
 
 
-def count_candidates(space: Space, shape: Shape, num_classes: int, *, printed_pooling: bool = False) -> CostTables:
+def count_candidates(
+    space: Space, shape: Shape, num_classes: int, *, printed_pooling: bool = False, trained: bool = False
+) -> CostTables:
     """Parameters, FLOPs and memory access of every candidate of every site; `printed_pooling`: Eq 38 to the letter.
 
-    A candidate whose weights several edges share is counted in full on each of them.
+    `trained`: as in networks that are trained for good, whose batch-norm has weights; behind pools too, which is the
+    larger of their two forms. A candidate whose weights several edges share is counted in full on each of them.
     """
     layout = space.layout()
     cells = cells_with_sizes(space, shape, num_classes)
-    counter = _Counter(printed_pooling)
+    counter = _Counter(printed_pooling, trained)
     rows = [counter.cell(*cell) for cell in cells]
     return CostTables(layout, {kind: tuple(row[kind] for row in rows) for kind in KINDS})
 
@@ -65,8 +70,8 @@ def cells_with_sizes(space: Space, shape: Shape, num_classes: int) -> list[tuple
 class _Counter:
     """Counts candidates, each combination of operation, settings and input size once."""
 
-    def __init__(self, printed_pooling: bool) -> None:
-        self._printed, self._known = printed_pooling, dict[Any, Resources]()
+    def __init__(self, printed_pooling: bool, trained: bool) -> None:
+        self._printed, self._trained, self._known = printed_pooling, trained, dict[Any, Resources]()
 
     def cell(self, cell: MixedCell, nodes: list[torch.Size]) -> dict[str, Tensor]:
         """Per kind [choices, width]."""
@@ -84,6 +89,9 @@ class _Counter:
                 target = torch.Size([1, spec.channels, *nodes[choice.target][2:]])
                 key = (name, spec, size, target)
                 if key not in self._known:
+                    if self._trained:
+                        with torch.device("meta"):
+                            module = get_candidate(name).build(replace(spec, affine=True, pool_norm=True))
                     alone = count_candidate(module, size, printed_pooling=self._printed)
                     self._known[key] = _with_application(alone, module, size, target)
                 for kind, value in self._known[key]._asdict().items():

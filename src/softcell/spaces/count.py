@@ -85,6 +85,19 @@ def evaluation_space(name: str, data: str, settings: Mapping[str, Any] | None = 
     return build_space(name, merge(evaluation_sizes(SPACES.get(name), data), settings or {}))
 
 
+def trained_space(
+    name: str, data: str, searched: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> Space:
+    """`evaluation_space` with what a search's space says beside sizes: nodes, candidates, form of the network.
+
+    searched: settings of the search's space; data: a dataset, or the name of a training recipe.
+    """
+    kind = SPACES.get(name)
+    left = kind.sizes() | kind.search_only
+    kept = {key: value for key, value in searched.items() if key not in left}
+    return build_space(name, merge(kept, evaluation_sizes(kind, data), settings or {}))
+
+
 def evaluation_sizes(space: type[Space], data: str, recipe: str | None = None) -> Mapping[str, Any]:
     """Those of `Space.evaluation` for a dataset: under its own name, else those of the recipe that suits it.
 
