@@ -153,6 +153,18 @@ def test_log_alpha_starts_around_one() -> None:
     assert abs(float(logits.std()) / 0.01 - 1) < 0.1
 
 
+def test_over_150_epochs_the_temperature_is_nearly_that_of_the_authors_code() -> None:
+    """Theirs is one step ahead, 1 - 0.97·(e + 1)/150; ours ends at 0.03 in searches of any length."""
+    s = SnasSettings()
+    for epochs, most in ((150, 0.0065), (10, 0.91)):
+        ours = [
+            temperature_at(e / (epochs - 1), s.first_temperature, s.last_temperature, s.schedule) for e in range(epochs)
+        ]
+        theirs = [1 - 0.97 * (e + 1) / 150 for e in range(epochs)]
+        assert (ours[0], ours[-1]) == pytest.approx((1.0, 0.03))
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) == pytest.approx(most, abs=5e-3)
+
+
 def test_the_temperature_falls_as_scheduled_in_place() -> None:
     assert temperature_at(0.5, 1.0, 0.03, "linear") == pytest.approx(0.515)
     assert temperature_at(0.5, 1.0, 0.04, "exponential") == pytest.approx(0.2)

@@ -70,7 +70,7 @@ def search(
     ] = None,
     resource: Annotated[
         Literal["none", "mild", "moderate", "aggressive"] | None,
-        typer.Option(help="How hard costs are pressed down; any weight with --set resource.weight=1e-3."),
+        typer.Option(help="Strength of the resource penalty; any weight with --set resource.weight=1e-3."),
     ] = None,
     max_params: Annotated[
         str | None,

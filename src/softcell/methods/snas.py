@@ -67,8 +67,12 @@ class SnasSettings:
     """Temperature and start of log α.
 
     `schedule`: how the temperature moves from `first_temperature` in the first epoch to `last_temperature` in the last;
-    the paper says "annealed to be close to zero", the authors' code has it linear from 1 to 0.03. `init_mean` and
-    `init_std`: the normal distribution that log α starts from. `record_credit`: whether credits are kept at all.
+    the paper says "annealed to be close to zero". `init_mean` and `init_std`: the normal distribution that log α starts
+    from. `record_credit`: whether credits are kept at all.
+
+    Deviation: the authors' code has 1 - 0.97·(e + 1)/150 in epoch e from 0, with 150 whatever the number of epochs, so
+    that a shorter search never gets cold. Here the first epoch has the first temperature and the last one the last, in
+    searches of any length; over 150 epochs the two differ by at most 0.0065.
     """
 
     schedule: Schedule = "linear"
@@ -96,6 +100,8 @@ class Snas(Method):
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {
             "epochs": 150,
+            # Deviation: 0.3 is the authors', constant from the first step on. Here it is reached linearly over the
+            # epochs, as in DARTS: operations that have learnt nothing yet need no noise.
             "drop_path": 0.3,
             "child_every": 1,
             "weights": {"lr_min": 0.0},
