@@ -389,14 +389,14 @@ def test_a_budget_that_is_missed_is_told_with_the_gap(method: str, data: Path, t
 
 
 def test_the_smallest_network_is_that_of_brute_force_where_none_can_be_derived() -> None:
-    """All 256 pairs of cells with one inner node, counted; those with an empty cell are no architectures."""
-    ops = ("none", "max_pool_3x3", "skip_connect", "dil_conv_3x3")
-    space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 1, "candidates": list(ops)})
+    """All 32 cells with two inner nodes as both kinds of cell, counted; empty cells are no architectures."""
+    ops = ("none", "dil_conv_3x3")
+    space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 2, "candidates": list(ops)})
     layout, rule = space.layout(), StrongestEach()
-    cells = [Cell(picks, (2,)) for picks in rule.enumerate(layout.table("normal"))]
-    cells = [cell for cell in cells if reaches_output(cell, 2)]
-    pairs = [Genotype("darts", {"normal": n, "reduce": r}) for n in cells for r in cells]
-    assert len(pairs) == 15 * 15
+    cells = [Cell(picks, (2, 3)) for picks in rule.enumerate(layout.table("normal"))]
+    # Nothing reaches node 2 and no input node 3: only the last edge may be there.
+    assert sum(not reaches_output(cell, 2) for cell in cells) == 2
+    pairs = [Genotype("darts", {"normal": cell, "reduce": cell}) for cell in cells if reaches_output(cell, 2)]
     counts = [count_genotype(space, one, (1, 8, 8), 3) for one in pairs]
     for name, given in (("parameters", {"max_params": 1}), ("flops", {"max_flops": 1})):
         budget = Budget(Resource(**given), None, space, (1, 8, 8), 3, num_epochs=1)
