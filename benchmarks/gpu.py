@@ -257,7 +257,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
             ("plain", {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True}),
             ("modules", {"engine": "graph", "precision": "float32", "fused": False}),
             ("modules bf16", {"engine": "graph", "precision": "bfloat16", "fused": False}),
-            ("fused bf16", {"engine": "graph", "precision": "bfloat16"}),
+            ("fused bf16", {"engine": "graph", "precision": "bfloat16", "fused": True}),
         ):
             forget()
             task = made_training(data, session, notation.parse(DARTS_V2), recipe="cifar", **settings)

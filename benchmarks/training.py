@@ -22,7 +22,7 @@ from benchmarks.options import machine, step_options
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True},
     "modules": {"engine": "graph", "precision": "bfloat16", "fused": False},
-    "fused": {"engine": "graph", "precision": "bfloat16"},
+    "fused": {"engine": "graph", "precision": "bfloat16", "fused": True},
 }
 
 

@@ -31,6 +31,8 @@ class TrainRecipe:
     share of training images kept away and measured each epoch; the test set is read once, at the end.
     `task` "retrieve": instead of classes an `embedding` of so many numbers is learnt from the first half of the classes
     (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, or Adam.
+    `fused`: on a GPU, DARTS cells as one fused operation each; off by default, being slower so far
+    (benchmarks/NOTES.md).
     `init`: the folder of a finished training, from whose weights this one starts where they fit; None: random weights.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
     """
@@ -66,7 +68,7 @@ class TrainRecipe:
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     engine: Literal["auto", "eager", "graph", "compile"] = "auto"
-    fused: bool = True
+    fused: bool = False
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

@@ -306,7 +306,7 @@ def facts_of(dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) ->
             "source": dataset.source,
             "scaled_to": list(dataset.scaled_to or dataset.shape[1:]),
             "whole": dataset.whole,
-            "fingerprint": content_of(dataset, with_test=True),
+            "fingerprint": content_of(dataset),
         },
     }
 

@@ -87,7 +87,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
         settings: object = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
         method = place(fitted(kind, settings, supernet), where, dtype)
     now = identity_of({**manifest, "recipe": recipe.to_dict()})
-    check_identity(loaded.state, {**now, "data": content_of(dataset, with_test=False)}, folder)
+    check_identity(loaded.state, {**now, "data": content_of(dataset)}, folder)
     try:
         supernet.load_state_dict(loaded.state["task"]["supernet"])
         method.load_state_dict(loaded.state["task"]["method"])

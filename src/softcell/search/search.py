@@ -232,7 +232,7 @@ def _search(
         data: dict[str, Any] = {
             "shape": list(dataset.shape),
             "num_classes": dataset.num_classes,
-            "fingerprint": content_of(dataset, with_test=False),
+            "fingerprint": content_of(dataset),
         }
         if recipe.classes is not None:
             data["classes"] = list(dataset.classes)
