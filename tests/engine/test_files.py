@@ -1,10 +1,12 @@
 """Files change in one step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from softcell.engine.files import atomic_write_bytes, atomic_write_text
+from softcell.engine.history import History
 from softcell.errors import UserError
 
 
@@ -29,3 +31,22 @@ def test_a_reader_never_sees_a_half_written_file(tmp_path: Path, monkeypatch: py
 def test_a_missing_folder_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be writable"):
         atomic_write_text(tmp_path / "none" / "a.txt", "x")
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    """A run folder from elsewhere must not have files outside of it written."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".a.txt.tmp").symlink_to(tmp_path / "precious")
+    atomic_write_text(tmp_path / "a.txt", "new")
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").symlink_to(tmp_path / "precious")
+    atomic_write_text(tmp_path / "a.txt", "newer")
+    assert (tmp_path / "precious").read_text() == "mine" and (tmp_path / "a.txt").read_text() == "newer"
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/b", "", ".hidden", 3])
+def test_records_of_a_checkpoint_stay_inside_the_folder(name: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="named like a file"):
+        History({name: ["{}"]}).write(tmp_path / "run")
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]

@@ -147,3 +147,12 @@ def test_a_folder_that_cannot_be_made_or_written_is_a_clear_error(tmp_path: Path
     for place in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(UserError, match="needs a folder"), occupied(place):
             pass
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot be opened"), occupied(tmp_path / "run"):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"

@@ -115,6 +115,18 @@ def test_a_list_of_somebody_else_is_not_taken_for_ours(tmp_path: Path) -> None:
     assert (tmp_path / LISTED).read_text() == "bread\nbutter\n"
 
 
+def test_a_part_of_a_run_that_leads_elsewhere_is_not_overwritten(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "mine", new_manifest("train", {}, 0))
+    atomic_write_text(tmp_path / "mine" / "metrics.jsonl", "mine")
+    RunFolder.create(tmp_path / "foreign", new_manifest("train", {}, 0))
+    (tmp_path / "foreign" / "random-1").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="leads to"):
+        RunFolder.create(tmp_path / "foreign" / "random-1", new_manifest("train", {}, 0), overwrite=True)
+    assert (tmp_path / "mine" / "metrics.jsonl").read_text() == "mine"
+    (tmp_path / "link").symlink_to(tmp_path / "mine")  # as users do whose runs lie on another disk
+    RunFolder.create(tmp_path / "link", new_manifest("train", {}, 0), overwrite=True)
+
+
 def test_updates_reach_the_disk_and_keep_the_rest(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, new_manifest("search", RECIPE, 7))
     folder.update(threads=3)

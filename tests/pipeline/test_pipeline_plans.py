@@ -206,3 +206,12 @@ def test_a_search_was_worth_it_only_beyond_chance() -> None:
 def test_a_network_that_learned_nothing_is_told() -> None:
     guessing = dataclasses.replace(made(0.5, (0.5, 0.5), 0.5), most_frequent=0.5)
     assert "nothing useful" in verdict(guessing)[1][-1]
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "random-1/x", None])
+def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: Path) -> None:
+    plan = Plan.create(tmp_path / "run", Wishes(data="digits"))
+    plan.training = {"epochs": 1, "jobs": [{"name": name}]}
+    plan.save()
+    with pytest.raises(UserError, match="random-N"):
+        Plan.open(tmp_path / "run")

@@ -29,7 +29,9 @@ def write_temporary(path: Path, data: bytes) -> Path:
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
         note_made(path)
-        with open(temporary, "wb") as stream:
+        # Never through a link that somebody has put there: a run folder may come from anybody.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())

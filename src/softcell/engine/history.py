@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from softcell.engine.files import atomic_write_text
+from softcell.errors import UserError
 
 METRICS = "metrics"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class History:
@@ -23,7 +25,7 @@ class History:
 
     def append(self, name: str, value: Any) -> list[str]:
         """Add `value` as a line of `<name>.jsonl`; return the places of non-finite numbers, now null."""
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        if not _NAME.fullmatch(name):
             raise ValueError(f"a record's name must be usable as a file name, but got {name!r}")
         lost: list[str] = []
         text = json.dumps(_finite(value, "", lost), allow_nan=False, ensure_ascii=False)
@@ -37,6 +39,8 @@ class History:
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Make the `.jsonl` files in `folder` say exactly this."""
         for name, texts in self.lines.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):  # of a checkpoint, which may come from anybody
+                raise UserError(f"a record of a checkpoint must be named like a file, got {name!r}; start a new run")
             atomic_write_text(Path(folder) / f"{name}.jsonl", "".join(f"{text}\n" for text in texts))
 
 

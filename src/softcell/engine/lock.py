@@ -85,6 +85,11 @@ def holder(file: Path) -> str:
     return f"process {found['pid']} on {found['host']}, since {found['since']}{command}{gone}"
 
 
+def open_lock(file: Path) -> int:
+    """A descriptor of a lock file, made where there is none; a link that somebody has put there is refused."""
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
 def take(descriptor: int, file: Path) -> bool:
     """Locks an open file and writes into it who has it; False where another process does."""
     try:
@@ -148,11 +153,11 @@ def _lock(folder: Path) -> int:
     file = folder / LOCK
     while True:
         try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = open_lock(file)
         except OSError as error:
             raise UserError(
-                f"a run needs a folder it may write, but {file} cannot be made ({error.strerror or error}); free some "
-                "space, or give another --out"
+                f"a run needs a folder it may write, but {file} cannot be opened ({error.strerror or error}); free "
+                "some space, or give another --out"
             ) from error
         try:
             if not take(descriptor, file):

@@ -200,7 +200,14 @@ def clear(path: Path) -> None:
 
 
 def _check_own(path: Path) -> None:
-    """Raises unless a folder was made by Softcell: it has the list of a run, or a readable `run.json`."""
+    """Raises unless a folder was made by Softcell: it has the list of a run, or a readable `run.json`.
+
+    Parts of a run lie inside it: one that is a link leads to another run, which nobody has asked to overwrite.
+    """
+    if path.is_symlink() and (path.parent / MANIFEST).is_file():
+        raise UserError(
+            f"{path} is a part of a run, but leads to {path.resolve()}, which is left alone; remove the link"
+        )
     if not (path / MANIFEST).is_file():
         raise UserError(
             f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give another "

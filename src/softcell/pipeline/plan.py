@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -67,6 +68,9 @@ class Plan:
             raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
         keys = ("seconds", "status", "inspection", "data", "choice", "search", "training", "summary", "provenance")
         plan = cls(folder, build(Wishes, data["wishes"], str(file)), **{key: data[key] for key in keys})
+        for job in (plan.training or {}).get("jobs", ()):
+            if not re.fullmatch(r"train|plain|random-\d+", str(job.get("name"))):  # it names a folder inside this one
+                raise UserError(f"{file}: a training must be `train`, `plain` or `random-N`, got {job.get('name')!r}")
         # Older plans have the place where the links lay at first, which may be gone.
         if plan.data is not None and (folder / LINKS).is_dir():
             plan.data = str((folder / LINKS).resolve())

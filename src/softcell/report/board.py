@@ -49,7 +49,7 @@ class TensorBoard:
     def _start(self, event: Started) -> None:
         self.close()
         place = self.folder / BOARD
-        if event.epoch == 0 and event.step == 0:
+        if event.epoch == 0 and event.step == 0 and not place.is_symlink():  # a link leads to logs of others
             for file in place.glob("events.out.tfevents.*"):
                 file.unlink()
         # Readers drop what an earlier process wrote from this step on: epochs that were lost are run again.

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from softcell.engine.lock import LOCK, announce, holder, take
+from softcell.engine.lock import LOCK, announce, holder, open_lock, take
 from softcell.engine.runfolder import MANIFEST
 from softcell.sweep.plan import finished
 
@@ -52,7 +52,7 @@ class Work:
 
     def run(self) -> int:
         """The exit code of the first command that fails, else 0; everything said goes to the job's log."""
-        with open(self._folder / LOG, "ab") as log, open(self._folder / LOCK, "a+b") as lock:
+        with open(self._folder / LOG, "ab") as log, open(open_lock(self._folder / LOCK), "r+b") as lock:
             if not take(lock.fileno(), self._folder / LOCK):
                 who = holder(self._folder / LOCK)
                 log.write(f"error: this job is in use by {who}; wait until it has ended, or stop it\n".encode())
