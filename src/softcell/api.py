@@ -263,6 +263,7 @@ def train_seeds_recipe(
         wanted, recipe = train_recipe(genotype, kept, config=config, resume_from=begun)
         return known, wanted, recipe, folder
     wanted, recipe = train_recipe(genotype, given, config=config)
+    check_trainable(wanted, recipe)
     chosen = _chosen_seeds(recipe.seed, seeds)
     folder = Path(out) if out is not None else free_folder("train", wanted.space, recipe.data)
     return chosen, wanted, recipe, folder

@@ -163,6 +163,7 @@ def test_an_empty_cell_is_reported_and_trained_only_when_asked_for(call: Softcel
     assert refused.code == 2
     assert "must lead from an input to its output" in refused.error
     assert "--set allow_empty=true" in refused.error
+    assert call("train", "run", *TINY_TRAIN, "--out", "trained", "--seeds", "2").code == 2
     assert not Path("trained").exists()
     with pytest.raises(UserError, match="allow_empty"):
         train("run", out="trained", epochs=1)

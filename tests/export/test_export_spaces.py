@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, derive, sample
+from softcell.arch.notation import from_darts
 from softcell.export import by_image, graph, python
 from softcell.export.model import Model
 from softcell.nn.candidates import Spec, get_candidate, known_candidates
@@ -96,6 +97,15 @@ def test_python_file_gives_the_networks_logits_for_every_candidate(name: str, tm
     for number, genotype in enumerate([*one_for_each_candidate(space.layout()), most_varied(space.layout())]):
         model = model_of(space.network(genotype, SHAPE, len(CLASSES)))
         assert python.check_python(written(model, tmp_path / str(number)), model) < 1e-6
+
+
+def test_python_file_has_the_zeros_of_vanished_nodes_and_norms_behind_pools(tmp_path: Path) -> None:
+    """A cell of which only node 2 is left, as the authors of SNAS evaluate it."""
+    space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 2, "vanished": "zeros", "pool_norm": True})
+    edges = "[('max_pool_3x3', 0), ('none', 1), ('none', 0), ('none', 1)]"
+    cell = f"normal={edges}, normal_concat=[2, 3], reduce={edges}, reduce_concat=[2, 3]"
+    model = model_of(space.network(from_darts(f"Genotype({cell})"), SHAPE, len(CLASSES)))
+    assert python.check_python(written(model, tmp_path), model) < 1e-6
 
 
 ALONE = """
