@@ -195,4 +195,4 @@ def test_tables_say_the_same_numbers(tmp_path: Path) -> None:
     text = markdown(found)
     assert "| snas in nb201 | 2 | 91.00 | 1.41 |" in text
     assert "=1+1\\|\\`x\\`" in text
-    assert {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")} == {9}
+    assert {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")} == {10}

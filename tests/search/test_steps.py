@@ -209,6 +209,16 @@ def compare(
         )
 
 
+@pytest.mark.parametrize(("regime", "counted"), [("unrolled", 5), ("bilevel", 10), ("single-level", 5)])
+def test_batch_norm_counts_the_batches_of_weights_that_the_network_has(regime: str, counted: int) -> None:
+    """Evaluations at virtual weights are not counted: 5 batches in 5 second-order steps."""
+    one = players("darts")
+    for step in range(5):
+        REGIMES[regime][0](one, batch(step), batch(50 + step))
+    found = {int(m.num_batches_tracked) for m in one.supernet.modules() if isinstance(m, nn.BatchNorm2d)}
+    assert found == {counted}
+
+
 def test_a_weight_step_leaves_the_architecture_alone() -> None:
     one = players()
     before = copy.deepcopy(one.method.state_dict())

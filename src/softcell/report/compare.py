@@ -151,7 +151,9 @@ def what(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _done(run: Run) -> dict[str, Any]:
     """What was done, apart from the seed; of a training also how its architecture was searched for, as `search`."""
-    return {**what(run.recipe), **({_SEARCH: dict(run.searched)} if run.searched else {})}
+    # A setting that is None is as one that is not there: earlier versions did not write it.
+    given = {key: value for key, value in what(run.recipe).items() if value is not None}
+    return {**given, **({_SEARCH: dict(run.searched)} if run.searched else {})}
 
 
 def _groups(runs: Sequence[Run]) -> list[Group]:
