@@ -395,9 +395,11 @@ def test_only_engine_cells_teach_the_architecture() -> None:
     assert all(bool(g.any()) for g in gradients)
 
 
-def test_the_temperature_falls_exponentially_and_that_of_dst_stays() -> None:
+@pytest.mark.parametrize("kind", [EnTranNas, EnTranNasDst])
+def test_the_temperature_falls_exponentially_also_in_dst(kind: type[EnTranNas] | type[EnTranNasDst]) -> None:
+    """§2.2 anneals τ of Eq 5 with the epoch, and §2.4 computes p by Eq 5."""
     layout = tiny_space("darts").layout()
-    falling, constant = EnTranNas(layout, EnTranNasSettings()), EnTranNasDst(layout, EnTranNasDstSettings())
+    falling, constant = kind(layout, kind.Settings()), kind(layout, kind.Settings(schedule="constant"))
     seen = []
     for progress in (0.0, 0.5, 1.0):
         falling.begin_epoch(progress)
@@ -405,9 +407,29 @@ def test_the_temperature_falls_exponentially_and_that_of_dst_stays() -> None:
         seen.append(float(falling.temperature))
         assert float(constant.temperature) == 1.0
     assert seen == pytest.approx([1.0, math.sqrt(0.1), 0.1], rel=1e-6)
-    annealed = EnTranNasDst(layout, EnTranNasDstSettings(schedule="exponential"))
-    annealed.begin_epoch(1.0)
-    assert float(annealed.temperature) == pytest.approx(0.1)
+
+
+def test_annealing_thins_a_topology_that_thresholds_alone_leave_dense() -> None:
+    """Logits as far apart as the recipe's small steps move them (deviation 0.1), thresholds of 0.65.
+
+    At a temperature of 1 nearly all of the 24.5 connections per node stay; at 0.1 there are about 3.
+    """
+    layout = DartsSpace().layout()
+    counts = {}
+    for progress in (0.0, 1.0):
+        method, kept = EnTranNasDst(layout, EnTranNasDstSettings()), []
+        method.begin_epoch(progress)
+        for seed in range(20):
+            generator = torch.Generator().manual_seed(seed)
+            with torch.no_grad():
+                for logits in method.alpha.values():
+                    logits.copy_(0.1 * torch.randn(logits.shape, generator=generator))
+                for beta in method.beta.values():
+                    beta.fill_(math.log(0.65 / 0.35))
+            kept += [float(method.gauges()[f"connections_{name}"]) for name in ("normal", "reduce")]
+        counts[progress] = sum(kept) / len(kept)
+    assert counts[0.0] > 22
+    assert 2 < counts[1.0] < 4
 
 
 def test_thresholds_have_an_optimiser_group_of_their_own_without_weight_decay() -> None:
