@@ -1,10 +1,11 @@
-"""`python -m studies.entrannas_dst`: which settings of EnTranNAS-DST find a network of a usable size.
+r"""`python -m studies.entrannas_dst`: which settings of EnTranNAS-DST find a network of a usable size.
 
 Every arm is EnTranNAS-DST with other settings of temperature, λ and thresholds; `studies.entrannas_arms` says what is
 recorded. Searches share one GPU. Stop it at any time (or with --minutes); the same command resumes. What is unfinished
 is recorded as not measured.
 
-python -m studies.entrannas_dst --data-root DIR --precision bfloat16 --minutes 9
+python -m studies.entrannas_dst --data-root DIR --precision bfloat16 --arms exponential-0.1 exponential-0.3 \
+    exponential-1 --seeds 3 --minutes 9           # settles the default's size on CIFAR-10; run it until all are done
 python -m studies.entrannas_dst --data-root DIR --arms constant-0.1 exponential-0.1 schedule=linear,sparsity=0.3
 python -m studies.entrannas_dst --data digits --epochs 2 --arms constant-0.1 linear-0.1   # a rehearsal
 """
