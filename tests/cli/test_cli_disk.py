@@ -189,16 +189,7 @@ def test_a_folder_in_use_is_refused_by_every_command_and_named(call: Softcell, t
     assert not (tmp_path / "run" / ".lock").exists() and status(tmp_path / "run") == "interrupted"
 
 
-def test_a_run_that_was_killed_is_taken_over(call: Softcell, tmp_path: Path) -> None:
-    first = process("search", *TINY, "--epochs", "6", "--out", "run", "-q", cwd=tmp_path)
-    while not (tmp_path / "run" / "checkpoint.bin").exists():
-        assert first.poll() is None
-        time.sleep(0.02)
-    first.kill()
-    first.wait()
-    assert call("search", "--resume", "run", "-q").code == 0
-
-
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_respect_a_lock(tmp_path: Path) -> None:
     source = str(Path(softcell.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from softcell.arch import sample
+from softcell.cli.main import run as softcell
+from softcell.data import load
 from softcell.engine.events import EpochEnded, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.pipeline import Plan, Wishes, pace, parse_time
 from softcell.pipeline.choose import SIZES, Choice, cheaper, choose, fit, plain_network
-from softcell.pipeline.inspect import Inspection
+from softcell.pipeline.inspect import Inspection, inspect_dataset
 from softcell.pipeline.pace import Pace, probe
+from softcell.pipeline.recipes import search_recipe
 from softcell.pipeline.run import ENDING, MOST_RESERVED, SAFE, _Run
 from softcell.pipeline.summary import Row, Summary, verdict
 from softcell.spaces import build_space, count
@@ -215,3 +218,22 @@ def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: 
     plan.save()
     with pytest.raises(UserError, match="random-N"):
         Plan.open(tmp_path / "run")
+
+
+def test_a_plan_of_others_runs_no_plugin_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SOFTCELL_STATE", str(tmp_path / "state"))
+    (tmp_path / "evil_plan.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    wishes = Wishes(data="digits", device="cpu")
+    plan = Plan.create(tmp_path / "run", wishes)
+    inspection = inspect_dataset(load("digits"))
+    choice = choose(inspection, wishes, is_gpu=False, is_resizable=False)
+    plan.inspection, plan.choice, plan.data = inspection.to_dict(), choice.to_dict(), "digits"
+    recipe = {**search_recipe(plan, choice, 1).to_dict(), "plugins": [str(tmp_path / "evil_plan.py")]}
+    plan.search = {"recipe": recipe, "expected": 1.0}
+    plan.save()
+    assert softcell(["run", "--resume", str(tmp_path / "run"), "-q"]) == 2
+    assert "evil_plan.py" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists() and Plan.open(tmp_path / "run").status == "failed"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["plan.json"]
