@@ -75,7 +75,9 @@ def summarise_taus(rows: Sequence[dict[str, Any]], zero_cost: Mapping[str, Any])
         for name, own in ranked.items():
             for column in RANKED_BY:
                 for ranking in RANKINGS:
-                    values = [math.nan if v is None else v for v in own[column][ranking]]
+                    # Records from before it was called `derived` have it as `discretisation`.
+                    known = own[column].get(ranking, own[column].get("discretisation"))
+                    values = [math.nan if v is None else v for v in known]
                     found.setdefault((supernet, name, column, ranking), []).append(values)
     result = []
     for (supernet, name, column, order), seeds in found.items():

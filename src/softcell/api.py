@@ -408,7 +408,8 @@ def compare_indicators(
 ) -> dict[str, Any]:
     """What indicators say of every candidate of a search's supernet, the best by each, and Kendall's tau between them.
 
-    by: `alpha`, `attention`, `perturbation`; all that there are when None. See `softcell.search.indicators`.
+    by: `alpha`, `attention`, `perturbation`, `discretisation`; the first three that there are when None. See
+    `softcell.search.indicators`.
     trust: run plugins that the run names.
     """
     with trusting(trust):

@@ -73,10 +73,10 @@ def test_best_accuracy_goes_through_all_completions(table: Nb201Table) -> None:
         assert found[edge][k] == best
 
 
-def test_discretisation_accuracy_changes_one_edge_of_the_derived_cell(table: Nb201Table) -> None:
+def test_with_each_operation_one_edge_of_the_derived_cell_changes(table: Nb201Table) -> None:
     genotype = from_nb201(ARCH)
     own = [pick.op for pick in genotype.cells["cell"].picks]
-    found = table.discretisation(genotype, "imagenet16_valid")
+    found = table.with_each(genotype, "imagenet16_valid")
     for edge, k in ((1, 3), (4, 0)):
         changed = (*own[:edge], OPERATIONS[k], *own[edge + 1 :])
         assert found[edge][k] == accuracy(changed, COLUMNS.index("imagenet16_valid"))
@@ -105,7 +105,7 @@ def test_an_indicator_that_knows_the_worths_ranks_perfectly_and_its_negative_not
     right = [[WORTH[op] for op in OPERATIONS] for _ in EDGES]
     wrong = [[-value for value in row] for row in right]
     for column in ("cifar10_valid", "cifar100_test"):
-        for ranking in ("best", "discretisation"):
+        for ranking in ("best", "derived"):
             assert taus(table, right, from_nb201(ARCH), column)[ranking] == pytest.approx([1.0] * 6)
             assert taus(table, wrong, from_nb201(ARCH), column)[ranking] == pytest.approx([-1.0] * 6)
     with pytest.raises(UserError, match="6 edges with 5 operations"):

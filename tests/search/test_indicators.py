@@ -23,6 +23,7 @@ from softcell.search import resolve, search
 from softcell.search.child import norms_measured_anew
 from softcell.search.indicators import (
     Baseline,
+    Only,
     Without,
     _norm_batches,
     compute,
@@ -107,6 +108,45 @@ def spoil_norms(found: Restored) -> None:
             assert module.running_mean is not None and module.running_var is not None
             module.running_mean.fill_(3.0)
             module.running_var.fill_(40.0)
+
+
+def test_discretisation_is_the_accuracy_with_one_candidate_on_one_edge(runs: dict[str, Path]) -> None:
+    """Figure 3 of IT-NAS: on DARTS's supernet a weight of 1 on the edge in all cells, and all other edges mixed."""
+    found = restore(runs["darts"], device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():  # after one epoch it names one class always
+        for parameter in found.supernet.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    values = compute(found, ["discretisation"], images=24, tell=silent).values["discretisation"]["cell"]
+    chosen = found.parts["validation"][:24]
+    batches = list(found.feeds().plain(found.dataset.train, chosen).epoch(0))
+    layout, seen = found.supernet.layout, set()
+    for edge, candidate in itertools.product(range(6), range(5)):
+        weights = found.method.probabilities()["cell"].detach().clone()
+        weights[edge] = F.one_hot(torch.tensor(candidate), 5).to(weights.dtype)
+        right = 0
+        with torch.no_grad():
+            for batch in batches:
+                logits = found.supernet(batch.images, WeightMix(layout, {"cell": weights}))
+                right += int((logits.argmax(1) == batch.labels).sum())
+        assert float(values[edge, candidate]) == pytest.approx(right / 24)
+        seen.add(right)
+    assert len(seen) > 1, "accuracies must differ to be told apart"
+
+
+def test_an_edge_that_keeps_one_candidate_attends_to_it_alone(runs: dict[str, Path]) -> None:
+    found = restore(runs["itnas"], device="cpu")
+    mix = found.mix()
+    x = next(iter(found.feeds().plain(found.dataset.train, found.parts["validation"]).epoch(0))).images
+    only = Only(mix, found.supernet.layout, "cell", 3, 2)
+    found.supernet(x, only)
+    rows = mix.rows.mean("cell")  # type: ignore[attr-defined]
+    assert bool((rows[:, 3, 2] > 0).all()) and not rows[:, 3, [0, 1, 3, 4]].any()
+    assert bool((rows[:, 2] > 0).all()), "other edges stay mixed"
+
+
+def test_it_is_not_computed_unless_asked_for(runs: dict[str, Path]) -> None:
+    assert "discretisation" not in compute(restore(runs["itnas"], device="cpu"), images=8, tell=silent).values
 
 
 def test_sampled_cells_are_perturbed_with_norms_of_their_own(runs: dict[str, Path]) -> None:

@@ -276,7 +276,7 @@ def _taus(screen: Console, rows: Sequence[tuple[str, str, str, list[float]]]) ->
 
 _RANKED = {
     "best": "the best accuracy of all cells with the operation",
-    "discretisation": "the accuracy of the derived cell with the operation",
+    "derived": "the accuracy of the derived cell with the operation",
 }
 
 

@@ -23,10 +23,13 @@ def indicators(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a search; its supernet is looked at.")],
     by: Annotated[
         list[str] | None,
-        typer.Option(help="alpha, attention (IT-NAS) or perturbation (DARTS-PT); may be repeated; else all."),
+        typer.Option(
+            help="alpha, attention (IT-NAS), perturbation (DARTS-PT), discretisation; repeatable; else the first three."
+        ),
     ] = None,
     images: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Validation images that perturbation uses, at most.")
+        int,
+        typer.Option(metavar="N", min=1, help="Validation images that candidates are measured on, at most."),
     ] = 512,
     epochs: Annotated[
         int, typer.Option(metavar="N", min=1, help="Epochs of what is trained on another method's frozen supernet.")
@@ -44,7 +47,8 @@ def indicators(
     """Compare what indicators say of the candidates of one trained supernet, edge by edge.
 
     alpha are the probabilities of the search's own method; attention is that of IT-NAS's indicator token, from one pass
-    over the validation split; perturbation is the accuracy that the supernet loses without a candidate. Attention on
+    over the validation split; perturbation is the accuracy that the supernet loses without a candidate, discretisation
+    the accuracy that it has once an edge keeps that candidate alone (IT-NAS, Figure 3; only if asked for). Attention on
     another method's supernet, and alpha on one of IT-NAS (only if asked for), are trained on it first, weights frozen.
     """
     from softcell.api import compare_indicators

@@ -94,7 +94,7 @@ class Nb201Table:
             codes[row] = [numbers[op] for op in ops]
         return codes
 
-    def discretisation(self, genotype: Genotype, column: str) -> list[list[float]]:
+    def with_each(self, genotype: Genotype, column: str) -> list[list[float]]:
         """Per edge and operation the accuracy of `genotype` with that operation there instead: [6][5]."""
         own, position = operations(genotype), COLUMNS.index(column)
         found = []

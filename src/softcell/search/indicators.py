@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.arch import Layout, Mix, Rule
+from softcell.arch import Layout, Mix, Rule, WeightMix
 from softcell.arch.derive import rows
 from softcell.data import Batch, Batches
 from softcell.engine.capture import prepare_step
@@ -38,7 +38,9 @@ from softcell.search.child import norms_measured_anew
 from softcell.search.restored import Restored
 from softcell.spaces import Supernet
 
-NAMES = ("alpha", "attention", "perturbation")
+NAMES = ("alpha", "attention", "perturbation", "discretisation")
+USUAL = NAMES[:3]
+"""Those that are computed where none is asked for."""
 PERTURBED = ("perturbation", "perturbation_loss")
 Tables = dict[str, Tensor]
 """Per table [choices, width]; padding 0."""
@@ -116,9 +118,31 @@ class Without(Mix):
         return self._mix.compete(site, {choice: own for choice, own in left.items() if own})
 
     def _left(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Mapping[int, Tensor | None]:
-        if site not in self._sites or choice != self._choice:
+        if not self._is_here(site, choice):
             return outputs
         return {k: x for k, x in outputs.items() if k != self._candidate}
+
+    def _is_here(self, site: int, choice: int) -> bool:
+        return site in self._sites and choice == self._choice
+
+
+class Only(Without):
+    """A mix that keeps one candidate at all sites of a table, with a coefficient of 1; other choices stay mixed."""
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        if isinstance(self._mix, WeightMix) and self._is_here(site, choice):
+            return outputs.get(self._candidate)
+        return super().combine(site, choice, outputs)
+
+    def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
+        if isinstance(self._mix, WeightMix):
+            return Mix.compete(self, site, outputs)
+        return super().compete(site, outputs)
+
+    def _left(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Mapping[int, Tensor | None]:
+        if not self._is_here(site, choice):
+            return outputs
+        return {k: x for k, x in outputs.items() if k == self._candidate}
 
 
 def compute(
@@ -130,7 +154,7 @@ def compute(
     DARTS's logits, learn on the supernet of another method.
     """
     has_alpha = not found.looks()
-    names = tuple(wanted) if wanted is not None else tuple(n for n in NAMES if n != "alpha" or has_alpha)
+    names = tuple(wanted) if wanted is not None else tuple(n for n in USUAL if n != "alpha" or has_alpha)
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise UserError(f"an indicator must be one of {', '.join(NAMES)}, got {unknown[0]!r}")
@@ -143,6 +167,8 @@ def compute(
             result[name] = _host(method.probabilities())
         elif name == "attention":
             result[name] = attention(found, epochs, tell)
+        elif name == "discretisation":
+            result[name] = discretisation(found, images, tell)
         else:
             falls, rises, baseline = perturbation(found, images, tell)
             result |= dict(zip(PERTURBED, (falls, rises), strict=True))
@@ -243,6 +269,29 @@ def perturbation(found: Restored, images: int, tell: Tell) -> tuple[Tables, Tabl
     labels = torch.cat([batch.labels for batch in batches])
     commonest = int(torch.bincount(labels).max()) / len(labels)
     return falls, rises, Baseline(sum(baselines) / len(baselines), len(labels), commonest, norms is not None)
+
+
+@torch.no_grad()
+def discretisation(found: Restored, images: int, tell: Tell) -> Tables:
+    """The accuracy of the supernet once an edge keeps one candidate in all cells, while all others stay mixed.
+
+    IT-NAS, §4.4 and Figure 3, after DARTS-PT. Deviation: DARTS-PT trains the supernet on to convergence after each;
+    here batch-norm alone is recalibrated, where perturbation does that too.
+    """
+    if images < 1:
+        raise UserError(f"discretisation needs at least one image, but got {images}")
+    layout, chosen = found.supernet.layout, found.parts["validation"][:images]
+    batches = list(found.feeds().plain(found.dataset.train, chosen).epoch(0))
+    norms = _norm_batches(found, len(chosen))
+    result = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
+    for table in layout.tables:
+        for i, choice in enumerate(table.choices):
+            tell(f"discretisation, {table.name} {choice}")
+            mix = found.mix((table.name, i))
+            for k in range(len(choice.candidates)):
+                only = Only(mix, layout, table.name, i, k)
+                result[table.name][i, k], _ = _measured(found.supernet, only, batches, norms)
+    return result
 
 
 def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
