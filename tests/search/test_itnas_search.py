@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from search_toys import remains, same, settings, state_of, write_data
 
 from softcell.api import read_genotype
-from softcell.arch import Genotype
+from softcell.arch import Cell, Genotype
 from softcell.data import load, split
 from softcell.engine.events import Note, Stepped
 from softcell.errors import UserError
@@ -25,6 +26,7 @@ from softcell.nn.candidates import candidate
 from softcell.report.runs import read_run
 from softcell.search import resolve, search
 from softcell.spaces import build_space
+from softcell.spaces.count import count_genotype
 
 
 def recipe(data: Path, space: str = "nb201", **changes: Any) -> Any:
@@ -186,3 +188,41 @@ def test_single_path_training_of_a_chain_ends_in_a_selection_and_leaves_norms_al
     state = state_of(tmp_path / "run")["supernet"]
     tracked = [int(value) for name, value in state.items() if name.endswith("num_batches_tracked")]
     assert max(tracked) == 2, "two steps trained: what a look measured anew is gone again"
+
+
+def test_attention_selects_within_a_budget_what_no_other_chain_beats(data: Path, tmp_path: Path) -> None:
+    """All 192 chains, counted one by one: none within the limit has a larger sum of attention."""
+    chain = {"width": 0.25, "depths": (2, 1, 1, 1, 1, 1), "head": 8, "kernels": (3,)}
+    given = {**settings("nb201", data, method="itnas"), "space": "proxyless", "space_settings": chain}
+    more = {"method_settings": {"paths": "single"}, "architecture": {"optimiser": "weights"}, "epochs": 1}
+    free = search(resolve(given, more), tmp_path / "free")
+    sizes = {"network": {key: chain[key] for key in ("width", "head", "kernels")}}
+    rows = json.loads((tmp_path / "free" / "attention.jsonl").read_text().splitlines()[-1])["tables"]["chain"]["mean"]
+    space = build_space("proxyless", chain)
+    layout = space.layout()
+    (table,) = layout.tables
+    counted = {}
+    for picks in layout.rule.enumerate(table):  # type: ignore[attr-defined]
+        genotype = replace(free.genotype, cells={"chain": Cell(picks, table.output)})
+        value = sum(
+            rows[0][i][c.candidates.index(p.op)] for i, (c, p) in enumerate(zip(table.choices, picks, strict=True))
+        )
+        counted[genotype] = value, count_genotype(space, genotype, (1, 8, 8), 3).multiply_adds
+    cheap, dear = min(cost for _, cost in counted.values()), counted[free.genotype][1]
+    assert len(counted) == 192 and cheap < dear
+    for share in (0.3, 0.7):
+        limit = cheap + share * (dear - cheap)
+        best = max(value for value, cost in counted.values() if cost <= limit)
+        out = tmp_path / str(share)
+        found = search(resolve(given, more, {"resource": {"max_flops": limit, **sizes}}), out)
+        value, cost = counted[found.genotype]
+        assert cost <= limit and value == pytest.approx(best, abs=1e-6)
+        results = json.loads((out / "run.json").read_text())["results"]
+        assert results["budget_met"] is True and results["derived_flops"] == cost
+        own = Genotype.from_dict({**free.genotype.to_dict(), "cells": results["within_budget"]["own"]})
+        assert own == free.genotype and results["within_budget"]["own_flops"] == dear
+    two = {"resource": {"max_flops": dear, "max_params": 10_000, **sizes}}
+    with pytest.raises(UserError, match="knows one limit"):
+        search(resolve(given, more, two), tmp_path / "two")
+    with pytest.raises(UserError, match="keeps some of its edges"):
+        search(recipe(data, "darts", method_settings={"paths": "single"}, resource={"max_flops": 1e6}), tmp_path / "no")

@@ -124,6 +124,13 @@ class Method(nn.Module, ABC):
         """What the latest pass over the validation split read, by the name of a record: a line of `<name>.jsonl`."""
         return {}
 
+    def strengths(self) -> dict[str, Tensor] | None:
+        """Per table [choices, width] what the architecture within a budget shall have most of, in sum.
+
+        For a method whose probabilities no penalty can move; None: it cannot select within a budget.
+        """
+        return None
+
     def findings(self) -> dict[str, Any]:
         """What the derived architecture rests on, as JSON, for `run.json`."""
         return {}

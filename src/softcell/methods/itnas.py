@@ -443,6 +443,10 @@ class ItNas(Method):
     def is_steerable(self) -> bool:
         return bool(self.settings.paths == "all")  # elsewhere a step sees the attention of one choice
 
+    def strengths(self) -> dict[str, Tensor] | None:
+        """With single paths the indicator: no penalty reaches the attention of more than one choice in a step."""
+        return None if self.is_steerable() else self.indicator()
+
     def findings(self) -> dict[str, Any]:
         """Images looked at, and per edge the best candidate, its lead and the standard error of that."""
         return {"selection": self.selection().to_dict()} if self.moments.images() else {}

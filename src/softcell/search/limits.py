@@ -14,6 +14,7 @@ from softcell.search.budget import Budget
 from softcell.search.latencies import with_latencies
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty, check_steerable
+from softcell.search.selection import check_selectable
 from softcell.search.within import counted_network
 from softcell.spaces import Space
 from softcell.spaces.costs import count_candidates
@@ -32,7 +33,8 @@ def resource_of(
     if not settings.is_on:
         return None, None
     steerable = method.is_steerable()
-    penalised = steerable or settings.eta > 0 or not recipe.evolution.is_on
+    selects = method.strengths() is not None and bool(settings.budgets())
+    penalised = steerable or settings.eta > 0 or not (recipe.evolution.is_on or selects)
     if penalised and not steerable:
         check_steerable(method.probabilities(), recipe.method)
     if penalised and settings.estimator != "expectation" and not method.is_distribution:
@@ -41,10 +43,12 @@ def resource_of(
             "number of them; use resource.estimator=expectation"
         )
     costs = _costs(recipe, space, dataset)
-    # Where no gradient reaches the architecture, evolution keeps to the budgets.
+    # Where no gradient reaches the architecture, evolution or the method's own selection keeps to the budgets.
     penalty = session.place(ResourcePenalty(settings, costs)) if penalised else None
     if not settings.budgets():
         return penalty, None
+    if selects and not recipe.evolution.is_on:
+        check_selectable(space.layout(), settings.budgets())
     budget = _budget(recipe, penalty, dataset)
     budget.warn_of_other_sizes(tell)
     # Evolution breeds by the space's own rule.

@@ -36,6 +36,7 @@ from softcell.search.hypergradient import Unrolling
 from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
+from softcell.search.selection import strongest_within_budget
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.search.validation import ANEW, Validation, doubt
 from softcell.spaces import Bound, Supernet
@@ -248,6 +249,12 @@ class SearchTask:
         """The architecture found; the last one from before a collapse, or within the budget, where it has left that."""
         own = self._collapse.kept or self.method.derive()
         if not self.recipe.evolution.is_on:
+            strengths = self.method.strengths()
+            if self._budget is not None and strengths is not None:
+                found, self._selection = strongest_within_budget(
+                    self.method.layout, strengths, own, self._budget, self._tell
+                )
+                return found
             return own if self._budget is None else self._budget.kept(own, self._tell)
         # What a method learned takes part; one that learns no architecture (SPOS) leaves the choice to chance.
         learned = self.method.learns

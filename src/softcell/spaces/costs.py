@@ -114,10 +114,13 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
     kinds = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d)
     hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, kinds)]
     x = torch.zeros(size, device="meta")
+    was_training = module.training
+    module.eval()  # batch-norm refuses to measure a map of one value
     try:
         with products_of(module) as products:
             y = module(x)
     finally:
+        module.train(was_training)
         for hook in hooks:
             hook.remove()
     parameters = sum(p.numel() for p in module.parameters())
