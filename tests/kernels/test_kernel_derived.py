@@ -61,7 +61,7 @@ def outcomes(fused: derived_plan.DerivedCell, given: list[Tensor], dtype: torch.
     """Output, statistics, gradients of parameters and inputs, always with the same factors and output gradient."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(1)
-    parameters = torch.cat([as_vector(w) if w.dim() == 4 else w for w in fused.parameters()]).detach().to(wide)
+    parameters = torch.cat([as_vector(w) for w in fused.parameters()]).detach().to(wide)
     parameters.requires_grad_()
     inputs = [x.to(parameters.device, dtype).requires_grad_() for x in given]
     factors = (torch.rand(fused.program.paths, len(given[0]), generator=generator) + 0.5).to(parameters.device, wide)

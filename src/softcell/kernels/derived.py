@@ -37,7 +37,7 @@ class Stage:
 
     `source`: a plane, or -1 - i for the cell's i-th input tensor. `size`, `dilation`, `padding`, `stride`: the window
     of the depthwise convolution; a size of 1 has no weights and reads the pixel at −padding. `depth`, `matrix`: offsets
-    of weights [fan_in, size²] and [width, fan_in] in the flat parameters.
+    of weights [size², fan_in] and [width, fan_in] in the flat parameters.
     """
 
     source: int
@@ -230,8 +230,8 @@ def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
     if stage.size == 1:
         x = x[:, :, :: stage.stride, :: stage.stride]
     else:
-        kernel = parameters[stage.depth : stage.depth + stage.fan_in * stage.taps]
-        kernel = kernel.view(stage.fan_in, 1, stage.size, stage.size)
+        kernel = parameters[stage.depth : stage.depth + stage.taps * stage.fan_in].view(stage.taps, stage.fan_in)
+        kernel = kernel.t().reshape(stage.fan_in, 1, stage.size, stage.size)
         x = F.conv2d(x, kernel, stride=stage.stride, dilation=stage.dilation, groups=stage.fan_in)
     return F.conv2d(x, matrix)
 

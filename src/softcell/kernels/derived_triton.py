@@ -6,6 +6,8 @@ tables; those that read a gradient begin with the seven numbers of `_pull`, thos
 `_value`.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,7 @@ class Blocks:
     stage_depth: int = 64
     stage_warps: int = 8
     lower_depth: int = 64
+    lower_columns: int = 64
     lower_warps: int = 8
     matrix_rows: int = 64
     matrix_side: int = 64
@@ -43,12 +46,13 @@ BLOCKS = Blocks()
 @triton.jit
 def _value(
     job, x_ptr, w_ptr, coefficients_ptr, x_size, image, top, left, m_ok, k, k_ok, height, width, planes,
-    C: tl.constexpr, AFFINE: tl.constexpr,
+    C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, AFFINE: tl.constexpr,
 ):  # fmt: skip
     """depthwise(ReLU(z)) [rows, k] in float32; rows are given by image, top and left of their windows."""
-    size, dilation, unit, column = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-    distance, source, depth = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6)
-    base = x_ptr + unit.to(tl.int64) * x_size + column + k[None, :]
+    size, dilation, unit, column = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * FAN_IN
+    distance, source, depth = tl.load(job + 4) * FAN_IN, tl.load(job + 5), tl.load(job + 6) * WEIGHTS
+    base = x_ptr + unit.to(tl.int64) * x_size + column
+    kernel = w_ptr + depth
     if AFFINE:
         at = coefficients_ptr + source * C + k
         a = tl.load(at, mask=k_ok, other=0.0)
@@ -57,35 +61,38 @@ def _value(
     for r in range(size):
         h = top + r * dilation
         start = (image * height + h) * width
-        for s in range(size):
-            w = left + s * dilation
-            ok = (m_ok & (h >= 0) & (h < height) & (w >= 0) & (w < width))[:, None] & k_ok[None, :]
-            x = tl.load(base + ((start + w) * distance)[:, None], mask=ok, other=0.0).to(tl.float32)
-            if AFFINE:
-                x = x * a[None, :] + b[None, :]
-            x = tl.where(ok & (x > 0), x, 0.0)
-            weight = tl.load(w_ptr + depth + (k * size + r) * size + s, mask=k_ok & (depth >= 0), other=1.0)
-            total += x * weight[None, :]
+        h_ok = m_ok & (h >= 0) & (h < height)
+        for first in range(0, size, 3):
+            for i in tl.static_range(3):  # three loads at a time are under way
+                s = first + i
+                w = left + s * dilation
+                ok = (h_ok & (w >= 0) & (w < width) & (s < size))[:, None] & k_ok[None, :]
+                x = tl.load(base + (start + w)[:, None] * distance + k[None, :], mask=ok, other=0.0).to(tl.float32)
+                if AFFINE:
+                    x = x * a[None, :] + b[None, :]
+                x = tl.where(ok, tl.maximum(x, 0.0), 0.0)
+                weight = tl.load(kernel + (r * size + s) * FAN_IN + k, mask=k_ok & (depth >= 0) & (s < size), other=1.0)
+                total += x * weight[None, :]
     return total
 
 
 @triton.jit
 def _pull(
     job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C: tl.constexpr,
-    DROPS: tl.constexpr,
+    COLUMNS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """∂y [rows, n] in float32: the gradient of a plane before its norm."""
-    g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-    y_unit, plane, column = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6)
+    g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+    y_unit, plane, column = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6) * COLUMNS
     ok = m_ok[:, None] & n_ok[None, :]
     inner = column + n
-    at = g_ptr + g_unit.to(tl.int64) * size + (m * distance + g_column)[:, None] + inner[None, :]
-    g = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    base = g_ptr + g_unit.to(tl.int64) * size + g_column
+    g = tl.load(base + m[:, None] * distance + inner[None, :], mask=ok, other=0.0).to(tl.float32)
     if DROPS:
         factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
         g *= factor[:, None]
-    at = y_ptr + y_unit.to(tl.int64) * size + (m * C)[:, None] + inner[None, :]
-    y = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    base = y_ptr + y_unit.to(tl.int64) * size
+    y = tl.load(base + m[:, None] * C + inner[None, :], mask=ok, other=0.0).to(tl.float32)
     at = slopes_ptr + plane * C + inner
     slope = tl.load(at, mask=n_ok, other=0.0)
     back = tl.load(at + planes * C, mask=n_ok, other=0.0)
@@ -96,12 +103,18 @@ def _pull(
 @triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes", "measured"])
 def _stages(
     x_ptr, w_ptr, coefficients_ptr, y_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_size,
-    y_size, planes, measured, C: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    y_size, planes, measured, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, AFFINE: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(1) * 15
-    padding, matrix, fan_in, columns = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9), tl.load(job + 10)
-    unit, plane, column, first = tl.load(job + 11), tl.load(job + 12), tl.load(job + 13), tl.load(job + 14)
+    job = jobs_ptr + tl.program_id(1) * 14
+    padding, matrix, columns = tl.load(job + 7), tl.load(job + 8) * WEIGHTS, tl.load(job + 9) * COLUMNS
+    unit, plane, column, first = (
+        tl.load(job + 10),
+        tl.load(job + 11),
+        tl.load(job + 12) * COLUMNS,
+        tl.load(job + 13) * 16,
+    )
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
     area = out_height * out_width
@@ -112,29 +125,15 @@ def _stages(
     n = first + tl.arange(0, BLOCK_N)
     n_ok = n < columns
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k0 in range(0, fan_in, BLOCK_K):
+    for k0 in range(0, FAN_IN, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
-        k_ok = k < fan_in
+        k_ok = k < FAN_IN
         value = _value(
-            job,
-            x_ptr,
-            w_ptr,
-            coefficients_ptr,
-            x_size,
-            image,
-            top,
-            left,
-            m_ok,
-            k,
-            k_ok,
-            height,
-            width,
-            planes,
-            C,
-            AFFINE,
-        )
+            job, x_ptr, w_ptr, coefficients_ptr, x_size, image, top, left, m_ok, k, k_ok, height, width, planes, C,
+            FAN_IN, WEIGHTS, AFFINE,
+        )  # fmt: skip
         weight = tl.load(
-            w_ptr + matrix + (n * fan_in)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0
+            w_ptr + matrix + (n * FAN_IN)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0
         )
         kind = y_ptr.dtype.element_ty
         total = tl.dot(value.to(kind), weight.to(kind), total, input_precision=PRECISION)
@@ -204,7 +203,7 @@ def _add_up(
         unit, start, apart, plane, path = (
             tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3), tl.load(job + 4),
         )  # fmt: skip
-        at = buffer_ptr + unit.to(tl.int64) * size + (m * apart + start)[:, None] + c[None, :]
+        at = buffer_ptr + unit.to(tl.int64) * size + start * C + m[:, None] * (apart * C) + c[None, :]
         value = tl.load(at, mask=ok, other=0.0).to(tl.float32)
         a = tl.load(coefficients_ptr + plane * C + c, mask=c_ok, other=0.0)
         b = tl.load(coefficients_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
@@ -213,7 +212,7 @@ def _add_up(
             factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
             value *= factor[:, None]
         total += value
-    to = buffer_ptr + (m.to(tl.int64) * distance + column)[:, None] + c[None, :]
+    to = buffer_ptr + column * C + m[:, None] * (distance * C) + c[None, :]
     tl.store(to, total.to(buffer_ptr.dtype.element_ty), mask=ok)
 
 
@@ -224,7 +223,7 @@ def _pools(
     STATS: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 7
-    unit, column, distance, source = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+    unit, column, distance, source = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     plane, to_unit, slot = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6)
     largest = slot >= 0
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -238,7 +237,7 @@ def _pools(
     left = (inside % out_width) * STRIDE - 1
     a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
     b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-    base = x_ptr + unit.to(tl.int64) * x_size + column + c[None, :]
+    base = x_ptr + unit.to(tl.int64) * x_size + column
     best = tl.full((BLOCK, CB), float("-inf"), dtype=tl.float32)
     winner = tl.zeros((BLOCK, CB), dtype=tl.int32)
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
@@ -248,7 +247,8 @@ def _pools(
         w = left + tap % 3
         here = m_ok & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         ok = here[:, None] & c_ok[None, :]
-        x = tl.load(base + (((image * height + h) * width + w) * distance)[:, None], mask=ok, other=0.0).to(tl.float32)
+        row = (image * height + h) * width + w
+        x = tl.load(base + row[:, None] * distance + c[None, :], mask=ok, other=0.0).to(tl.float32)
         x = tl.where(ok, x * a[None, :] + b[None, :], 0.0)
         total += x
         count += tl.where(here, 1.0, 0.0)
@@ -279,7 +279,7 @@ def _arrival_sums(
     """Σ g and Σ g·ŷ of planes that arrive at a node, over a part of the rows."""
     t = tl.program_id(1)
     job = jobs_ptr + t * 8
-    g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+    g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     y_unit, plane = tl.load(job + 4), tl.load(job + 5)
     c = tl.program_id(2) * CB + tl.arange(0, CB)
     c_ok = c < C
@@ -293,12 +293,12 @@ def _arrival_sums(
         m = start + tl.arange(0, BLOCK)
         m_ok = m < end
         ok = m_ok[:, None] & c_ok[None, :]
-        at = gradient_ptr + g_unit.to(tl.int64) * size + (m * distance + g_column)[:, None] + c[None, :]
+        at = gradient_ptr + g_unit.to(tl.int64) * size + g_column + m[:, None] * distance + c[None, :]
         g = tl.load(at, mask=ok, other=0.0).to(tl.float32)
         if DROPS:
             factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
             g *= factor[:, None]
-        y = tl.load(buffer_ptr + y_unit.to(tl.int64) * size + (m * C)[:, None] + c[None, :], mask=ok, other=0.0)
+        y = tl.load(buffer_ptr + y_unit.to(tl.int64) * size + m[:, None] * C + c[None, :], mask=ok, other=0.0)
         plain += g
         product += g * (y.to(tl.float32) - mean[None, :]) * rstd[None, :]
     to = partial_ptr + (tl.program_id(0) * terms + t) * C + c
@@ -340,24 +340,27 @@ def _finish_slopes(
 @triton.jit(do_not_specialize=["rows", "area", "samples", "planes", "height", "width", "out_width"])
 def _lower(
     g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, jobs_ptr, rows, area, samples, size, planes, height,
-    width, out_width, to_size, C: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    width, out_width, to_size, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, DROPS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """∂ of the depthwise result: ∂y · matrix. MASKED: of the input tensor itself, where it is positive."""
-    job = jobs_ptr + tl.program_id(1) * 13
-    matrix, fan_in, columns = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9)
-    unit, first, shift = tl.load(job + 10), tl.load(job + 11), tl.load(job + 12)
+    job = jobs_ptr + tl.program_id(1) * 12
+    matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
+    unit, first, shift = tl.load(job + 9), tl.load(job + 10) * 16, tl.load(job + 11)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
     k = first + tl.arange(0, BLOCK_K)
-    k_ok = k < fan_in
+    k_ok = k < FAN_IN
     total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for n0 in range(0, columns, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         n_ok = n < columns
-        dy = _pull(job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C, DROPS)
+        dy = _pull(
+            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C, COLUMNS, DROPS
+        )
         weight = tl.load(
-            w_ptr + matrix + (n * fan_in)[:, None] + k[None, :], mask=n_ok[:, None] & k_ok[None, :], other=0.0
+            w_ptr + matrix + (n * FAN_IN)[:, None] + k[None, :], mask=n_ok[:, None] & k_ok[None, :], other=0.0
         )
         kind = to_ptr.dtype.element_ty
         total = tl.dot(dy.to(kind), weight.to(kind), total, input_precision=PRECISION)
@@ -372,28 +375,29 @@ def _lower(
             w = (inside % out_width) * STRIDE + shift
             ok = ok & ((h < height) & (w < width))[:, None]
             row = (image * height + h) * width + w
-        at = (row.to(tl.int64) * fan_in)[:, None] + k[None, :]
+        at = row[:, None].to(tl.int64) * FAN_IN + k[None, :]
         x = tl.load(x_ptr + at, mask=ok, other=0.0)
         tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(to_ptr.dtype.element_ty), mask=ok)
     else:
-        at = to_ptr + unit.to(tl.int64) * to_size + (m * fan_in)[:, None] + k[None, :]
+        at = to_ptr + unit.to(tl.int64) * to_size + m[:, None] * FAN_IN + k[None, :]
         tl.store(at, total.to(to_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each", "height", "width", "out_height", "out_width", "samples", "planes"])
 def _matrix_gradient(
     g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, coefficients_ptr, to_ptr, jobs_ptr, rows, rows_each, height,
-    width, out_height, out_width, samples, size, x_size, planes, to_size, C: tl.constexpr, STRIDE: tl.constexpr,
+    width, out_height, out_width, samples, size, x_size, planes, to_size, C: tl.constexpr, FAN_IN: tl.constexpr,
+    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AFFINE: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(0) * 20
+    job = jobs_ptr + tl.program_id(0) * 19
     inner = job + 7
-    padding, matrix, fan_in, columns = tl.load(job + 14), tl.load(job + 15), tl.load(job + 16), tl.load(job + 17)
-    n = tl.load(job + 18) + tl.arange(0, BLOCK_N)
-    k = tl.load(job + 19) + tl.arange(0, BLOCK_K)
+    padding, matrix, columns = tl.load(job + 14), tl.load(job + 15) * WEIGHTS, tl.load(job + 16) * COLUMNS
+    n = tl.load(job + 17) * 16 + tl.arange(0, BLOCK_N)
+    k = tl.load(job + 18) * 16 + tl.arange(0, BLOCK_K)
     n_ok = n < columns
-    k_ok = k < fan_in
+    k_ok = k < FAN_IN
     area = out_height * out_width
     begin = tl.program_id(1) * rows_each
     end = tl.minimum(begin + rows_each, rows)
@@ -405,28 +409,16 @@ def _matrix_gradient(
         inside = m - image * area
         top = (inside // out_width) * STRIDE - padding
         left = (inside % out_width) * STRIDE - padding
-        dy = _pull(job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C, DROPS)
-        value = _value(
-            inner,
-            x_ptr,
-            w_ptr,
-            coefficients_ptr,
-            x_size,
-            image,
-            top,
-            left,
-            m_ok,
-            k,
-            k_ok,
-            height,
-            width,
-            planes,
-            C,
-            AFFINE,
+        dy = _pull(
+            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C, COLUMNS, DROPS
         )
+        value = _value(
+            inner, x_ptr, w_ptr, coefficients_ptr, x_size, image, top, left, m_ok, k, k_ok, height, width, planes, C,
+            FAN_IN, WEIGHTS, AFFINE,
+        )  # fmt: skip
         kind = y_ptr.dtype.element_ty
         total = tl.dot(tl.trans(dy.to(kind)), value.to(kind), total, input_precision=PRECISION)
-    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + matrix + (n * fan_in)[:, None] + k[None, :]
+    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + matrix + (n * FAN_IN)[:, None] + k[None, :]
     tl.store(to, total, mask=n_ok[:, None] & k_ok[None, :])
 
 
@@ -438,15 +430,15 @@ def _depth_gradient(
 ):  # fmt: skip
     """Three taps of one row of a depthwise kernel: Σ ReLU(z) · ∂ of the depthwise result."""
     job = jobs_ptr + tl.program_id(0) * 12
-    size, dilation, unit, column = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-    distance, source, depth, padding = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6), tl.load(job + 7)
+    size, dilation, unit, column = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * C
+    distance, source, depth, padding = tl.load(job + 4) * C, tl.load(job + 5), tl.load(job + 6), tl.load(job + 7)
     lowered, r, s, block = tl.load(job + 8), tl.load(job + 9), tl.load(job + 10), tl.load(job + 11)
     c = block * CB + tl.arange(0, CB)
     c_ok = c < C
     a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
     b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-    base = x_ptr + unit.to(tl.int64) * x_size + column + c[None, :]
-    d_base = lowered_ptr + lowered.to(tl.int64) * lowered_size + c[None, :]
+    base = x_ptr + unit.to(tl.int64) * x_size + column
+    d_base = lowered_ptr + lowered.to(tl.int64) * lowered_size
     area = out_height * out_width
     begin = tl.program_id(1) * rows_each
     end = tl.minimum(begin + rows_each, rows)
@@ -461,12 +453,12 @@ def _depth_gradient(
         h = (inside // out_width) * STRIDE - padding + r * dilation
         left = (inside % out_width) * STRIDE - padding + s * dilation
         h_ok = m_ok & (h >= 0) & (h < height)
-        d = tl.load(d_base + (m * C)[:, None], mask=m_ok[:, None] & c_ok[None, :], other=0.0).to(tl.float32)
+        d = tl.load(d_base + m[:, None] * C + c[None, :], mask=m_ok[:, None] & c_ok[None, :], other=0.0).to(tl.float32)
         row = (image * height + h) * width
         for i in tl.static_range(3):
             w = left + i * dilation
             ok = (h_ok & (w >= 0) & (w < width))[:, None] & c_ok[None, :]
-            x = tl.load(base + ((row + w) * distance)[:, None], mask=ok, other=0.0).to(tl.float32)
+            x = tl.load(base + (row + w)[:, None] * distance + c[None, :], mask=ok, other=0.0).to(tl.float32)
             x = x * a[None, :] + b[None, :]
             x = tl.where(ok & (x > 0), x, 0.0) * d
             if i == 0:
@@ -475,22 +467,22 @@ def _depth_gradient(
                 second += x
             else:
                 third += x
-    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + depth + (c * size + r) * size + s
+    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + depth + (r * size + s) * C + c
     tl.store(to, tl.sum(first, 0), mask=c_ok)
-    tl.store(to + 1, tl.sum(second, 0), mask=c_ok & (s + 1 < size))
-    tl.store(to + 2, tl.sum(third, 0), mask=c_ok & (s + 2 < size))
+    tl.store(to + C, tl.sum(second, 0), mask=c_ok & (s + 1 < size))
+    tl.store(to + 2 * C, tl.sum(third, 0), mask=c_ok & (s + 2 < size))
 
 
 @triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "samples", "planes", "terms"])
 def _gather(
     x_ptr, coefficients_ptr, moments_ptr, w_ptr, lowered_ptr, dy_ptr, y_ptr, dx_ptr, slopes_ptr, factors_ptr,
     winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, rows, height, width, out_height, out_width, samples,
-    x_size, dy_size, planes, terms, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
+    x_size, dy_size, planes, terms, C: tl.constexpr, CB: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a plane's value: of all convolutions, identities and pools that read it."""
     own = sources_ptr + tl.program_id(1) * 10
-    unit, column, distance, source = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
+    unit, column, distance, source = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C, tl.load(own + 3)
     begin, end, other, last = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
     adds, place = tl.load(own + 8), tl.load(own + 9)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -507,8 +499,8 @@ def _gather(
     for number in range(begin, end):
         job = jobs_ptr + number * 5
         size, dilation, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2)
-        depth, lowered = tl.load(job + 3), tl.load(job + 4)
-        base = lowered_ptr + lowered.to(tl.int64) * dy_size + c[None, :]
+        depth, lowered = tl.load(job + 3) * WEIGHTS, tl.load(job + 4)
+        base = lowered_ptr + lowered.to(tl.int64) * dy_size
         for r in range(size):
             h = i + padding - r * dilation
             h_ok = m_ok & (h >= 0)
@@ -516,17 +508,22 @@ def _gather(
                 h_ok = h_ok & ((h & 1) == 0)
                 h = h >> 1
             h_ok = h_ok & (h < out_height)
-            for s in range(size):
-                w = j + padding - s * dilation
-                w_ok = w >= 0
-                if STRIDE == 2:
-                    w_ok = w_ok & ((w & 1) == 0)
-                    w = w >> 1
-                here = (h_ok & w_ok & (w < out_width))[:, None] & c_ok[None, :]
-                d = tl.load(base + (((image * out_height + h) * out_width + w) * C)[:, None], mask=here, other=0.0)
-                weight = tl.load(w_ptr + depth + (c * size + r) * size + s, mask=c_ok & (depth >= 0), other=1.0)
-                total += d.to(tl.float32) * weight[None, :]
-    at = unit.to(tl.int64) * x_size + (m * distance + column)[:, None] + c[None, :]
+            start = (image * out_height + h) * out_width
+            for left in range(0, size, 3):
+                for step in tl.static_range(3):  # three loads at a time are under way
+                    s = left + step
+                    w = j + padding - s * dilation
+                    w_ok = (w >= 0) & (s < size)
+                    if STRIDE == 2:
+                        w_ok = w_ok & ((w & 1) == 0)
+                        w = w >> 1
+                    here = (h_ok & w_ok & (w < out_width))[:, None] & c_ok[None, :]
+                    d = tl.load(base + (start + w)[:, None] * C + c[None, :], mask=here, other=0.0).to(tl.float32)
+                    weight = tl.load(
+                        w_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
+                    )
+                    total += d * weight[None, :]
+    at = unit.to(tl.int64) * x_size + column + m[:, None] * distance + c[None, :]
     y = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
     a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
     b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
@@ -537,9 +534,9 @@ def _gather(
         job = others_ptr + number * 8
         slot = tl.load(job + 7)
         if slot == -2:
-            g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+            g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
             g = tl.load(
-                dy_ptr + g_unit.to(tl.int64) * dy_size + (m * apart + g_column)[:, None] + c[None, :],
+                dy_ptr + g_unit.to(tl.int64) * dy_size + g_column + m[:, None] * apart + c[None, :],
                 mask=ok,
                 other=0.0,
             ).to(tl.float32)
@@ -560,7 +557,7 @@ def _gather(
                 row = (image * out_height + h) * out_width + w
                 dy = _pull(
                     job, dy_ptr, y_ptr, factors_ptr, slopes_ptr, dy_size, row, here, c, c_ok, out_height * out_width,
-                    samples, planes, C, DROPS,
+                    samples, planes, C, C, DROPS,
                 )  # fmt: skip
                 top = h * STRIDE - 1
                 left = w * STRIDE - 1
@@ -583,6 +580,14 @@ def _gather(
         tl.store(to + tl.num_programs(0) * terms * C, tl.sum(g * normed, 0), mask=c_ok)
 
 
+@functools.cache
+def _units(program):
+    """What divides all offsets of weights (at most 16), and all columns and widths of what stages write."""
+    stages = [*program.preprocess, *(s for r in program.rounds for s in (*r.first, *r.second))]
+    offsets = [s.matrix for s in stages] + [s.depth for s in stages if s.depth != NONE]
+    return math.gcd(16, *offsets), math.gcd(program.channels, *(n for s in stages for n in (s.column, s.width)))
+
+
 class Run:
     """One forward or backward pass of a program: buffers, and the order in which kernels fill them."""
 
@@ -601,6 +606,7 @@ class Run:
         self.block_c = min(self.blocks.channels, padded(self.c))
         self.tile = self.blocks.rows if self.c <= 128 else self.blocks.rows // 2
         self.norms = {norm.plane: norm for norm in program.norms}
+        self.weights_unit, self.columns_unit = _units(program)
         self.given = self.buffer = self.moments = self.coefficients = self.winners = None
 
     # Where planes lie.
@@ -614,11 +620,11 @@ class Run:
         return plane if p.stride == 1 else plane - p.inputs
 
     def view(self, plane):
-        """(unit, column, distance of rows) of a plane."""
+        """(unit, column, distance of rows) of a plane; the latter two in multiples of c, which kernels then know."""
         p = self.program
         if p.is_node(plane):
-            return 0, (plane - p.inputs) * self.c, p.nodes * self.c
-        return self.unit(plane), 0, self.c
+            return 0, plane - p.inputs, p.nodes
+        return self.unit(plane), 0, 1
 
     def units(self):
         p = self.program
@@ -696,9 +702,13 @@ class Run:
         return found
 
     def _value_fields(self, stage, x):
+        depth = self._weights_at(stage.depth)
         if stage.source < 0:
-            return stage.size, stage.dilation, 0, 0, stage.fan_in, 0, stage.depth
-        return stage.size, stage.dilation, *self.view(stage.source), stage.source, stage.depth
+            return stage.size, stage.dilation, 0, 0, 1, 0, depth
+        return stage.size, stage.dilation, *self.view(stage.source), stage.source, depth
+
+    def _weights_at(self, offset):
+        return offset if offset == NONE else offset // self.weights_unit
 
     def _run_stages(self, stages, x, y, partial, size, rows):
         """size: that of the output; the input's is that of `x` or of its buffer."""
@@ -710,16 +720,18 @@ class Run:
         block_n = min(256, padded(max(stage.width for stage in stages)))
         block_m = self.tile
         jobs = tuple(
-            (*self._value_fields(stage, x), stage.padding, stage.matrix, stage.fan_in, stage.width,
-             self.unit(stage.plane), stage.plane, stage.column, first)
+            (*self._value_fields(stage, x), stage.padding, self._weights_at(stage.matrix),
+             stage.width // self.columns_unit, self.unit(stage.plane), stage.plane, stage.column // self.columns_unit,
+             first // 16)
             for stage in sorted(stages, key=lambda stage: -stage.taps)
             for first in range(0, stage.width, block_n)
         )  # fmt: skip
         _stages[(triton.cdiv(rows, block_m), len(jobs))](
             x, self.parameters, self.coefficients, y, x if partial is None else partial, table(jobs, self.device), rows,
             height, width, size[0], size[1], x.numel() if external else self._plane_size(x), self._plane_size(y),
-            p.planes, p.inputs if external else p.planes, C=c, STRIDE=stages[0].stride, BLOCK_M=block_m,
-            BLOCK_N=block_n, BLOCK_K=min(self.blocks.stage_depth, padded(max(stage.fan_in for stage in stages))),
+            p.planes, p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit,
+            COLUMNS=self.columns_unit, STRIDE=stages[0].stride, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_K=min(self.blocks.stage_depth, padded(stages[0].fan_in)),
             AFFINE=not external, STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps,
         )  # fmt: skip
 
@@ -737,11 +749,11 @@ class Run:
             return
         p, c = self.program, self.c
         jobs = tuple((plane, self.norms[plane].scale, self.norms[plane].shift) for plane in planes)
-        blocks = triton.cdiv(c, self.block_c)
-        _finish_moments[(len(jobs), blocks)](
+        block_c = min(16, padded(c))
+        _finish_moments[(len(jobs), triton.cdiv(c, block_c))](
             partial, self.parameters, self.moments, self.coefficients, table(jobs, self.device), rows, partial.shape[1],
-            p.planes, partial.shape[2], p.eps, C=c, CB=self.block_c, TILE=self.tile,
-            BLOCK=min(32, triton.next_power_of_2(partial.shape[1])),
+            p.planes, partial.shape[2], p.eps, C=c, CB=block_c, TILE=self.tile,
+            BLOCK=min(256, triton.next_power_of_2(partial.shape[1])),
         )  # fmt: skip
 
     def _drops(self):
@@ -802,9 +814,9 @@ class Run:
         p = self.program
         place = consumers(p).get(plane)
         if place is None:
-            return *self.view(plane), NONE, self.unit(plane), plane, column
+            return *self.view(plane), NONE, self.unit(plane), plane, column // self.columns_unit
         j, i = place
-        return *self.view(p.inputs + j), p.arrivals[j][i].path, self.unit(plane), plane, column
+        return *self.view(p.inputs + j), p.arrivals[j][i].path, self.unit(plane), plane, column // self.columns_unit
 
     def _arrive(self, node):
         """Sums over the gradient of a finished node, for the norms of all that arrives there."""
@@ -830,10 +842,11 @@ class Run:
         p, c = self.program, self.c
         norms = self.norms
         jobs = tuple((i, plane, norms[plane].scale, norms[plane].shift) for i, plane in enumerate(planes))
-        _finish_slopes[(len(jobs), triton.cdiv(c, self.block_c))](
+        block_c = min(16, padded(c))
+        _finish_slopes[(len(jobs), triton.cdiv(c, block_c))](
             partial, self.parameters, self.moments, self.slopes, self.parameter_gradient, table(jobs, self.device),
             partial.shape[1], partial.shape[2], p.planes, 1.0 / rows if self.running is None else 0.0, C=c,
-            CB=self.block_c, BLOCK=min(32, triton.next_power_of_2(partial.shape[1])),
+            CB=block_c, BLOCK=min(256, triton.next_power_of_2(partial.shape[1])),
         )  # fmt: skip
 
     def _leave(self, found):
@@ -857,17 +870,25 @@ class Run:
             return None
         p, c = self.program, self.c
         to = torch.empty(len(stages) * self.rows * c, dtype=self.dtype, device=self.device)
-        block_k = min(256, padded(c))
+        block_k = min(self.blocks.lower_columns, padded(c))
         jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), s.matrix, s.fan_in, s.width, i, first, 0)
+            (
+                *self._pull_fields(s.plane, s.column),
+                self._weights_at(s.matrix),
+                s.width // self.columns_unit,
+                i,
+                first // 16,
+                0,
+            )
             for i, s in enumerate(stages)
             for first in range(0, s.fan_in, block_k)
         )
         _lower[(triton.cdiv(self.rows, self.tile), len(jobs))](
             self.gradient, self.buffer, self.parameters, self._scales(), self.slopes, to, to, table(jobs, self.device),
             self.rows, size=self.rows * c, planes=p.planes, height=0, width=0, out_width=0, to_size=self.rows * c, C=c,
-            STRIDE=1, BLOCK_M=self.tile, BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, MASKED=False,
-            PRECISION=self.precision, num_warps=self.blocks.lower_warps, **self._drops(),
+            FAN_IN=c, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=self.tile,
+            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, MASKED=False,
+            PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
         )  # fmt: skip
         return to
 
@@ -889,8 +910,8 @@ class Run:
         low = min(s.matrix for s in stages)
         high = max(s.matrix + s.width * s.fan_in for s in stages)
         jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), *self._value_fields(s, x), s.padding, s.matrix - low, s.fan_in,
-             s.width, n, k)
+            (*self._pull_fields(s.plane, s.column), *self._value_fields(s, x), s.padding,
+             self._weights_at(s.matrix - low), s.width // self.columns_unit, n // 16, k // 16)
             for s in stages
             for n in range(0, s.width, block_n)
             for k in range(0, s.fan_in, block_k)
@@ -898,18 +919,18 @@ class Run:
         splits = max(1, min(triton.cdiv(rows, 512), 1056 // len(jobs), 64))
         each = triton.cdiv(triton.cdiv(rows, splits), 64) * 64
         splits = triton.cdiv(rows, each)
-        gaps = sum(s.width * s.fan_in for s in stages) != high - low
-        sums = (self.parameters.new_zeros if gaps else self.parameters.new_empty)(splits, high - low)
+        assert sum(s.width * s.fan_in for s in stages) == high - low  # they lie side by side
+        sums = self.parameters.new_empty(splits, high - low)
         _matrix_gradient[(len(jobs), splits)](
             gradient, y, self.parameters, self._scales(), self.slopes, x, self.coefficients, sums,
             table(jobs, self.device), rows, each, size_in[0], size_in[1], size[0], size[1], self.n,
             self._plane_size(y), x.numel() if external else self._plane_size(x), p.planes, high - low, C=c,
-            STRIDE=stages[0].stride, BLOCK_M=self.blocks.matrix_rows, BLOCK_N=block_n, BLOCK_K=block_k,
+            FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stages[0].stride,
+            BLOCK_M=self.blocks.matrix_rows, BLOCK_N=block_n, BLOCK_K=block_k,
             AFFINE=not external, DROPS=self.factors is not None and not external, PRECISION=self.precision,
-            num_warps=self.blocks.matrix_warps,
+            num_warps=self.blocks.matrix_warps, num_stages=1,
         )  # fmt: skip
-        total = sums.sum(0)
-        self.parameter_gradient[low:high] += total
+        torch.sum(sums, 0, out=self.parameter_gradient[low:high])
 
     def _depths(self, stages, lowered, x, size_in):
         p, c = self.program, self.c
@@ -929,13 +950,14 @@ class Run:
         splits = max(1, min(triton.cdiv(self.rows, 256), triton.cdiv(2112, len(jobs)), 64))
         each = triton.cdiv(triton.cdiv(self.rows, splits), block) * block
         splits = triton.cdiv(self.rows, each)
-        sums = self.parameters.new_zeros(splits, high - low)
+        assert sum(s.fan_in * s.taps for _, s in deep) == high - low  # they lie side by side
+        sums = self.parameters.new_empty(splits, high - low)
         _depth_gradient[(len(jobs), splits)](
             x, self.coefficients, lowered, sums, table(jobs, self.device), self.rows, each, size_in[0], size_in[1],
             self.out_height, self.out_width, self._plane_size(x), self.rows * c, p.planes, high - low, C=c,
             CB=self.block_c, STRIDE=deep[0][1].stride, BLOCK=block, num_warps=self.blocks.depth_warps,
         )  # fmt: skip
-        self.parameter_gradient[low:high] += sums.sum(0)
+        torch.sum(sums, 0, out=self.parameter_gradient[low:high])
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -943,7 +965,7 @@ class Run:
         for i, source in enumerate(sources):
             begin, other = len(jobs), len(others)
             jobs += [
-                (s.size, s.dilation, s.padding, s.depth if s.size > 1 else NONE, at)
+                (s.size, s.dilation, s.padding, self._weights_at(s.depth), at)
                 for at, s in enumerate(stages)
                 if s.source == source
             ]
@@ -966,7 +988,8 @@ class Run:
             self.buffer, dx, self.slopes, self._scales(), self.winners, self.parameters if partial is None else partial,
             table(tuple(own), self.device), table(tuple(jobs) or ((0,) * 5,), self.device),
             table(tuple(others) or ((0,) * 8,), self.device), rows, height, width, self.out_height, self.out_width,
-            self.n, self._plane_size(x), self.rows * c, p.planes, len(sources), C=c, CB=self.block_c, STRIDE=stride,
+            self.n, self._plane_size(x), self.rows * c, p.planes, len(sources), C=c, CB=self.block_c,
+            WEIGHTS=self.weights_unit, STRIDE=stride,
             BLOCK=block, DROPS=self.factors is not None, POOLED=bool(pools), STATS=partial is not None,
             num_warps=self.blocks.gather_warps,
         )  # fmt: skip
@@ -981,18 +1004,26 @@ class Run:
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
             stride = stages[0].stride
             to = torch.zeros_like(x) if stride != 1 else torch.empty_like(x)
-            block_k = min(256, padded(stages[0].fan_in))
+            block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
             jobs = tuple(
-                (*self._pull_fields(s.plane, s.column), s.matrix, s.fan_in, s.width, 0, first, -s.padding)
+                (
+                    *self._pull_fields(s.plane, s.column),
+                    self._weights_at(s.matrix),
+                    s.width // self.columns_unit,
+                    0,
+                    first // 16,
+                    -s.padding,
+                )
                 for s in stages
                 for first in range(0, s.fan_in, block_k)
             )
             _lower[(triton.cdiv(self.rows_in, self.tile), len(jobs))](
                 self.given_gradient, self.given, self.parameters, self._scales(), self.slopes, x, to,
                 table(jobs, self.device), self.rows_in, self.height * self.width, self.n, self._plane_size(self.given),
-                p.planes, x.shape[1], x.shape[2], self.width, 0, C=c, STRIDE=stride, BLOCK_M=self.tile,
+                p.planes, x.shape[1], x.shape[2], self.width, 0, C=c, FAN_IN=stages[0].fan_in,
+                WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=self.tile,
                 BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, MASKED=True,
-                PRECISION=self.precision, num_warps=self.blocks.lower_warps,
+                PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
             )  # fmt: skip
             self._matrices(
                 stages, x, self.given_gradient, self.given, x.shape[1:3], (self.height, self.width), self.rows_in,

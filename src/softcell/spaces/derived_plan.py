@@ -38,8 +38,8 @@ class DerivedCell:
     drop_path: DropPath
 
     def parameters(self) -> list[Tensor]:
-        """Matrices, then depthwise kernels, each [c_out, c_in, k, k]; then scales and shifts of the norms, [c]."""
-        return [getattr(module, name) for module, name in self.owners]
+        """Matrices [c_out, c_in, 1, 1], depthwise kernels as [1, c, k, k], scales and shifts of norms [c, 1, 1, 1]."""
+        return [_four_dimensional(getattr(module, name)) for module, name in self.owners]
 
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
         """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
@@ -47,7 +47,7 @@ class DerivedCell:
         training = self.norms[0][1].training
         dtype = compute_type(newest)
         with torch.autocast(newest.device.type, enabled=False):
-            parameters = flat([w if w.dim() == 4 else w.view(-1, 1, 1, 1) for w in self.parameters()])
+            parameters = flat(self.parameters())
             running = None if training else running_statistics(self.norms, self.program.planes, self.program.channels)
             factors = None
             if training and self.drop_path.probability > 0.0 and self.program.paths:
@@ -189,18 +189,16 @@ class _Planner:
 
     def _round(self, sources: tuple[int, ...]):  # type: ignore[no-untyped-def]
         first, second, pools, measured, measured_second = [], [], [], [], []
+        again: list[tuple[int, int, nn.Module]] = []  # number of a pick, plane, module: what is convolved once more
         for number, pick in enumerate(self.picks):
             if pick.source not in sources or isinstance(pick.module, nn.Identity):
                 continue
             module, plane = pick.module, self._plane()
             kind = type(module)
             if kind is SeparableConv:
-                outer = self._plane()
                 first.append(self._pair(pick.source, plane, module[1], module[2], module[3]))  # type: ignore[index]
-                second.append(self._pair(plane, outer, module[5], module[6], module[7]))  # type: ignore[index]
                 measured.append(plane)
-                measured_second.append(outer)
-                self.result[number] = outer
+                again.append((number, plane, module))
                 continue
             self.result[number] = plane
             if kind is DilatedConv:
@@ -216,6 +214,11 @@ class _Planner:
                 if pool_of(module)[1] is None:  # type: ignore[index]
                     continue
             measured.append(plane)
+        # After all of the first, so that the weights of kernels that run together lie side by side.
+        for number, plane, module in again:
+            self.result[number] = outer = self._plane()
+            second.append(self._pair(plane, outer, module[5], module[6], module[7]))  # type: ignore[index]
+            measured_second.append(outer)
         strides = {stage.stride for stage, _, _ in first} | {pool.stride for pool in pools}
         if strides - {self._stride(sources[0])}:
             raise Unfit(f"operations of strides {sorted(strides)} leave nodes {sources}")
@@ -285,6 +288,13 @@ class _Planner:
         self.slots += largest
         stride = inner.stride if isinstance(inner.stride, int) else inner.stride[0]
         return Pooling(source, plane, largest, slot, stride)
+
+
+def _four_dimensional(weight: Tensor) -> Tensor:
+    """As `flat` takes it: depthwise kernels [c, 1, k, k] become (tap, channel), a vector is one of 1×1 kernels."""
+    if weight.dim() == 1:
+        return weight.view(-1, 1, 1, 1)
+    return weight.transpose(0, 1) if weight.shape[1] == 1 and weight.shape[2] > 1 else weight
 
 
 def _offsets(convolutions: Sequence[nn.Conv2d], start: int) -> list[int]:
