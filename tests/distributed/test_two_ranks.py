@@ -35,7 +35,7 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "single-level": ("search", settings("nb201", data, regime="single-level", **once)),
         "snas": (
             "search",
-            settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}, **double),
+            settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "80k"}, **double),
         ),
         "entrannas-dst": ("search", settings("nb201", data, method="entrannas-dst", child_every=0, **once)),
         "itnas-single": (

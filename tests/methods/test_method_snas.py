@@ -420,6 +420,6 @@ def test_an_unrolled_search_is_the_same_when_it_is_stopped_and_resumed(data: Pat
 
 
 def test_samples_and_credit_are_the_same_when_a_search_is_stopped_and_resumed(data: Path, tmp_path: Path) -> None:
-    recipe = resolve(settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "1k"}))
+    recipe = resolve(settings("nb201", data, method="snas", drop_path=0.3, resource={"max_params": "80k"}))
     check_resumed(recipe, tmp_path, 1, 2)
     assert (tmp_path / "broken" / "credit.jsonl").read_text() == (tmp_path / "whole" / "credit.jsonl").read_text()

@@ -16,7 +16,7 @@ EPILOG = o.examples(
     "softcell convert runs/darts-darts-digits-1 --to darts",
     "softcell convert genotypes.txt --to json --out cell.json",
     "softcell convert genotypes.py@SNAS_mild --out cell.json",
-    "softcell convert '|nor_conv_3x3~0|+|none~0|none~1|+|none~0|none~1|skip_connect~2|'",
+    "softcell convert '|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|'",
 )
 
 
