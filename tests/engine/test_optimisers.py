@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from softcell.engine.optim import _laid_out_like, _owned, fill_momenta, load_optimiser, sgd
+from softcell.engine.optim import _laid_out_like, _owned, fill_momenta, load_optimiser, rmsprop, sgd
+from softcell.engine.schedule import set_lr
 
 CPU = torch.device("cpu")
 
@@ -75,3 +78,34 @@ def test_gradients_are_copied_only_where_they_share_memory() -> None:
     assert copied is not None and copied.stride() == wide.stride() and copied.flatten().tolist() == list(range(24))
     (spread,) = _owned([buffer[:1].expand(5)])
     assert spread is not None and spread.stride() == (1,)
+
+
+def test_rmsprop_is_that_of_tensorflow_number_by_number() -> None:
+    """ε under the root, squares from 1, the learning rate inside the momentum; resumed in the middle."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(3, generator=generator).tolist(), torch.randn(6, 3, generator=generator).tolist()
+    rates = [0.1, 0.1, 0.1, 0.05, 0.05, 0.05]
+    expected = []
+    for i, value in enumerate(start):
+        v, m = 1.0, 0.0
+        for rate, row in zip(rates, gradients, strict=True):
+            g = row[i] + 0.01 * value
+            v = 0.9 * v + 0.1 * g * g
+            m = 0.8 * m + rate * g / math.sqrt(v + 1e-3)
+            value -= m
+        expected.append(value)
+
+    def make(values: torch.Tensor) -> tuple[torch.optim.Optimizer, nn.Parameter]:
+        parameter = nn.Parameter(values.double())
+        return rmsprop([parameter], CPU, lr=0.1, momentum=0.8, weight_decay=0.01), parameter
+
+    optimiser, parameter = make(torch.tensor(start))
+    for step, row in enumerate(gradients):
+        if step == 3:
+            state, values = optimiser.state_dict(), parameter.detach().clone()
+            optimiser, parameter = make(values)
+            load_optimiser(optimiser, state)
+            set_lr(optimiser, 0.05)
+        parameter.grad = torch.tensor(row).double()
+        optimiser.step()
+    torch.testing.assert_close(parameter.detach(), torch.tensor(expected).double(), rtol=1e-6, atol=1e-7)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from softcell.arch import Cell, Genotype, Pick, WeightMix, count, sample
 from softcell.errors import UserError
+from softcell.evaluate import train
 from softcell.evaluate.recipe import resolve
+from softcell.evaluate.task import learning_rate
 from softcell.nn.mbconv import MBConv, SqueezeExcite
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
@@ -151,3 +154,17 @@ def test_retraining_on_imagenet_follows_the_paper() -> None:
     recipe = resolve(sample(ProxylessSpace().layout(), 0), {"data": "imagenet"})
     assert (recipe.recipe, recipe.epochs, recipe.batch_size) == ("proxyless-imagenet", 240, 1024)
     assert (recipe.lr, recipe.weight_decay, recipe.auxiliary) == (0.5, 4e-5, 0.0)
+
+
+def test_the_recipe_of_dna_trains_by_rmsprop(tmp_path: Path) -> None:
+    """A.6 of IT-NAS; a network of the chain learns a little by its optimiser and rates."""
+    space = build_space("proxyless", {"se": True, "width": 0.25, "depths": (1, 1, 1, 1, 1, 1), "head": 16})
+    genotype = sample(space.layout(), 0)
+    recipe = resolve(genotype, {"data": "imagenet", "recipe": "dna-imagenet"})
+    assert (recipe.optimiser, recipe.epochs, recipe.lr, recipe.clip) == ("rmsprop", 500, 0.064, 0.0)
+    assert learning_rate(recipe, 5) == pytest.approx(0.064) and learning_rate(recipe, 8) == pytest.approx(0.064 * 0.963)
+    sizes = {"width": 0.25, "head": 16, "se": True}
+    given = {"data": "digits", "optimiser": "rmsprop", "epochs": 2, "lr": 0.01, "space_settings": sizes}
+    result = train(genotype, resolve(genotype, given, {"device": "cpu"}), tmp_path / "run")
+    losses = [row["train_loss"] for row in result.metrics]
+    assert losses[1] < losses[0]

@@ -50,6 +50,6 @@ def load_svhn(root: Path) -> Dataset:
         tuple(str(digit) for digit in range(10)),
         _read(folder / "train_32x32.mat"),
         _read(folder / "test_32x32.mat"),
-        Augment(crop_padding=4),  # a mirrored digit is not a digit
+        Augment(crop_padding=4),  # Deviation: RobustDARTS also mirrors, but a mirrored digit is not that digit
         f"SVHN cropped digits, Netzer et al. 2011, {_SITE} (for non-commercial use)",
     )

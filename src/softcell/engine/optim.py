@@ -150,3 +150,51 @@ def adam(
         foreach=True,
         capturable=on_cuda,
     )
+
+
+class RMSpropTF(torch.optim.Optimizer):
+    """RMSprop as TensorFlow has it, which EfficientNet's protocol means: torch's differs in three ways.
+
+    ε is added under the root, the mean of squares starts at 1, and the learning rate is inside the momentum:
+
+        v = ρ v + (1 - ρ) g²,  m = μ m + lr · g / √(v + ε),  p = p - m
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float | Tensor,
+        decay: float = 0.9,
+        momentum: float = 0.9,
+        eps: float = 1e-3,
+        weight_decay: float = 0.0,
+    ) -> None:
+        defaults = {"lr": lr, "decay": decay, "momentum": momentum, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step; nothing in it waits for the host, so that it can be recorded."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["squares"] = torch.ones_like(parameter, memory_format=torch.preserve_format)
+                    state["momenta"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                gradient = parameter.grad.add(parameter, alpha=group["weight_decay"])
+                squares, momenta = state["squares"], state["momenta"]
+                squares.mul_(group["decay"]).addcmul_(gradient, gradient, value=1.0 - group["decay"])
+                gradient.div_((squares + group["eps"]).sqrt_()).mul_(group["lr"])
+                momenta.mul_(group["momentum"]).add_(gradient)
+                parameter.sub_(momenta)
+
+
+def rmsprop(
+    parameters: Iterable[nn.Parameter], device: torch.device, *, lr: float, momentum: float, weight_decay: float
+) -> RMSpropTF:
+    """`RMSpropTF`; on CUDA its learning rate is a tensor."""
+    rate = torch.tensor(lr, device=device) if device.type == "cuda" else lr
+    return RMSpropTF(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)

@@ -30,7 +30,8 @@ class TrainRecipe:
     over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
     share of training images kept away and measured each epoch; the test set is read once, at the end.
     `task` "retrieve": instead of classes an `embedding` of so many numbers is learnt from the first half of the classes
-    (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, or Adam.
+    (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, Adam, or
+    RMSprop with momentum in TensorFlow's form.
     `fused`: on a GPU, DARTS cells as one fused operation each; off by default, being slower so far
     (benchmarks/NOTES.md).
     `init`: the folder of a finished training, from whose weights this one starts where they fit; None: random weights.
@@ -40,7 +41,7 @@ class TrainRecipe:
     recipe: str = "small"
     task: Literal["classify", "retrieve"] = "classify"
     embedding: int = 64
-    optimiser: Literal["sgd", "adam"] = "sgd"
+    optimiser: Literal["sgd", "adam", "rmsprop"] = "sgd"
     data: str = "digits"
     data_root: str | None = None
     image_size: int | None = None
@@ -180,6 +181,25 @@ RECIPES: dict[str, dict[str, Any]] = {
         "cutout": 0,
         "jitter": 0.4,
     },
+    # IT-NAS, A.6: with SE, "the same as DNA" (Li et al., 2020), by the command of its repository, which follows
+    # EfficientNet's protocol. Deviation: its dropout of 0.2 before the classifier and its moving average of weights are
+    # not supported.
+    "dna-imagenet": {
+        "epochs": 500,
+        "batch_size": 1024,
+        "optimiser": "rmsprop",
+        "lr": 0.064,
+        "schedule": "exponential",
+        "lr_decay": 0.963,
+        "lr_every": 3,
+        "warmup": 5,
+        "weight_decay": 1e-4,
+        "clip": 0.0,
+        "label_smoothing": 0.1,
+        "drop_path": 0.0,
+        "cutout": 0,
+        "jitter": 0.06,
+    },
 }
 """By name what a recipe changes in the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
 SIZES = {
@@ -189,6 +209,7 @@ SIZES = {
     "fullattention-cifar": "cifar",
     "fullattention-imagenet": "imagenet",
     "proxyless-imagenet": "imagenet",
+    "dna-imagenet": "imagenet",
     "fine-grained": "imagenet",
     "retrieve": "imagenet",
 }

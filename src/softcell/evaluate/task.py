@@ -16,7 +16,7 @@ from softcell.engine.classify import classification_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.meter import measure
-from softcell.engine.optim import adam, load_optimiser, sgd
+from softcell.engine.optim import adam, load_optimiser, rmsprop, sgd
 from softcell.engine.schedule import rate_at, set_lr
 from softcell.engine.session import in_precision
 from softcell.engine.tally import Tally
@@ -148,6 +148,10 @@ def _optimiser(recipe: TrainRecipe, modules: list[nn.Module], world: World) -> t
     if recipe.optimiser == "adam":
         decay = recipe.weight_decay
         return adam(parameters, world.device, lr=recipe.lr, betas=(0.9, 0.999), weight_decay=decay)
+    if recipe.optimiser == "rmsprop":
+        return rmsprop(
+            parameters, world.device, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
+        )
     return sgd(
         parameters,
         world.device,
