@@ -30,7 +30,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)  ## the documentation as a site in build/site; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP) browser
 	$(BIN)/python -m pytest -m 'not exhaustive' -n auto --dist loadfile
