@@ -64,7 +64,8 @@ def test_a_budget_is_shown_with_what_came_out(limit: str, verdict: str, call: So
     (folder,) = Path("runs").iterdir()
     results = json.loads((folder / "run.json").read_text())["results"]
     recalibrated, plain = (f"{results[key]:.1%}" for key in ("child_accuracy_bn", "child_accuracy"))
-    assert child.split()[1] == recalibrated and f"BatchNorm recalibrated; {plain} with the supernet's" in child
+    assert child.split()[1] == recalibrated and f"BatchNorm recalibrated; {plain} " in child  # top-5 may follow
+    assert child.endswith("with the supernet's)")
 
 
 def test_default_folders_are_numbered_and_never_overwritten(call: Softcell, tmp_path: Path) -> None:
