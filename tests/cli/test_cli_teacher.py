@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cli_calls import TINY, Softcell
 
+from softcell.cli.console import percent
 from softcell.nn import candidates
 
 SMALL = ("--set", "classifier.width=2", "--batch-size", "128", "--epochs", "1", "--threads", "1")
@@ -18,6 +19,8 @@ def test_a_teacher_is_trained_and_guides_a_search(call: Softcell, tmp_path: Path
     taught = call("teacher", "resnet18", *SMALL, "--out", "teacher")
     assert taught.code == 0, taught.error
     assert "on the test split" in taught.out and "--guide teacher" in taught.out
+    top5 = json.loads((tmp_path / "teacher/run.json").read_text())["results"]["top5"]
+    assert f"(top-5 {percent(top5)})" in taught.out
     found = call("search", "darts", *TINY, "--epochs", "1", "--guide", "teacher", "--out", "run")
     assert found.code == 0, found.error
     manifest = json.loads((tmp_path / "run" / "run.json").read_text())
