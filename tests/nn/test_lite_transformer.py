@@ -82,6 +82,20 @@ def test_without_a_norm_on_tokens_logits_grow_with_the_maps() -> None:
         torch.testing.assert_close(logits(module, doubled), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_without_values_and_feed_forward_an_edge_is_two_norms_of_what_is_attended_to() -> None:
+    """LN(LN(X_0 + Σ a X)) with scales and shifts; nothing else is learned but what makes attention and the norms."""
+    torch.manual_seed(0)
+    module = LiteTransformer((3, 8, 8), 4, learned_values=False, feed_forward=False).double()
+    outputs = maps((3, 8, 8))
+    output, attention = module(outputs)
+    x = torch.stack([module.indicator.expand(2, 3, 8, 8)] + [o for o in outputs.values() if o is not None])
+    weights = attention[:, [0, *(k + 1 for k, o in outputs.items() if o is not None)]]
+    total = module.indicator + torch.einsum("nk,knchw->nchw", weights, x)
+    torch.testing.assert_close(output, module.after_ffn(module.after_attention(total)))
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    assert frozen == {"value.weight", "ffn.0.weight", "ffn.0.bias", "ffn.2.weight", "ffn.2.bias"}
+
+
 def test_absent_candidates_take_no_part() -> None:
     module, outputs = make(), maps((3, 8, 8))
     some = {k: outputs[k] for k in (0, 3)}

@@ -77,6 +77,17 @@ def test_the_rows_of_every_site_are_in_the_record(finished: Path) -> None:
         assert bool((torch.tensor(own["log"], dtype=torch.float64) <= means.log() + 1e-8).all()), "Jensen"
 
 
+def test_values_and_feed_forward_that_do_not_learn_stay_as_they_began(data: Path, tmp_path: Path) -> None:
+    plain = {"learned_values": False, "feed_forward": False, "token_norm": False}
+    search(recipe(data, epochs=1, method_settings=plain), tmp_path / "run")
+    state = state_of(tmp_path / "run")["method"]
+    values = [value for name, value in state.items() if name.endswith("value.weight")]
+    assert values and all(torch.equal(v.flatten(1), torch.eye(len(v))) for v in values)
+    assert not any(value.any() for name, value in state.items() if ".ffn.2." in name)
+    assert not any(".norm." in name for name in state)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["selection"]["images"]
+
+
 def test_where_nothing_was_looked_at_nothing_is_recorded(data: Path, tmp_path: Path) -> None:
     search(recipe(data, epochs=3, validate_every=2), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "attention.jsonl").read_text().splitlines()]

@@ -53,7 +53,9 @@ class ItNasSettings:
 
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
     `token_norm`: a LayerNorm on the tokens before queries and keys; the paper's encoder is post-norm and has none.
-    `shared`: cells whose maps have one shape share the Lite-Transformer of an edge; else each has its own.
+    `learned_values`, `feed_forward`: whether W_v learns, or stays the identity, and whether there is a feed-forward
+    network; both give every edge a 1×1 convolution of its own. `shared`: cells whose maps have one shape share the
+    Lite-Transformer of an edge; else each has its own.
     `recompute`: what the Lite-Transformer keeps for its backward pass is computed again there, and with single paths
     what the candidates under attention keep: memory saved for some time. `aggregate`: how the rows of a table's cells
     become one: their `mean`; `log-mean`, the geometric mean; `vote`, the share of cells where a candidate is first;
@@ -67,6 +69,8 @@ class ItNasSettings:
     pool: int = 4
     width: int = 64
     token_norm: bool = True
+    learned_values: bool = True
+    feed_forward: bool = True
     shared: bool = False
     recompute: bool = True
     aggregate: Aggregate = "mean"
@@ -287,6 +291,8 @@ class ItNas(Method):
                     width=s.width,
                     values=not outputs.in_parts,
                     token_norm=s.token_norm,
+                    learned_values=s.learned_values,
+                    feed_forward=s.feed_forward,
                 )
             self.places[table.name].append((site, choice))
         for table in self.layout.tables:

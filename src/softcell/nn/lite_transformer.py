@@ -32,7 +32,9 @@ class LiteTransformer(nn.Module):
 
     `pool`: side of the summary that queries and keys are read off; None reads the whole map. `width`: d_q. Without
     `values` there is attention alone (`attend`), for maps that are not put together here. `token_norm`: a LayerNorm
-    on the tokens before queries and keys; without it the encoder is post-norm, as in the paper.
+    on the tokens before queries and keys; without it the encoder is post-norm, as in the paper. Without
+    `learned_values` W_v stays the identity, without `feed_forward` the feed-forward network stays 0: an edge then has
+    no convolution of its own that could do a candidate's work.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class LiteTransformer(nn.Module):
         width: int = 64,
         values: bool = True,
         token_norm: bool = True,
+        learned_values: bool = True,
+        feed_forward: bool = True,
     ) -> None:
         super().__init__()
         c, h, w = shape
@@ -61,6 +65,11 @@ class LiteTransformer(nn.Module):
                 self.value.weight.copy_(torch.eye(c)[:, :, None, None])
             self.after_attention, self.after_ffn = nn.GroupNorm(1, c), nn.GroupNorm(1, c)
             self.ffn = nn.Sequential(nn.Conv2d(c, inner, 1), nn.ReLU(), nn.Conv2d(inner, c, 1))
+            self.value.requires_grad_(learned_values)
+            self.ffn.requires_grad_(feed_forward)
+            if not feed_forward:
+                for parameter in self.ffn[2].parameters():
+                    nn.init.zeros_(parameter)
 
     def forward(self, outputs: Mapping[int, Tensor | None], attention_alone: bool = False) -> tuple[Tensor, ...]:
         """The IT's output [n, c, h, w] and its attention [n, tokens + 1] to itself and all candidates; or that alone.
