@@ -25,7 +25,7 @@ ORDER = (
     {"sweep", "pipeline"},
     {"cli"},
 )
-GROUND = {"errors", "settings", "registry", "trust"}
+GROUND = {"errors", "settings", "registry", "trust", "reading"}
 """Known to everybody, and knowing only each other."""
 
 ALLOWED = {

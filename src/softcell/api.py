@@ -8,7 +8,6 @@ trained = train(result.genotype, data="digits")
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from softcell.arch import Genotype, empty_cells
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
 from softcell.engine.events import OnEvent
 from softcell.engine.lock import occupied
-from softcell.engine.migrate import FORMAT, migrate
+from softcell.engine.migrate import FORMAT
 from softcell.engine.seeds import read_seeds, seed_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_training
@@ -34,11 +33,12 @@ from softcell.evaluate.several import TrainedSeeds
 from softcell.evaluate.several import train_seeds as run_train_seeds
 from softcell.evaluate.train import finished_training
 from softcell.export import export
+from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.report.html import REPORT, write_report
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search import indicators as _indicators
-from softcell.search.recipe import read_mapping
+from softcell.search.recipe import read_mapping, stored_fields
 from softcell.search.resource import Resource
 from softcell.search.restored import restore
 from softcell.search.search import search as run_search
@@ -507,7 +507,7 @@ def _config(path: str | Path, kind: str) -> tuple[dict[str, Any], Genotype | Non
     data = read_mapping(path)
     if data.get("format") != FORMAT:
         return layered(data), None
-    manifest = migrate(data, str(path))
+    manifest = stored_fields(data, path)
     if manifest["kind"] != kind:
         raise UserError(f"--config of a {kind} must be a {kind} run, but {path} is a {manifest['kind']} run")
     stored = manifest["results"].get("genotype")
@@ -542,7 +542,7 @@ def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str,
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
     file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+    return read_json_lines(file) if file.is_file() else []
 
 
 def _finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:

@@ -20,6 +20,7 @@ from softcell.search.budget import shown
 from softcell.search.phases import load_images
 from softcell.search.recipe import SearchRecipe, resolve
 from softcell.search.within import ABOUT, counted, next_within, stated_in
+from softcell.settings import MOST_RANDOM, at_most
 from softcell.sources import run_of
 from softcell.spaces import Shape, build_space
 
@@ -100,6 +101,7 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     """
     if count < 1:
         raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")
+    at_most("random", count, MOST_RANDOM)
     space = build_space(like.space, recipe.space_settings)
     layout = space.layout()
     check_same_form(like, layout)

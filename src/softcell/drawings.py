@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from softcell.arch import Genotype, Layout, Table
 from softcell.engine.files import atomic_write_text
+from softcell.reading import read_json_lines
 from softcell.report import curves_svg, heat_svg, to_svg
 
 CELLS = "genotype.svg"
@@ -51,15 +51,15 @@ def draw_architecture(folder: Path, layout: Layout, title: str) -> None:
     Beside each an `entropy-<table>.svg`: the entropy of every edge over the epochs (SNAS, Figure 4).
     """
     record = folder / "architecture.jsonl"
-    lines = record.read_text(encoding="utf-8").splitlines() if record.is_file() else []
-    tables: dict[str, Any] = json.loads(lines[-1]).get("tables", {}) if lines else {}
+    lines = read_json_lines(record) if record.is_file() else []
+    tables: dict[str, Any] = lines[-1].get("tables", {}) if lines else {}
     for name, weights in tables.items():
         table = layout.table(name)
         columns = list(dict.fromkeys(op for choice in table.choices for op in choice.candidates))
         rows = [f"{choice.source}→{choice.target}" for choice in table.choices]
         svg = heat_svg(_aligned(table, weights, columns), rows, columns, f"{title}: weights of the {name} table")
         atomic_write_text(folder / f"architecture-{name}.svg", svg)
-        shown = [json.loads(lines[i]) for i in _spread(len(lines))]
+        shown = [lines[i] for i in _spread(len(lines))]
         by_epoch = [[_entropy(row) for row in line["tables"][name]] for line in shown]
         svg = heat_svg(
             [list(edge) for edge in zip(*by_epoch, strict=True)],

@@ -110,7 +110,8 @@ def _is_loaded(file: Path) -> bool:
 def _run(content: Content, path: str | Path) -> None:
     name = _module_name(content.path)
     spec = importlib.util.spec_from_file_location(name, content.path)
-    assert spec is not None
+    if spec is None:
+        raise UserError(f"--plugin must name a Python file, with a name that ends in .py, but got {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -13,9 +13,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-import yaml
-
 from softcell.errors import UserError, nearest
+from softcell.reading import parse_yaml
 
 T = TypeVar("T")
 
@@ -109,10 +108,7 @@ def assignments(items: Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise UserError(f"--set takes key=value (for example epochs=5), got {item!r}")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {key}: the value {text!r} cannot be read as YAML") from error
+        value = parse_yaml(text, f"--set {key}: the value {text[:60]!r}")
         nested: Any = value
         for part in reversed(key.strip().split(".")):
             nested = {part: nested}
@@ -169,11 +165,13 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) >= 2**63:  # which no tensor can hold
+            raise UserError(f"{where} must be a whole number below 2**63, got {str(value)[:30]}")
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:  # YAML reads 1e-3 as text, so numbers in text are taken too
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
         else:
             if not math.isfinite(number):  # nor could a run folder keep it
@@ -189,6 +187,12 @@ def positive(name: str, value: float) -> None:
     """Raises unless `value > 0`."""
     if not value > 0:
         raise UserError(f"`{name} > 0` must hold, but got {value}")
+
+
+def at_most(name: str, value: int, most: int) -> None:
+    """Raises unless `value <= most`."""
+    if value > most:
+        raise UserError(f"`{name} <= {most:,}` must hold, but got {name}={value:,}")
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -208,6 +212,10 @@ def not_negative(name: str, value: float) -> None:
         raise UserError(f"`{name} >= 0` must hold, but got {value}")
 
 
+MOST_EPOCHS = 1_000_000
+"""Of a run. A larger number is a mistake, and a run must be able to list its epochs."""
+MOST_RANDOM = 1_000
+"""Random architectures that are drawn and trained beside one that was found."""
 SEEDS = 2**63
 """Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may take one for the sign."""
 MOST_SEEDS = 10_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from softcell.arch import Genotype, notation
 from softcell.engine import RunFolder
 from softcell.engine.seeds import SEEDS
 from softcell.errors import UserError
+from softcell.reading import read_json, read_text
 from softcell.search.history import LAST, derived_in, epochs_in, named_epoch
 
 
@@ -34,10 +34,7 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         )
     if path.name == "genotype.json" and (path.parent / "run.json").is_file():
         RunFolder.open(path.parent).verify(path.name)
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text ({error})") from error
+    content = read_text(path)
     if content.strip().startswith("{") and name is None:
         return Genotype.loads(content, str(path))
     try:
@@ -100,7 +97,7 @@ def run_in(folder: Path, *, searched: bool = False) -> Path:
 
 def _best(folder: Path) -> int:
     try:
-        return int(json.loads((folder / SEEDS).read_text(encoding="utf-8"))["best"])
+        return int(read_json(folder / SEEDS)["best"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         if (folder / SEEDS).is_file() and '"kind": "train"' in (folder / SEEDS).read_text("utf-8", "replace"):
             raise UserError(

@@ -10,9 +10,13 @@ from typing import Any
 
 from softcell.arch.choice import Layout, Pick
 from softcell.errors import UserError
+from softcell.reading import parse_json, read_text
 
 FORMAT = "softcell-genotype"
 VERSION = 1
+MOST_NODES = 100
+"""In a cell. A larger number is a slip of the keyboard, and must not fill the memory."""
+MOST_EDGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +103,7 @@ class Genotype:
 
     @classmethod
     def loads(cls, text: str, where: str = "genotype") -> Genotype:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON (line {error.lineno}: {error.msg})") from error
-        return cls.from_dict(data, where)
+        return cls.from_dict(parse_json(text, where), where)
 
     @classmethod
     def load(cls, path: str | Path) -> Genotype:
@@ -112,11 +112,9 @@ class Genotype:
         if file.is_dir():
             file = file / "genotype.json"
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_text(file)
         except FileNotFoundError as error:
             raise UserError(f"{file}: no such file; give a genotype file or a finished run folder") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: cannot be read as text ({error})") from error
         return cls.loads(text, str(file))
 
     def save(self, path: str | Path) -> None:
@@ -134,17 +132,23 @@ def _cell(where: str, data: object) -> Cell:
     if not isinstance(data, dict) or not isinstance(data.get("edges"), list):
         raise UserError(f"{where}: must hold `edges`, a list of [source, target, operation]")
     picks = []
+    if len(data["edges"]) > MOST_EDGES:
+        raise UserError(f"{where}: a cell must have at most {MOST_EDGES:,} edges, but has {len(data['edges']):,}")
     for edge in data["edges"]:
         match edge:
             case [int(source), int(target), str(op)] if 0 <= source <= target and bool not in map(type, edge):
                 picks.append(Pick(source, target, op))
             case _:
                 raise UserError(
-                    f"{where}: an edge must be [source, target, operation] with 0 <= source <= target, got {edge!r}"
+                    f"{where}: an edge must be [source, target, operation] with 0 <= source <= target, got {edge!r:.80}"
                 )
+        if target > MOST_NODES:
+            raise UserError(f"{where}: a node must have a number up to {MOST_NODES}, got {target} in {edge!r:.80}")
     output = data.get("output")
     if not isinstance(output, list) or not output or not all(type(n) is int and n >= 0 for n in output):
-        raise UserError(f"{where}: `output` must list the output nodes, got {output!r}")
+        raise UserError(f"{where}: `output` must list the output nodes, got {output!r:.80}")
+    if max(output) > MOST_NODES or len(output) > MOST_NODES:
+        raise UserError(f"{where}: `output` must list nodes up to number {MOST_NODES}, got {output!r:.80}")
     return Cell(tuple(picks), tuple(output))
 
 

@@ -10,11 +10,11 @@ import re
 from typing import TypeVar
 
 from softcell.arch.choice import Pick
-from softcell.arch.genotype import Cell, Genotype
+from softcell.arch.genotype import MOST_NODES, Cell, Genotype
 from softcell.errors import UserError
 
 DARTS_INPUTS = 2  # a DARTS cell has two input nodes, and its notation lists two edges per inner node
-MOST_NODES = 1000  # a longer range is a slip of the keyboard, and must not fill the memory
+MOST_CHARACTERS = 200_000  # of a notation: Python's parser needs about a thousand times its length in memory
 
 T = TypeVar("T")
 
@@ -87,6 +87,8 @@ def to_darts(genotype: Genotype) -> str:
 def from_nb201(text: str) -> Genotype:
     """`|nor_conv_3x3~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|...|`: for each node its edges by source."""
     picks = []
+    if text.count("+") > MOST_NODES:
+        raise UserError(f"NAS-Bench-201 string: a cell must have at most {MOST_NODES} nodes, got {text.count('+') + 1}")
     for target, node in enumerate(text.strip().split("+"), start=1):
         if not (node.startswith("|") and node.endswith("|") and len(node) > 2):
             raise UserError(f"NAS-Bench-201 string: each node must be |op~source|...|, got {node!r}")
@@ -94,7 +96,7 @@ def from_nb201(text: str) -> Genotype:
         if len(edges) != target:
             raise UserError(f"NAS-Bench-201 string: node {target} must have {target} edges, got {len(edges)}")
         for source, edge in enumerate(edges):
-            found = re.fullmatch(r"(\w+)~(\d+)", edge)
+            found = re.fullmatch(r"(\w+)~(\d{1,9})", edge, re.ASCII)
             if found is None or int(found[2]) != source:
                 raise UserError(
                     f"NAS-Bench-201 string: edge {source} of node {target} must be op~{source}, got {edge!r}"
@@ -122,14 +124,16 @@ def to_nb201(genotype: Genotype) -> str:
 
 def _darts_calls(text: str) -> dict[str, ast.Call]:
     """The `Genotype(...)` calls of a text by the names they are assigned to, or by their lines where they have none."""
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"DARTS notation: at most {MOST_CHARACTERS:,} characters are read, but it has {len(text):,}")
     try:
         statements = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         # Not Python as a whole, such as a line of a log: one call up to the end of the text.
         source = text[max(0, text.find("Genotype(")) :].strip()
         try:
             statements = ast.parse(source).body
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UserError(f"DARTS notation: not a valid Genotype(...) expression ({error})") from error
     found: dict[str, ast.Call] = {}
     for statement in statements:
@@ -163,7 +167,7 @@ def _darts_cell(name: str, edges: ast.expr, concat: ast.expr) -> Cell:
         listed = ast.literal_eval(edges)
         output = _range(concat)
         pairs = [(_strict(str, op), _strict(int, source)) for op, source in listed]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError) as error:
         raise UserError(f"{where} must list (operation, source) pairs, with a concat of node numbers") from error
     # Both readings are possible for 14 edges: 7 nodes of two edges each, or all edges between 4 nodes. The last node
     # feeds nothing and so must be in the concat, which tells them apart.

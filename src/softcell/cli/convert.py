@@ -59,11 +59,12 @@ def render(genotype: Genotype, to: o.Notation) -> str:
 
 def _other(content: str, genotype: Genotype) -> o.Notation:
     """The notation that is not the input's."""
+    from softcell.reading import read_text
     from softcell.sources import is_notation, named_in_file
 
     if is_notation(content):
         is_json = content.lstrip().startswith("{")
     else:
         path, _ = named_in_file(content) or (Path(content), None)
-        is_json = not path.is_file() or path.read_text(encoding="utf-8").lstrip().startswith("{")
+        is_json = not path.is_file() or read_text(path).lstrip().startswith("{")
     return ("nb201" if set(genotype.cells) == {"cell"} else "darts") if is_json else "json"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from softcell.errors import UserError
 
+MOST_CHARACTERS = 2**26
+
 if TYPE_CHECKING:
     from softcell.arch import Genotype
     from softcell.spaces import Shape
@@ -17,7 +19,12 @@ def from_stdin(text: str | None) -> str | None:
     """The argument itself, or what standard input holds where it is `-`."""
     if text != "-":
         return text
-    content = sys.stdin.read()
+    try:
+        content = sys.stdin.read(MOST_CHARACTERS + 1)
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input must be text, but is not: {error}") from error
+    if len(content) > MOST_CHARACTERS:
+        raise UserError(f"an architecture has at most {MOST_CHARACTERS:,} characters, but standard input has more")
     if not content.strip():
         raise UserError("an architecture was expected on standard input, but it is empty")
     from softcell.arch import notation

@@ -36,6 +36,7 @@ from softcell.cli import (
     train,
     watch,
 )
+from softcell.cli.failures import explain
 from softcell.cli.patience import patience
 from softcell.errors import UserError
 from softcell.trust import asking
@@ -156,6 +157,11 @@ def run(arguments: list[str]) -> int:
         # The machine's side: a full disk, a folder without permission.
         place = f"{error.filename}: " if error.filename else ""
         return _tell(f"{place}{error.strerror or error}")
+    except (MemoryError, RuntimeError) as error:
+        said = explain(error)
+        if said is None:
+            raise
+        return _tell(said)
 
 
 def _ask_user() -> Callable[[str], bool] | None:

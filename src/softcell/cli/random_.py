@@ -34,9 +34,10 @@ def random(
     from softcell.cli.console import write
     from softcell.cli.convert import render
     from softcell.errors import UserError
-    from softcell.settings import assignments, is_seed
+    from softcell.settings import assignments, at_most, is_seed
     from softcell.spaces import build_space
 
+    at_most("count", count, 1_000_000)
     for number in (seed, seed + count - 1):
         is_seed("seed", number)
     o.load_plugins(plugin)

@@ -80,7 +80,8 @@ def _class_names(content: dict[str, AnyArray], labels: NDArray[np.int64], key: s
     names = tuple(str(name) for name in content["classes"].ravel()) if "classes" in content else None
     present = np.unique(labels)
     number = len(names) if names else int(present[-1]) + 1
-    if number < 2 or not np.array_equal(present, np.arange(number)):
+    # Counted before they are listed: a single label of 10⁹ would ask for 8 GB.
+    if number < 2 or len(present) != number or not np.array_equal(present, np.arange(number)):
         raise UserError(
             f"labels must be 0..K-1 with K >= 2 and every class present, but {key!r} of {path} has "
             f"{len(present)} values from {present[0]} to {present[-1]}"

@@ -32,6 +32,8 @@ class Header:
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
     """The image at `path`; whatever goes wrong while it is in use is a UserError that names the file."""
+    if path.exists() and not path.is_file():  # to open a pipe would wait for whoever writes to it
+        raise UserError(f"every image must be a regular file, but {path} is none; remove it")
     try:
         with Image.open(path) as image:
             yield image

@@ -50,7 +50,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:
-    return not entry.is_dir() and os.path.splitext(entry.name)[1].lower() in SUFFIXES
+    return entry.is_file() and os.path.splitext(entry.name)[1].lower() in SUFFIXES
 
 
 def scan(root: Path, classes: tuple[str, ...] | None = None) -> Scan:

@@ -103,6 +103,8 @@ def _is_good(path: Path) -> bool:
 
 def _payload(path: Path) -> bytes:
     """Return the verified payload, or raise `_Bad`."""
+    if path.exists() and not path.is_file():
+        raise _Bad("is no regular file")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -131,9 +133,10 @@ def _decode(path: Path) -> dict[str, Any]:
     payload = _payload(path)
     try:
         state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise _Bad(f"is intact but cannot be unpacked by torch {torch.__version__} ({error})") from error
-    assert isinstance(state, dict)
+    if not isinstance(state, dict):
+        raise _Bad("is intact but holds no state of a run")
     return state
 
 

@@ -1,14 +1,17 @@
 """Chooses the device and sets torch's global numeric switches, each by an explicit call."""
 
 import os
+import sys
 import warnings
 
 import torch
 
 from softcell.errors import UserError
+from softcell.settings import at_most
 
 # The two workspaces for which cuBLAS promises repeatable results; the larger one costs 24 MiB and no speed.
 _CUBLAS_WORKSPACE = ":4096:8"
+MOST_THREADS = 64  # or as many as there are cores: more wait for each other for ever
 
 
 def resolve_device(name: str) -> torch.device:
@@ -66,10 +69,25 @@ def set_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def usable_cores() -> int:
+    """The cores that this process may use: a container or a scheduler may grant fewer than the machine has."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def set_threads(count: int) -> int:
     """Use `count` CPU threads per operation (0 leaves torch's choice) and return how many are in use."""
     if count < 0:
         raise UserError(f"`threads >= 0` must hold, but got threads={count}; 0 leaves the choice to torch")
+    cores = usable_cores()
+    at_most("threads", count, max(MOST_THREADS, cores))
+    if count > cores:
+        warnings.warn(
+            f"threads={count} is more than the {cores} cores that this process may use, which makes it slower; lower "
+            "--threads",
+            stacklevel=2,
+        )
     if count > 0:
         torch.set_num_threads(count)
     return torch.get_num_threads()

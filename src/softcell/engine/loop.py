@@ -5,6 +5,7 @@ are the `.jsonl` files written from it. Where no checkpoint is due the files are
 killed may find its files behind its checkpoint or ahead of it, and rewrites them when it is resumed.
 """
 
+import itertools
 import os
 import signal as signals
 import time
@@ -27,6 +28,7 @@ from softcell.engine.rng import rng_state, set_rng_state
 from softcell.engine.task import Task
 from softcell.engine.watch import DivergedError
 from softcell.errors import UserError
+from softcell.settings import MOST_EPOCHS, at_most
 
 # Asking a CUDA device for a flag makes the host wait for it, so it is asked rarely there.
 _LOOK_EVERY = 50
@@ -134,11 +136,14 @@ class _Loop:
         self.saved_at = self.saving_took = 0.0
         self.restored: dict[str, Any] | None = None
         self.counts: list[int] = []
+        self.done_before: list[int] = []  # steps before each epoch, and all of them
 
     def run(self, resume: bool) -> Running[Outcome]:
         self._restore(resume)
         task, at = self.task, self.at
+        at_most("epochs", task.num_epochs, MOST_EPOCHS)
         self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
+        self.done_before = [0, *itertools.accumulate(self.counts)]
         self._emit(Started(at.epoch, at.step, task.num_epochs))
         with self.interrupt:
             while at.epoch < task.num_epochs and at.stopped is None:
@@ -345,7 +350,6 @@ class _Loop:
     def _emit_step(self, steps: int) -> None:
         at = self.at
         self.pace.stepped()
-        total = sum(self.counts)
-        done = sum(self.counts[: at.epoch]) + at.step
+        total, done = self.done_before[-1], self.done_before[at.epoch] + at.step
         left = self.pace.seconds_left(total - done, len(self.counts) - at.epoch)
         self._emit(Stepped(at.epoch, at.step, steps, done / total, left))

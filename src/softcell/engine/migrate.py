@@ -20,9 +20,11 @@ def _from_0(old: dict[str, Any]) -> dict[str, Any]:
             place = new["recipe"]
             for parent in parents:
                 place = place.setdefault(parent, {})
+                if not isinstance(place, dict):
+                    raise UserError(f"the manifest has both `{name}` and a value in its place; it is damaged")
             place[last] = value
     new["versions"] = {name: old.get(f"version_of_{name}") for name in ("python", "torch", "numpy", "softcell")}
-    new["status"] = {"done": "finished"}.get(old["status"], old["status"])
+    new["status"] = "finished" if old.get("status") == "done" else old.get("status")
     for name in ("hardware", "command", "git", "threads", "created", "finished"):
         new.setdefault(name, None)
     new.setdefault("results", {})

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from softcell import __version__
+from softcell.engine.device import usable_cores
 
 
 def now() -> str:
@@ -31,7 +32,7 @@ def versions() -> dict[str, str | None]:
 
 def hardware() -> dict[str, Any]:
     """Return the CPU's name, the cores this process may use, the bytes of memory, the CUDA devices' names."""
-    return {"cpu": _cpu_name(), "cores": _cores(), "memory": _memory(), "gpus": _gpus()}
+    return {"cpu": _cpu_name(), "cores": usable_cores(), "memory": _memory(), "gpus": _gpus()}
 
 
 def commit(folder: str | os.PathLike[str] = ".") -> dict[str, Any] | None:
@@ -69,13 +70,6 @@ def _cpu_name() -> str | None:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine() or None
-
-
-def _cores() -> int | None:
-    # A container or a scheduler may grant fewer cores than the machine has.
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _memory() -> int | None:

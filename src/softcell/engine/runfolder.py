@@ -12,7 +12,9 @@ from softcell.engine.files import HEADING, LISTED, TEMPORARY, atomic_write_text,
 from softcell.engine.lock import LOCK
 from softcell.engine.migrate import FORMAT, VERSION, migrate
 from softcell.engine.provenance import collect, now
+from softcell.engine.schema import check_types
 from softcell.errors import UserError
+from softcell.reading import Fields, read_json
 
 MANIFEST = "run.json"
 KINDS = ("search", "train", "teacher")
@@ -102,28 +104,34 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Read the manifest, brought to the present version in memory; `update` alone changes the file."""
+    def open(cls, path: str | os.PathLike[str], *, lenient: bool = False) -> Self:
+        """Read the manifest, brought to the present version in memory; `update` alone changes the file.
+
+        lenient: fields of wrong types are let through, for readers that show whatever there is.
+        """
         path = Path(path)
         file = path / MANIFEST
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            manifest = read_json(file)
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"a run's folder has a {MANIFEST}, but {path} has none; check the path") from None
-        except (OSError, ValueError, RecursionError) as error:
+        except UserError as error:
             raise UserError(f"{file} must be readable JSON, but is not: {error}") from error
         if isinstance(manifest, dict):
             check_digest(manifest, file)
         manifest = migrate(manifest, str(file))
         _check(manifest)
-        manifest.setdefault("checksums", {})
+        if not lenient:
+            check_types(manifest, str(file))
+        if not isinstance(manifest.get("checksums"), dict):
+            manifest["checksums"] = {}
         manifest.pop(DIGEST, None)
         return cls(path, manifest)
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """A copy of the manifest."""
-        return copy.deepcopy(self._manifest)
+        """A copy of the manifest; a field that is asked for and missing is a `UserError`."""
+        return Fields.of(copy.deepcopy(self._manifest), str(self.path / MANIFEST))
 
     def update(self, **fields: Any) -> None:
         """Replace top-level fields of the manifest in memory and, in one step, on the disk."""

@@ -99,6 +99,8 @@ def write_predictions(
 def read_predictions(folder: Path) -> dict[str, Tensor] | None:
     """The tensors of the file, None where there is none; a damaged file is a `UserError`."""
     path = folder / PREDICTIONS
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} must be a regular file, but is none")
     try:
         found = safetensors.torch.load(path.read_bytes())
     except FileNotFoundError:
@@ -111,7 +113,9 @@ def read_predictions(folder: Path) -> dict[str, Tensor] | None:
 
 def _check(found: dict[str, Tensor], path: Path) -> None:
     count = found["labels"].shape if "labels" in found else None
-    sound = all(name in found and found[name].shape == count for name in ("predicted", "confidence", "truth"))
+    sound = count is not None and len(count) == 1
+    sound = sound and all(not found[name].is_complex() for name in found)
+    sound = sound and all(name in found and found[name].shape == count for name in ("predicted", "confidence", "truth"))
     if sound and "worst" in found:
         k, pictures, heat = found["worst"].shape, found.get("images"), found.get("heat")
         sound = len(k) == 1 and pictures is not None and pictures.dim() == 4 and pictures.shape[:1] == k

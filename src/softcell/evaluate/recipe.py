@@ -14,7 +14,7 @@ from softcell.arch import Genotype
 from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
 from softcell.evaluate.fixed import settled
-from softcell.settings import build, is_seed, merge, not_negative, positive, to_dict
+from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, build_space
 from softcell.spaces.count import evaluation_scale, evaluation_sizes
 
@@ -79,6 +79,8 @@ class TrainRecipe:
         for name in ("epochs", "batch_size", "lr_every", "embedding"):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
+        at_most("epochs", self.epochs, MOST_EPOCHS)
+        at_most("embedding", self.embedding, 2**20)
         positive("lr", self.lr)
         for name in ("lr_min", "momentum", "weight_decay", "clip", "auxiliary", "cutout", "jitter", "warmup"):
             not_negative(name, getattr(self, name))

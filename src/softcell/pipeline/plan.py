@@ -14,15 +14,28 @@ from typing import Any
 from softcell.engine.files import atomic_write_text
 from softcell.engine.provenance import collect, now
 from softcell.engine.runfolder import entries
+from softcell.engine.schema import MAPPING, TEXT, check_types
 from softcell.errors import UserError
 from softcell.export.model import PLAN
 from softcell.pipeline.wishes import Wishes
+from softcell.reading import Fields, read_json
 from softcell.settings import build, to_dict
 
 LINKS = "data"
 """In the folder of a run: links to the images, where those do not lie as they should."""
 FORMAT = "softcell-plan"
 VERSION = 1
+
+
+_PART = (lambda value: value is None or isinstance(value, dict), "a mapping, or null")
+_TYPES = {
+    "wishes": MAPPING,
+    "provenance": MAPPING,
+    "status": TEXT,
+    "data": (lambda value: value is None or isinstance(value, str), "text, or null"),
+    "seconds": (lambda value: type(value) in (int, float) and 0 <= value < 1e12, "a number of seconds"),
+    **dict.fromkeys(("inspection", "choice", "search", "training", "summary"), _PART),
+}
 
 
 @dataclass
@@ -61,12 +74,14 @@ class Plan:
     def open(cls, folder: Path) -> Plan:
         file = folder / PLAN
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            data = read_json(file)
+        except (OSError, UserError) as error:
             raise UserError(f"{folder} is no folder of `softcell run`: {file} cannot be read ({error})") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
             raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
         keys = ("seconds", "status", "inspection", "data", "choice", "search", "training", "summary", "provenance")
+        check_types(data, str(file), _TYPES)
+        data = Fields.of(data, str(file))
         plan = cls(folder, build(Wishes, data["wishes"], str(file)), **{key: data[key] for key in keys})
         for job in (plan.training or {}).get("jobs", ()):
             if not re.fullmatch(r"train|plain|random-\d+", str(job.get("name"))):  # it names a folder inside this one

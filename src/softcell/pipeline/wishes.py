@@ -11,7 +11,7 @@ from softcell.data.images import check_memory
 from softcell.errors import UserError
 from softcell.search import resolve
 from softcell.search.resource import quantity
-from softcell.settings import is_seed, not_negative
+from softcell.settings import MOST_RANDOM, at_most, is_seed, not_negative
 
 LEAST_BATCH = 4
 _FLOAT = 4  # bytes of a number that a network computes with
@@ -54,6 +54,7 @@ class Wishes:
     def __post_init__(self) -> None:
         if not self.time > 0:
             raise UserError(f"`time > 0` must hold, but got {self.time}")
+        at_most("random", self.random, MOST_RANDOM)
         if self.random < 2:
             raise UserError(f"`random >= 2` must hold (one architecture has no spread), but got random={self.random}")
         is_seed("seed", self.seed)

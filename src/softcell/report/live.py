@@ -72,7 +72,11 @@ class LivePage:
         if len(shown) > MOST_RUNS:
             notes.append(f"the latest {MOST_RUNS} of {len(shown)} runs are shown; name folders to choose others")
         runs, beside = gather(shown[:MOST_RUNS], self._read)
-        return render(runs, beside, outcome=read_outcome(folders), live=self._every, notes=notes)
+        try:
+            return render(runs, beside, outcome=read_outcome(folders), live=self._every, notes=notes)
+        except Exception:  # what is drawn comes from files that anything may have happened to
+            runs, beside = ([_drawable(run) for run in some] for some in (runs, beside))
+            return render(runs, beside, live=self._every, notes=notes)
 
     def _read(self, folder: Path, label: str) -> Run:
         """The run as it is, or as it was before its `run.json` was damaged or half-written."""
@@ -85,6 +89,19 @@ class LivePage:
             problem = f"{MANIFEST} cannot be read at the moment; this is what was known before"
             return replace(old, label=label, problems=(*old.problems, problem))
         return self._known[folder]
+
+
+def _drawable(run: Run) -> Run:
+    """The run itself; where it cannot be drawn, what is known of it without its files."""
+    try:
+        render([run])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        problem = f"this run is damaged: what its files say cannot be drawn ({reason})"
+        known = {key: run.manifest[key] for key in ("kind", "status", "seed") if key in run.manifest}
+        manifest = {**known, "recipe": {}, "results": {}}
+        return Run(run.folder, run.label, manifest, [], [], None, None, (*run.problems, problem))
+    return run
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

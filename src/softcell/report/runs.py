@@ -7,7 +7,6 @@ run names are not loaded: to look at a folder must not mean to run what is in it
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from softcell.engine.checksums import mismatch
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
 from softcell.evaluate.predictions import PREDICTIONS, read_predictions
+from softcell.reading import MOST_BYTES_OF_LINES, parse_json, read_text
 from softcell.search.history import was_read
 from softcell.search.phases import FIRST
 from softcell.spaces import build_space
@@ -181,7 +181,7 @@ def companions(folder: Path) -> list[Path]:
 def check_intact(folders: Iterable[Path]) -> None:
     """Raises `UserError` where a file that is read of a finished run was changed after it had finished."""
     for folder in folders:
-        RunFolder.open(folder).verify(*LINES, "genotype.json", PREDICTIONS)
+        RunFolder.open(folder, lenient=True).verify(*LINES, "genotype.json", PREDICTIONS)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -191,7 +191,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path, label: str | None = None) -> Run:
     """Everything in a folder that can be read; `UserError` where it is no run."""
-    manifest = RunFolder.open(folder).manifest
+    manifest = RunFolder.open(folder, lenient=True).manifest
     problems: list[str] = []
     known = mapping(manifest["checksums"])
 
@@ -280,17 +280,17 @@ def is_table(value: object) -> bool:
 def read_lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, Any]]:
     """The JSON objects of a `.jsonl` file; what is no such object is passed over."""
     try:
-        text = (folder / name).read_text(encoding="utf-8", errors="replace")
+        text = read_text(folder / name, most_bytes=MOST_BYTES_OF_LINES, errors="replace")
     except FileNotFoundError:
         return []
-    except OSError as error:
-        problems.append(f"{name} cannot be read: {error.strerror or error}")
+    except UserError as error:
+        problems.append(str(error))
         return []
     rows, bad = [], 0
     for line in text.splitlines():
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = parse_json(line, name)
+        except UserError:
             value = None
         if isinstance(value, dict):
             rows.append(value)

@@ -6,7 +6,6 @@ So what a search had that was stopped, or went wrong late, can still be drawn an
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from softcell.arch import Genotype
 from softcell.arch.genotype import FORMAT, VERSION
 from softcell.engine import RunFolder
 from softcell.errors import UserError
+from softcell.reading import MOST_BYTES_OF_LINES, parse_json, read_text
 from softcell.search.recipe import resolve
 from softcell.settings import flat
 
@@ -139,9 +139,9 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
     """Lines by their epoch, counted from 1."""
     file, found = folder / FILE, dict[int, dict[str, Any]]()
     try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        text = read_text(file, most_bytes=MOST_BYTES_OF_LINES) if file.is_file() else ""
         for content in text.split("\n")[:-1]:  # what a killed run was about to write has no end of line
-            row = json.loads(content)
+            row = parse_json(content, FILE)
             found[int(row["epoch"]) + 1] = row
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(

@@ -7,25 +7,27 @@ is complete: `run.json` holds it, and no default of a later version can change i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from torch import Tensor
 
 from softcell.arch.evolve import Evolution
 from softcell.data import split
 from softcell.data.images import Images
+from softcell.engine.checksums import check_digest
 from softcell.engine.migrate import FORMAT, migrate
+from softcell.engine.schema import check_types
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, Sampler
+from softcell.reading import Fields, parse_json, parse_yaml, read_text
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
-from softcell.settings import build, is_seed, merge, not_negative, positive, to_dict
+from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
+from softcell.spaces.count import evaluation_space
 
 SCALES = ("small", "paper")
 """Scales that every method has; a method's recipes may name others."""
@@ -137,6 +139,12 @@ class Pretrain:
 
     def __post_init__(self) -> None:
         not_negative("pretrain.epochs", self.epochs)
+        at_most("pretrain.epochs", self.epochs, MOST_EPOCHS)
+        if self.data is not None and not self.epochs:
+            raise UserError(
+                f"`pretrain.data` is for the first phase, which `pretrain.epochs=0` leaves out, but got {self.data!r}; "
+                "set pretrain.epochs, or leave out pretrain.data"
+            )
         for name, least in (("batch_size", 1), ("image_size", 4), ("classes", 2)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -209,6 +217,7 @@ class SearchRecipe:
         for name in ("cutout", "threads", "child_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"`{name} >= 0` must hold, but got {name}={getattr(self, name)}")
+        at_most("epochs", self.epochs, MOST_EPOCHS)
         is_seed("seed", self.seed)
         if not 0.0 <= self.drop_path < 1.0:
             raise UserError(f"`0 <= drop_path < 1` must hold, but got drop_path={self.drop_path}")
@@ -279,6 +288,7 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     full = to_dict(recipe)
     full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
     full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))
+    evaluation_space(recipe.space, recipe.data, recipe.resource.network)  # refuses settings that the space has not
     regime = recipe.regime
     if regime == "auto":
         full["regime"] = regime = method.regime if issubclass(method, Method) else "bilevel"
@@ -322,9 +332,14 @@ def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> lis
 def read_config(path: str | Path) -> dict[str, Any]:
     """Settings from a YAML or JSON file, or the recipe inside a `run.json`."""
     data = read_mapping(path)
-    if data.get("format") == FORMAT:
-        return dict(migrate(data, str(path))["recipe"])
-    return data
+    return stored_fields(data, path)["recipe"] if data.get("format") == FORMAT else data
+
+
+def stored_fields(data: dict[str, Any], path: str | Path) -> Fields:
+    """The manifest in `data`, brought to the present version and looked at for wrong types."""
+    manifest = migrate(data, str(path))
+    check_types(manifest, str(path))
+    return Fields.of(manifest, str(path))
 
 
 def read_mapping(
@@ -335,19 +350,16 @@ def read_mapping(
     if file.is_dir():
         file = file / "run.json"
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(file)
+    except (FileNotFoundError, UserError) as error:
         raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({error})") from error
-    kind = "JSON" if file.suffix == ".json" else "YAML"
-    try:
-        data = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file}: cannot be read as {kind} ({reason})") from error
+    data = parse_json(text, str(file)) if file.suffix == ".json" else parse_yaml(text, str(file))
     if data is None:
         data = {}
     if not isinstance(data, dict):
         raise UserError(f"{file}: {holds}, got {type(data).__name__}")
+    if Path(path).is_dir() and data.get("format") == FORMAT:
+        check_digest(data, file)
     return data
 
 

@@ -6,7 +6,6 @@ one's `genotype.json`. Resuming goes on with what is unfinished and repeats noth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
 from softcell.engine.lanes import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
+from softcell.reading import read_json_lines
 from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe
 from softcell.search.search import SearchResult, searching
@@ -129,7 +129,7 @@ def _finished(folder: Path, recipe: SearchRecipe, seed: int) -> SearchResult | N
     if run.manifest["status"] != "finished":
         return None
     run.verify("genotype.json", "metrics.jsonl")
-    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = read_json_lines(place / "metrics.jsonl")
     return SearchResult(place, replace(recipe, seed=seed), Genotype.load(place), rows, 0)
 
 

@@ -80,11 +80,27 @@ class NB201Space(Space):
         search_form: bool = False,
         auxiliary: bool = False,
     ) -> Network:
-        if "cell" not in genotype.cells:
-            raise UserError(f"a NAS-Bench-201 genotype needs a cell named 'cell', got {sorted(genotype.cells)}")
+        _check_cell(genotype)
         if auxiliary:
             raise UserError("networks of NAS-Bench-201 have no auxiliary tower; set auxiliary=0")
         return NB201Network(self, genotype, shape, num_classes, search_form=search_form)
+
+
+def _check_cell(genotype: Genotype) -> None:
+    """Raises `UserError` unless there is one cell with one output and no edge twice: else parts would be ignored."""
+    if set(genotype.cells) != {"cell"}:
+        raise UserError(f"a NAS-Bench-201 genotype has one cell, named 'cell', got {sorted(genotype.cells)}")
+    cell = genotype.cells["cell"]
+    # The last node may have lost all its edges to a learned topology; no node beyond it exists.
+    last = max((pick.target for pick in cell.picks), default=0) + 1
+    if len(cell.output) != 1 or cell.output[0] > last:
+        raise UserError(
+            f"a NAS-Bench-201 cell ends in its last node, but this one has edges up to node {last - 1} and the output "
+            f"{list(cell.output)}"
+        )
+    twice = next((pick for pick in cell.picks if cell.picks.count(pick) > 1), None)
+    if twice is not None:
+        raise UserError(f"a NAS-Bench-201 cell has every operation of an edge once, but {twice} is there twice")
 
 
 class ResidualReduction(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,9 @@ from safetensors.torch import load_file
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.checksums import checksum
+from softcell.engine.schema import MAPPING, TEXT, TEXTS, TYPES, check_types
 from softcell.errors import UserError
+from softcell.reading import Fields, read_json
 from softcell.registry import load_plugins
 from softcell.spaces.base import Inputs, Network
 from softcell.spaces.registry import build_space
@@ -23,6 +24,16 @@ WEIGHTS = "model.safetensors"
 MODEL = "model.json"
 FORMAT = "softcell-model"
 VERSION = 1
+MODEL_TYPES = {
+    "genotype": MAPPING,
+    "space_settings": MAPPING,
+    "plugins": TEXTS,
+    "task": TEXT,
+    "about": MAPPING,
+    "checksums": MAPPING,
+    **{name.removeprefix("results."): test for name, test in TYPES.items() if name.startswith("results.data")},
+}
+"""What a `model.json` says of a network, as `softcell.engine.schema` has it for the run it comes from."""
 
 
 def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
@@ -36,6 +47,8 @@ def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
     outputs = description["data"].get("outputs", len(description["data"]["classes"]))  # an embedding has its own number
     network = space.network(genotype, (channels, height, width), outputs)
     file = Path(folder) / WEIGHTS
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} must be a regular file, but is none")
     try:
         network.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -83,10 +96,7 @@ def _learnt(classes: list[str], recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _exported(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error})") from error
+    data = read_json(file)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"{file}: a described model must say format={FORMAT!r}")
     if type(data.get("version")) is not int or not 1 <= data["version"] <= VERSION:
@@ -94,6 +104,7 @@ def _exported(file: Path) -> dict[str, Any]:
     for key in ("genotype", "space_settings", "data", "plugins"):
         if key not in data:
             raise UserError(f"{file}: `{key}` is missing; export the model again")
+    check_types(data, str(file), MODEL_TYPES)
     known = data.get("checksums", {})  # exports of earlier versions have none
     weights = file.with_name(WEIGHTS)
     if isinstance(known, dict) and WEIGHTS in known and weights.is_file() and checksum(weights) != known[WEIGHTS]:
@@ -101,4 +112,4 @@ def _exported(file: Path) -> dict[str, Any]:
             f"{weights} is not what was exported with {file.name}: its SHA-256 differs from the one there; export the "
             "model again"
         )
-    return data
+    return Fields.of(data, str(file))

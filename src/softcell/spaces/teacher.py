@@ -26,6 +26,7 @@ from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.nn.classifiers import ARCHITECTURES, Classifier, get_architecture
 from softcell.nn.guide import Tapped
+from softcell.reading import parse_json
 from softcell.registry import load_plugins
 from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained
@@ -140,8 +141,10 @@ def _from_weights(file: Path, classifier: str | None) -> Classifier:
     if stem is None or last is None or stem.dim() != 4:
         raise UserError(f"{file}: these are not the weights of a built-in {name!r}")
     try:
-        given = json.loads(settings)
-    except ValueError as error:
+        given = parse_json(settings, "settings")
+        if not isinstance(given, dict):
+            raise UserError("settings are no mapping")
+    except UserError as error:
         raise UserError(f"{file}: its metadata are damaged (settings {settings[:80]!r})") from error
     network = build(architecture, given, f"classifier {name}").build(stem.shape[1], last.shape[0])
     _filled(network, state, file, name)

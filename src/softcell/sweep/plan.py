@@ -28,7 +28,7 @@ from softcell.errors import UserError, nearest
 from softcell.methods import METHODS
 from softcell.registry import load_plugins
 from softcell.search.recipe import read_mapping
-from softcell.settings import MOST_SEEDS, build, merge
+from softcell.settings import MOST_RANDOM, MOST_SEEDS, at_most, build, merge
 from softcell.spaces import SPACES, build_space
 from softcell.trust import Kind
 
@@ -65,6 +65,7 @@ class Plan:
             double = next((value for value in values if list(values).count(value) > 1), None)
             if double is not None:
                 raise UserError(f"sweep: each of `{name}` is run once, but {double!r} is there twice")
+        at_most("random", self.random, MOST_RANDOM)
         if self.random < 0:
             raise UserError("sweep: `random` must not be negative")
         if self.random and self.train is False:

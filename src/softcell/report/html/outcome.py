@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from softcell.errors import UserError
+from softcell.reading import read_json
 from softcell.report.html.charts import Cloud, scatter
 from softcell.report.html.elements import Html, big, el, percent, table
 from softcell.report.runs import mapping, number
@@ -39,8 +40,8 @@ def read_outcome(folders: Sequence[Path]) -> Outcome | None:
     if len(parents) != 1:
         return None
     try:
-        data = mapping(json.loads((parents.pop() / SUMMARY).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
+        data = mapping(read_json(parents.pop() / SUMMARY))
+    except (OSError, UserError):
         return None
     others, lines = data.get("random"), data.get("verdict")
     rows = [data.get("found"), data.get("plain"), *(others if isinstance(others, list) else [])]

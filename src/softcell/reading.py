@@ -1,0 +1,187 @@
+"""Text, JSON, JSON lines and YAML from files that anybody may have written: bounded, plain, or a `UserError`.
+
+A parser of the standard library raises what its internals happen to raise: `RecursionError` on deep nesting,
+`ValueError` on numbers of 5,000 digits, anything at all on odd YAML. And what it accepts may break whoever uses it:
+lone surrogates cannot be printed, dates cannot be written as JSON, YAML reads `12:30:45` as 45045 and `010` as 8. All
+files of settings, runs and genotypes are therefore read here, and only plain data leaves this place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from softcell.errors import UserError
+
+MOST_BYTES = 64 * 2**20
+"""Of a file of settings, a manifest or a genotype; a run of a thousand classes has 100 KB."""
+MOST_BYTES_OF_LINES = 2**30
+MOST_DEPTH = 64
+MOST_DIGITS = 40
+MOST_VALUES = 2_000_000
+"""In one file: short YAML can name a value that is repeated beyond all memory."""
+
+
+def read_text(file: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+    """The content of a regular file as UTF-8; `FileNotFoundError` is left to the caller, who knows what to suggest.
+
+    errors: what becomes of bytes that are no UTF-8, as `bytes.decode` has it.
+    """
+    file = Path(file)
+    try:
+        # Not blocking: to open a pipe that nobody writes to would wait for ever.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise UserError(f"{file} must be a regular file, but is a pipe or a device; give a file")
+            content = stream.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise UserError(f"{file} cannot be read ({reason})") from error
+    if len(content) > most_bytes:
+        raise UserError(f"{file} must have at most {most_bytes // 2**20} MiB, but is larger; is it the right file?")
+    try:
+        return content.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} cannot be read as text: {error}") from error
+
+
+def parse_json(text: str, where: str) -> Any:
+    """Plain data from JSON; `where` is what errors call it."""
+    try:
+        value = json.loads(text, parse_int=_whole)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not valid JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels") from error
+    _check_plain(value, where)
+    return value
+
+
+def read_json(file: str | os.PathLike[str]) -> Any:
+    """Plain data from a JSON file; `FileNotFoundError` is left to the caller."""
+    return parse_json(read_text(file), str(file))
+
+
+def read_json_lines(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The objects of a `.jsonl` file, one per line; any other line is a `UserError` that names it."""
+    rows = []
+    for number, line in enumerate(read_text(file, most_bytes=MOST_BYTES_OF_LINES).splitlines(), 1):
+        row = parse_json(line, f"{file}, line {number}")
+        if not isinstance(row, dict):
+            raise UserError(f"{file}, line {number}: must be a JSON object, got {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Plain data from YAML, without its base-60 numbers, octal numbers and dates: these are text."""
+    try:
+        value = yaml.load(text, Loader=_PlainLoader)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels") from error
+    except Exception as error:  # not only YAMLError: constructors of tags raise IndexError, TypeError and others
+        raise UserError(f"{where}: cannot be read as YAML ({' '.join(str(error).split())[:300]})") from error
+    _check_plain(value, where)
+    return value
+
+
+def _whole(text: str) -> int:
+    digits = len(text.lstrip("+-"))
+    if digits > MOST_DIGITS:
+        raise UserError(f"a whole number must have at most {MOST_DIGITS} digits, but one has {digits}")
+    return int(text)
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raises `UserError` unless `value` is made of a bounded number of plain values, none of them too deep."""
+    left, seen = [(value, 0)], 0
+    while left:
+        item, depth = left.pop()
+        seen += 1
+        if depth > MOST_DEPTH:
+            raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels")
+        if seen > MOST_VALUES:
+            raise UserError(f"{where}: must hold at most {MOST_VALUES:,} values, but has more")
+        if type(item) is dict:
+            for key, inner in item.items():
+                if type(key) not in (str, int, float, bool, type(None)):
+                    raise UserError(f"{where}: a key must be text, got {key!r:.60}")
+                left += [(key, depth), (inner, depth + 1)]
+        elif type(item) is list:
+            left += [(inner, depth + 1) for inner in item]
+        elif type(item) is str:
+            if not item.isascii() and not _printable(item):
+                raise UserError(f"{where}: text must be Unicode, but {ascii(item)[:60]} has half of a surrogate pair")
+        elif item is not None and type(item) not in (bool, int, float):
+            raise UserError(f"{where}: must hold numbers, text, lists and mappings, got a {type(item).__name__}")
+
+
+def _printable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML 1.1 without the forms that surprise."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(str(node.value)) > MOST_DIGITS:  # in whatever base: all are below ten to this power
+            raise UserError(f"a whole number must have at most {MOST_DIGITS} digits, but one has more")
+        return super().construct_yaml_int(node)
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("int", "float", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^(?:[-+]?0b[01_]+|[-+]?0x[0-9a-fA-F_]+|[-+]?(?:0|[1-9][0-9_]*))$"),
+    list("-+0123456789"),
+)
+_PlainLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
+
+
+class Fields(dict[str, Any]):
+    """Nested fields of a file. One that is missing is a `UserError` that names it, instead of a `KeyError`."""
+
+    where: str
+    path: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str, path: str = "") -> Fields:
+        found = cls()
+        found.where, found.path = where, path
+        for key, value in values.items():
+            inner = f"{path}{key}."
+            found[key] = cls.of(value, where, inner) if isinstance(value, Mapping) else value
+        return found
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(f"{self.where} must have `{self.path}{key}`, but it is missing; the file is damaged or too old")
