@@ -54,10 +54,10 @@ def test_nested_values_are_read_and_written() -> None:
         Outer,
         name=st.text(),
         fast=st.booleans(),
-        size=st.none() | st.integers(),
+        size=st.none() | st.integers(1 - 2**63, 2**63 - 1),
         kind=st.sampled_from(["a", "b"]),
         ops=st.lists(st.text()).map(tuple),
-        inner=st.builds(Inner, st.floats(min_value=1e-9, allow_infinity=False), st.integers(min_value=0)),
+        inner=st.builds(Inner, st.floats(min_value=1e-9, allow_infinity=False), st.integers(0, 2**63 - 1)),
     )
 )
 def test_any_settings_survive_being_written_and_read(settings: Outer) -> None:

@@ -53,7 +53,7 @@ WRONG: list[tuple[str, str]] = [
     ("search fullattention --set pretrain.data=no/such/folder", "existing path"),
     ("search --device tpu", "the device must be"),
     ("search --config missing.yaml", "missing.yaml"),
-    ("search --config broken.json", "cannot be read as JSON"),
+    ("search --config broken.json", "not valid JSON"),
     ("search --config broken.yaml", "cannot be read as YAML"),
     ("search --config key.yaml", "no setting 'lr'"),
     ("search --plugin missing.py", "must name a Python file"),

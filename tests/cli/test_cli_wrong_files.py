@@ -180,3 +180,10 @@ def test_one_bad_genotype_is_one_damaged_row_of_the_live_page(
     page = LivePage([tmp_path / "runs"]).get()[0].decode()
     assert page.count("this run is damaged") == 1 and "a drawing that fails" in page
     assert page.count("<svg") > 3, "the other one is drawn"
+
+
+def test_a_plugin_that_is_no_python_file(call: Softcell, tmp_path: Path) -> None:
+    (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    assert "must name a Python file" in refused(call, "list", "methods", "--plugin", "passwd")
+    (tmp_path / "broken.py").write_text("root:x:0:0:root:/root:/bin/bash\n")
+    assert "SyntaxError" in refused(call, "list", "methods", "--plugin", "broken.py")
