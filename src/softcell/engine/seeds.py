@@ -20,6 +20,7 @@ from softcell.engine.lanes import Running, interleave
 from softcell.engine.lock import occupied
 from softcell.engine.runfolder import entries
 from softcell.errors import UserError
+from softcell.reading import read_json
 
 SEEDS = "seeds.json"
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def run_seeds(
 def read_seeds(folder: Path, kind: str = "search") -> list[int]:
     """The seeds of several runs of one kind."""
     try:
-        found = json.loads((folder / SEEDS).read_text("utf-8"))
+        found = read_json(folder / SEEDS)
         known, seeds = found.get("kind", "search"), [int(one["seed"]) for one in found["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder} holds no {kind} of several seeds: {SEEDS} is missing or broken ({error})") from error

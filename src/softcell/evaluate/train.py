@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
 from softcell.nn.proxy import ProxyNCA
+from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Network, build_space
@@ -127,7 +127,7 @@ def finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> 
     run.verify("metrics.jsonl")  # the weights are verified where they are loaded
     results = manifest["results"]
     cost = Cost(results["parameters"], results["multiply_adds"])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = read_json_lines(folder / "metrics.jsonl")
     recall = {k: results[f"recall_at_{k}"] for k in RANKS} if recipe.task == "retrieve" else None
     accuracy, split = results.get("accuracy"), results["split"]
     network, top5 = load_network(folder), results.get("top5")
