@@ -23,10 +23,12 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_step_never_waits_and_can_be_recorded(space: str, precision: str, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    "own", [{}, {"recompute": False}, {"token_norm": False}, {"shared": True}, {"feed_forward": False}], ids=str
+)
+def test_a_step_never_waits_and_can_be_recorded(space: str, precision: str, own: dict[str, bool]) -> None:
     given = settings(space, "digits", method="itnas", device=DEVICE, engine="graph", threads=0)
-    more = {"method_settings": {"recompute": recompute}, "precision": precision, "resource": {"preset": "mild"}}
+    more = {"method_settings": own, "precision": precision, "resource": {"preset": "mild"}}
     recipe = resolve(given, more)
     told: list[Any] = []
     with session(precision) as opened:
@@ -49,12 +51,13 @@ def test_compiled_transformers_are_recorded_and_learn_as_plain_ones_do(tmp_path:
     assert losses["compile"] == pytest.approx(losses["eager"], rel=1e-3)
 
 
-@pytest.mark.parametrize("space", ["nb201", "darts"])
-def test_a_recorded_search_selects_as_an_eager_one(space: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [{}, {"token_norm": False, "aggregate": "log-mean"}], ids=str)
+@pytest.mark.parametrize("space", ["nb201", "darts", "nb1shot1-1"])
+def test_a_recorded_search_selects_as_an_eager_one(space: str, own: dict[str, Any], tmp_path: Path) -> None:
     rows, genotypes = {}, {}
     for engine in ("eager", "graph"):
         given = settings(space, "digits", method="itnas", device=DEVICE, engine=engine, batch_size=64)
-        result = search(resolve(given, {"precision": "float64"}), tmp_path / engine)
+        result = search(resolve(given, {"precision": "float64", "method_settings": own}), tmp_path / engine)
         rows[engine], genotypes[engine] = result.metrics, result.genotype
     assert genotypes["eager"] == genotypes["graph"]
     for plain, recorded in zip(rows["eager"], rows["graph"], strict=True):

@@ -244,6 +244,17 @@ def test_cells_of_one_shape_share_lite_transformers_where_they_are_shared() -> N
             torch.testing.assert_close(p.grad, first + second, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("how", AGGREGATES)
+def test_before_the_first_look_every_aggregate_is_uniform(how: Aggregate) -> None:
+    supernet, method = make(aggregate=how)
+    for rows in method.indicator().values():
+        torch.testing.assert_close(rows, torch.full_like(rows, 1 / 6))
+    assert float(method.gauges()["own_attention_cell"]) == pytest.approx(1 / 6)
+    look(supernet, method, [images(3)])
+    kept = float(method.gauges()["own_attention_cell"])
+    assert kept == pytest.approx(float(1 - method.by_site("cell").means.sum(2).mean())), "attention, by any aggregate"
+
+
 def test_a_checkpoint_from_before_sums_by_site_is_read() -> None:
     supernet, method = make()
     look(supernet, method, [images(3)])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from softcell.arch import Genotype, Layout, Live, Mix, Plan, Rule, count, derive
+from softcell.arch import Genotype, Layout, Live, Mix, Plan, Rule, Table, count, derive
 from softcell.arch.aggregate import Aggregate, SiteRows, aggregate, scores
 from softcell.arch.choice import LINK
 from softcell.arch.margins import Margin, Selection, margins
@@ -407,14 +407,16 @@ class ItNas(Method):
 
     def indicator(self) -> dict[str, Tensor]:
         """a[1:] per table [choices, width] in float64, aggregated over cells and images of the latest pass."""
-        found = {}
-        for table in self.layout.tables:
-            if self.settings.aggregate == "mean":
-                seen = self.moments[table.name].mean().view(table.shape)
-            else:
-                seen = aggregate(self.by_site(table.name), self.settings.aggregate) * self.masks[table.name]
-            found[table.name] = torch.where(seen.any(1, keepdim=True), seen, self.uniform(table.name).double())
-        return found
+        return {table.name: self._aggregated(table, self.settings.aggregate) for table in self.layout.tables}
+
+    def _aggregated(self, table: Table, how: Aggregate) -> Tensor:
+        """Strengths [choices, width]; uniform before the first pass, and where an edge attends to nothing."""
+        if how == self.settings.aggregate == "mean":  # also of runs from before there were sums by site
+            seen = self.moments[table.name].mean().view(table.shape)
+        else:
+            own = self.by_site(table.name)
+            seen = aggregate(own, how) * self.masks[table.name] * own.means.any()
+        return torch.where(seen.any(1, keepdim=True), seen, self.uniform(table.name).double())
 
     def by_site(self, table: str) -> SiteRows:
         """The rows of every site that reads a table, as means over the images of the latest pass."""
@@ -500,7 +502,7 @@ class ItNas(Method):
         """The share of its attention that the IT keeps to itself, by table."""
         found = {}
         for table in self.layout.tables:
-            given = self.indicator()[table.name].sum(1)
+            given = self._aggregated(table, "mean").sum(1)
             together = [given[list(contest)].sum() for contest in table.contests]
             alone = [given[i] for i in range(len(table)) if i not in table.contest_of]
             found[f"own_attention_{table.name}"] = 1.0 - torch.stack(together + alone).mean()
