@@ -64,9 +64,11 @@ def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> N
     A file that is not there, as those of a run from another machine, may be replaced by one of the same name that was
     loaded before.
     """
-    if isinstance(paths, str):
-        raise UserError(f"plugins must be a list of files, got {paths!r}")
+    if isinstance(paths, str) or not isinstance(paths, Iterable):
+        raise UserError(f"plugins must be a list of files, got {paths!r:.80}")
     for path in paths:
+        if not isinstance(path, str | Path):
+            raise UserError(f"plugins must be a list of files, got {path!r:.80} among them")
         file = Path(path).resolve()
         if _is_there(file):
             continue

@@ -411,3 +411,7 @@ def _check_split(split: Mapping[str, Any], regime: str) -> None:
             f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2, or "
             "--set split.validation=0 alone: all images for both"
         )
+    for name in ("weights", "held"):
+        share = split.get(name, 1)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not share > 0:
+            raise UserError(f"`split.{name}` must be a share above 0 or a number of images, got {share!r:.40}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,6 +80,8 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
             f"{folder} has no checkpoint: its search never came that far, or only the best of several seeds was kept"
         )
     dataset = load_images(replace(recipe, data_root=data_root or recipe.data_root))
+    if loaded.note:
+        warnings.warn(loaded.note, stacklevel=2)
     where = resolve_device(device)
     dtype = torch.float64 if recipe.precision == "float64" else torch.float32
     with torch.random.fork_rng(devices=[]):
