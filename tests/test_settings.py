@@ -153,3 +153,7 @@ def test_a_longer_name_with_the_same_words_is_meant_before_a_similar_one() -> No
     ):
         with pytest.raises(UserError, match=re.escape(hint)):
             build(Sizes, {key: 1})
+
+
+def test_a_name_that_is_no_text_has_a_hint_too() -> None:
+    assert nearest(5, ["five", "six"]) == "known: five, six"

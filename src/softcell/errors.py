@@ -10,9 +10,9 @@ class UserError(ValueError):
     """Bad input: the message names the rule, the value and the way out. The command line shows it and exits with 2."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a mistyped name: the closest known one, then all of them."""
+def nearest(name: object, known: Iterable[str]) -> str:
+    """A hint for a mistyped name, which in a file may be no text: the closest known one, then all of them."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names) or 'none'}"
