@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
 from softcell.arch import Choice, Genotype, Layout, StrongestEach, Table, TopInputs, check_against, derive, sample
-from softcell.arch.evolve import Evolution, crossover, evolve, mutate
+from softcell.arch.evolve import Evolution, crossover, evolve, mutate, mutate_one
 from softcell.errors import UserError
+from softcell.testing import tiny_space
 
 CHAIN = Layout(
     "toy",
@@ -49,6 +51,43 @@ def test_a_crossed_child_has_each_layer_from_a_parent_and_both_give() -> None:
             assert c in (a, b)
             seen.add((c == a, c == b))
     assert {(True, False), (False, True)} <= seen
+
+
+def test_one_mutation_reaches_every_neighbour_equally_often_and_nothing_else() -> None:
+    even = Layout(
+        "toy",
+        (Table("chain", tuple(Choice(i, i + 1, ("a", "b", "c")) for i in range(4)), (4,)),),
+        ("chain",),
+        StrongestEach(),
+    )
+    parent, rng, num = sample(even, 0), random.Random(0), 4000
+    found = Counter("".join(ops(mutate_one(even, parent, rng))) for _ in range(num))
+    own = "".join(ops(parent))
+    assert set(found) == {own[:i] + op + own[i + 1 :] for i in range(4) for op in "abc" if op != own[i]}
+    # 8 neighbours: 500 each, deviation 21
+    assert all(abs(times - num / 8) < 100 for times in found.values())
+
+
+@pytest.mark.parametrize("space", ["darts", "nb201", "nos", "nb1shot1-3", "fullattention"])
+def test_one_mutation_replaces_one_pick_in_every_kind_of_space(space: str) -> None:
+    layout, rng = tiny_space(space).layout(), random.Random(0)
+    for seed in range(300):
+        parent = sample(layout, seed)
+        child = mutate_one(layout, parent, rng)
+        check_against(child, layout)
+        lost = [
+            pick for name, cell in parent.cells.items() for pick in cell.picks if pick not in child.cells[name].picks
+        ]
+        new = [
+            pick for name, cell in child.cells.items() for pick in cell.picks if pick not in parent.cells[name].picks
+        ]
+        assert len(lost) == len(new) == 1
+        assert lost[0].target == new[0].target
+
+
+def test_the_only_architecture_of_a_space_stays_itself() -> None:
+    single = Layout("toy", (Table("chain", (Choice(0, 1, ("a",)),), (1,)),), ("chain",), StrongestEach())
+    assert mutate_one(single, sample(single, 0), random.Random(0)).cells == sample(single, 0).cells
 
 
 def test_mutation_changes_about_as_many_layers_as_its_probability_says() -> None:

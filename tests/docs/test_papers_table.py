@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/papers.md"
 HEADER = ["capability", "paper", "file", "test", "evidence", "deviation"]
-METHODS = ("DARTS", "SNAS", "EnTranNAS and EnTranNAS-DST", "NOS", "IT-NAS", "Full attention", "All methods")
+METHODS = ("DARTS", "SNAS", "EnTranNAS and EnTranNAS-DST", "NOS", "IT-NAS", "Full attention", "Samplers", "All methods")
 
 
 def rows() -> list[tuple[str, list[str]]]:

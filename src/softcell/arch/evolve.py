@@ -80,7 +80,7 @@ def evolve(
     history: list[float] = []
     population = [genotype for genotype in dict.fromkeys(first) if allowed(genotype)]
     drawn = settings.population - len(population)
-    population += _filled(drawn, lambda: _random(layout, rng), allowed, set(population))
+    population += _filled(drawn, lambda: random_architecture(layout, rng), allowed, set(population))
     within = [genotype for genotype in dict.fromkeys(starts) if genotype not in population and allowed(genotype)]
     if len(population) < settings.population and within:
         population += within
@@ -114,7 +114,10 @@ def _next(
     """The next generation: half crossed, the rest mutated, and random ones where too few new children are allowed."""
     size = settings.population
     found = _filled(size // 2, lambda: crossover(layout, rng.choice(parents), rng.choice(parents), rng), allowed, known)
-    makers = (lambda: mutate(layout, rng.choice(parents), settings.mutation, rng), lambda: _random(layout, rng))
+    makers = (
+        lambda: mutate(layout, rng.choice(parents), settings.mutation, rng),
+        lambda: random_architecture(layout, rng),
+    )
     for make in makers:
         found += _filled(size - len(found), make, allowed, known | set(found))
     return found
@@ -141,6 +144,32 @@ def mutate(layout: Layout, parent: Genotype, probability: float, rng: random.Ran
     return _derived(layout, rows)
 
 
+def mutate_one(layout: Layout, parent: Genotype, rng: random.Random) -> Genotype:
+    """A child that differs from its parent in exactly one choice, drawn at random.
+
+    Under a rule that keeps some edges per node, this replaces one of the node's inputs or its operation. A space of a
+    single architecture gives the parent itself.
+    """
+    places = [(table.name, i) for table in layout.tables for i in range(len(table))]
+    strengths = {table.name: _strengths(table, parent.cells[table.name], rng) for table in layout.tables}
+    child = parent
+    for _ in range(TRIES * len(places)):
+        name, i = rng.choice(places)
+        rows = strengths[name].clone()
+        rows[i] = torch.tensor([2.0 * rng.random() for _ in range(rows.shape[1])], dtype=torch.float64)
+        child = _derived(layout, {**strengths, name: rows})
+        # A rule may answer one new row with two changes (NOS: a node needs a feature operation). That is tried again.
+        if _num_changes(parent, child) == 1:
+            break
+    return child
+
+
+def _num_changes(first: Genotype, second: Genotype) -> int:
+    """How many picks of the first have to be replaced, added or removed to get the second."""
+    pairs = [(set(cell.picks), set(second.cells[name].picks)) for name, cell in first.cells.items()]
+    return sum(max(len(a - b), len(b - a)) for a, b in pairs)
+
+
 def _strengths(table: Table, cell: Cell, rng: random.Random) -> Tensor:
     """Above 1 at the picks of a cell and below elsewhere, at random in between, so that ties are broken evenly."""
     values = torch.tensor([[rng.random() for _ in range(table.width)] for _ in table.choices], dtype=torch.float64)
@@ -157,7 +186,7 @@ def _derived(layout: Layout, strengths: dict[str, Tensor]) -> Genotype:
     return Genotype(layout.space, cells, settings=layout.settings)
 
 
-def _random(layout: Layout, rng: random.Random) -> Genotype:
+def random_architecture(layout: Layout, rng: random.Random) -> Genotype:
     rule = layout.rule
     assert isinstance(rule, Rule)
     cells = {table.name: Cell(rule.sample(table, rng), table.output) for table in layout.tables}

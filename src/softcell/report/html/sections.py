@@ -125,7 +125,8 @@ def _split(run: Run) -> str:
 
 def curves(run: Run) -> Html | None:
     split = _split(run)
-    of = "supernet" if run.kind == "search" and run.method != "random" else "network"
+    # Samplers number the networks that they train one by one.
+    of = "supernet" if run.kind == "search" and not any("architecture" in row for row in run.metrics) else "network"
     plots: list[tuple[str, Mapping[str, str], bool]] = [
         (
             "accuracy",
