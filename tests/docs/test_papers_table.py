@@ -16,6 +16,7 @@ METHODS = (
     "DARTS",
     "β-DARTS",
     "SNAS",
+    "GDAS",
     "EnTranNAS and EnTranNAS-DST",
     "NOS",
     "IT-NAS",

@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 from search_toys import batch, check_resumed, players, same, settings, write_data
 
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
+from softcell.arch.simplex import concrete, gumbel
 from softcell.errors import UserError
-from softcell.methods.snas import Snas, SnasSettings, concrete, credit, gumbel, temperature_at
+from softcell.methods.snas import Snas, SnasSettings, credit, temperature_at
 from softcell.nn.candidates import Spec
 from softcell.search import resolve, search
 from softcell.search.steps import bilevel, single_level

@@ -25,6 +25,26 @@ def contested_softmax(logits: Tensor, mask: Tensor, members: Tensor, temperature
     return with_links(masked_softmax(logits, mask, temperature), torch.softmax(links, dim=-1), members, mask)
 
 
+def gumbel(uniform: Tensor) -> Tensor:
+    """Gumbel variables from uniform ones, any shape; 0 and 1 are clamped inside, where both logarithms are finite."""
+    bounds = torch.finfo(uniform.dtype)
+    return -torch.log(-torch.log(uniform.clamp(bounds.tiny, 1.0 - bounds.eps)))
+
+
+def concrete(
+    log_alpha: Tensor, mask: Tensor, temperature: Tensor | float, uniform: Tensor, members: Tensor | None = None
+) -> Tensor:
+    """One relaxed one-hot sample softmax((log α + G) / λ) per choice, or per contest of choices; padding is exactly 0.
+
+    log_alpha, mask, uniform [..., choices, width], temperature λ [] and members bool [contests, choices] to
+    [..., choices, width].
+    """
+    noisy = log_alpha + gumbel(uniform)
+    if members is None:
+        return masked_softmax(noisy, mask, temperature)
+    return contested_softmax(noisy, mask, members, temperature)
+
+
 def contested_shares(strengths: Tensor, members: Tensor) -> Tensor:
     """`normalised`, but the links of each contest sum to 1, and `none` has what a link lacks to 1."""
     links = torch.where(members, strengths[..., None, :, LINK], 0.0)

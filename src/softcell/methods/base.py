@@ -167,7 +167,10 @@ class Method(nn.Module, ABC):
         return None
 
     def num_plans(self) -> int | None:
-        """How many different plans `draw` can give; None: so few that each is worth a recording."""
+        """How many different plans `draw` can give; None: so few that each is worth a recording.
+
+        Also for a method without `draw` whose `relax` decides on the host what runs: it cannot be recorded.
+        """
         return None
 
     def planned(self) -> Plan:

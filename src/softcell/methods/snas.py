@@ -2,7 +2,7 @@
 
     Eq 2      x_j = Σ_{i<j} Z_ij · O_ij(x_i)                           -> `Snas.relax`, the supernet
     Eq 3-4    min E_{Z ~ p_α}[L_θ(Z)] for θ and α together             -> single-level steps (`softcell.search.steps`)
-    Eq 5, 22  Z^k = softmax((log α + G) / λ)^k, G = -log(-log U)        -> `gumbel`, `concrete`
+    Eq 5, 22  Z^k = softmax((log α + G) / λ)^k, G = -log(-log U)        -> `concrete` (`softcell.arch.simplex`)
     Eq 6, 24  ∂Z^l/∂α^k = (δ_lk - Z^l) Z^k / (λ α^k)                   -> autograd through `concrete`
     Eq 7-8    credit R_ij = -∂L/∂x_j · Õ_ij(x_i)                       -> `credit`
     Eq 9-11   E[L] + η E[C]                                             -> the recipe's `resource`, for any method
@@ -27,31 +27,11 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
 from softcell.arch.anneal import Schedule, temperature_at
-from softcell.arch.simplex import contested_softmax, masked_softmax
+from softcell.arch.simplex import concrete
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 from softcell.nn.draws import draw_uniform
 from softcell.settings import not_negative, positive
-
-
-def gumbel(uniform: Tensor) -> Tensor:
-    """Gumbel variables from uniform ones, any shape; 0 and 1 are clamped inside, where both logarithms are finite."""
-    bounds = torch.finfo(uniform.dtype)
-    return -torch.log(-torch.log(uniform.clamp(bounds.tiny, 1.0 - bounds.eps)))
-
-
-def concrete(
-    log_alpha: Tensor, mask: Tensor, temperature: Tensor | float, uniform: Tensor, members: Tensor | None = None
-) -> Tensor:
-    """One relaxed one-hot sample Z per choice (Eq 5), or per contest of choices; padding is exactly 0.
-
-    log_alpha, mask, uniform [..., choices, width], temperature λ [] and members bool [contests, choices] to
-    [..., choices, width].
-    """
-    noisy = log_alpha + gumbel(uniform)
-    if members is None:
-        return masked_softmax(noisy, mask, temperature)
-    return contested_softmax(noisy, mask, members, temperature)
 
 
 def credit(sample: Tensor, gradient: Tensor) -> Tensor:
