@@ -15,6 +15,7 @@ HEADER = ["capability", "paper", "file", "test", "evidence", "deviation"]
 METHODS = (
     "DARTS",
     "β-DARTS",
+    "DARTS−",
     "SNAS",
     "GDAS",
     "EnTranNAS and EnTranNAS-DST",
