@@ -16,6 +16,7 @@ METHODS = (
     "DARTS",
     "β-DARTS",
     "DARTS−",
+    "Edge normalisation",
     "SNAS",
     "GDAS",
     "EnTranNAS and EnTranNAS-DST",
