@@ -19,6 +19,7 @@ METHODS = (
     "Edge normalisation",
     "SNAS",
     "GDAS",
+    "DrNAS",
     "EnTranNAS and EnTranNAS-DST",
     "NOS",
     "IT-NAS",

@@ -231,6 +231,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "search",
         settings("nb201", "digits", method="snas", regime="unrolled", drop_path=0.3, engine="graph", batch_size=64),
     ),
+    # Gamma variables and one-hot samples inside the recorded step.
+    "search-drnas-unrolled": (
+        "search",
+        settings("nb201", "digits", method="drnas", regime="unrolled", engine="graph", batch_size=64),
+    ),
+    "search-gdas": ("search", settings("nb201", "digits", method="gdas", engine="graph", batch_size=64)),
     "train": ("train", training("darts", "digits", batch_size=128)),
 }
 

@@ -1,7 +1,7 @@
 """Random numbers of a step, and how several evaluations of one step share them.
 
-Everything random inside a step (concrete samples, drop-path, noise candidates, hidden rectangles) is drawn by
-`draw_uniform` and `draw_normal`. A second-order step evaluates a batch at several weights and divides a difference by a
+Everything random inside a step (samples, drop-path, noise candidates, hidden rectangles) is drawn by `draw_uniform`,
+`draw_normal` and `draw_gamma`. A second-order step evaluates a batch at several weights and divides a difference by a
 small ε. With new random numbers in each evaluation that would be noise divided by ε. Within `SharedDraws` the first
 evaluation draws, and each later one gets the same tensors in the same order.
 
@@ -30,6 +30,19 @@ def draw_uniform(*shape: int, device: torch.device, of_batch: bool = False) -> T
 def draw_normal(*shape: int, device: torch.device, of_batch: bool = False) -> Tensor:
     """Numbers from N(0, 1), float32 [*shape]; see `_draw`."""
     return _draw(torch.randn, shape, device, of_batch)
+
+
+def draw_gamma(concentration: Tensor) -> Tensor:
+    """Numbers from Gamma(concentration, 1), float32 like `concentration`, without gradients; see `_draw`.
+
+    All evaluations of a step get the numbers of the first, so the concentration must not change within a step.
+    """
+    fixed = concentration.detach().float()
+
+    def gammas(shape: tuple[int, ...], *, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return torch._standard_gamma(fixed)
+
+    return _draw(gammas, tuple(concentration.shape), concentration.device, of_batch=False)
 
 
 def _draw(kind: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device, of_batch: bool) -> Tensor:

@@ -141,7 +141,7 @@ def evaluations_of_a_step_share_their_draws(kind: type[Method], space: Space) ->
     require_close(
         outcomes[1],
         outcomes[0],
-        f"{kind.name}: evaluations of one step must draw once, by `draw_uniform` or `draw_normal` of softcell.nn.draws",
+        f"{kind.name}: evaluations of one step must draw once, by the functions of softcell.nn.draws",
         0,
     )
 
