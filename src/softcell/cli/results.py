@@ -33,6 +33,8 @@ def show_search(out: Console, result: SearchResult) -> None:
     out.print()
     facts(out, **searched_accuracy(result.metrics))
     results = RunFolder.open(result.folder).manifest["results"]
+    if "selection" in results:
+        facts(out, selection=selected(results["selection"]))
     if "child_accuracy" in results:  # of the architecture found, which a budget may have taken from an earlier epoch
         facts(out, child=child_accuracy(results))
     for kind, limit in result.recipe.resource.budgets().items():
@@ -45,6 +47,15 @@ def show_search(out: Console, result: SearchResult) -> None:
     if filled is not None:
         facts(out, filled_in=f"{filled} (what context auto-regression made of hidden parts)")
     facts(out, report=str(result.folder / "report.html"))
+
+
+def selected(selection: Mapping[str, Any]) -> str:
+    """By what the architecture was selected, and how good the supernet is that was tuned down to it."""
+    decisions = f"{len(selection['edges'])} edges"
+    if selection["nodes"]:
+        decisions += f" and {len(selection['nodes'])} nodes"
+    reached = f"{percent(selection['accuracy'])} on {selection['images']:,} images of the {selection['split']} split"
+    return f"by {selection['by']} ({selection['measure']}), {decisions} decided; {reached} at the end"
 
 
 def child_accuracy(results: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ EPILOG = o.examples(
     "softcell search --data photos/ --image-size 32 --epochs 20 --seed 1",
     "softcell search --set regime=unrolled --set space.cells=5 --set weights.lr=0.1",
     "softcell search snas --max-params 2.5M --data cifar10",
+    "softcell search darts --space nb201 --select perturbation",
     "softcell search --seeds 4 --keep best",
     "softcell search --resume runs/darts-darts-digits-1",
     "softcell search --config runs/darts-darts-digits-1 --out again",
@@ -93,6 +94,13 @@ def search(
     latency_table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML or JSON of candidate: time, or table: {candidate: time}.")
     ] = None,
+    select: Annotated[
+        Literal["method", "perturbation"] | None,
+        typer.Option(
+            help="What selects the architecture after the search: the method itself, or the removal of candidates from "
+            "its supernet, edge by edge (DARTS-PT); tuning epochs per edge with --set select.epochs=2.",
+        ),
+    ] = None,
     guide: Annotated[
         str | None,
         typer.Option(
@@ -133,6 +141,7 @@ def search(
         set_,
         plugin,
         resource={key: value for key, value in limits.items() if value is not None} or None,
+        select=None if select is None else {"by": select},
         guide=None if guide is None else {"teacher": teacher_path(guide)},
         pretrain=None if classes is None else {"classes": classes},
         method=method,

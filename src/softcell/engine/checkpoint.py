@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.engine.files import fsync_folder, write_temporary
+from softcell.engine.files import atomic_write_bytes, fsync_folder, write_temporary
 from softcell.errors import UserError
 
 CURRENT = "checkpoint.bin"
@@ -80,6 +80,19 @@ def load_latest(folder: str | os.PathLike[str]) -> Loaded | None:
             f"one of them from a backup, or start again in another folder."
         ) from None
     return Loaded(state, f"{current} {fault}: going on from the one before it, {previous.name}.")
+
+
+def save_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
+    """Make `state` the content of the file at `path` in one step, in the format of a checkpoint."""
+    atomic_write_bytes(path, _encode(state))
+
+
+def load_file(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Return the state in the file at `path`, on the CPU; None where there is none or it is damaged."""
+    try:
+        return _decode(Path(path))
+    except _Bad:
+        return None
 
 
 def _encode(state: Mapping[str, Any]) -> bytes:

@@ -23,6 +23,15 @@ _PLACES = {"data", "data_root", "plugins"}
 """Settings that say where files lie. They may be moved: their contents are compared instead."""
 _ROUNDING = {"device", "threads", "precision", "engine", "fused", "deterministic"}
 """Settings that change results by rounding alone: a difference is a note."""
+_ADDED: dict[str, Any] = {
+    "select.by": "method",
+    "select.measure": "accuracy",
+    "select.epochs": 5,
+    "select.images": 0,
+    "select.lr": None,
+    "select.norms": "batch",
+}
+"""Settings that recipes did not have at first, with the values that mean what was done then."""
 _MAPPINGS = ("recipe", "splits", "data", "code")
 _ABSENT = object()
 
@@ -60,7 +69,8 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     if not isinstance(stored, Mapping) or not all(isinstance(stored.get(key), Mapping) for key in _MAPPINGS):
         raise UserError(f"the checkpoint in {folder} says nothing readable of the run it belongs to; start a new run")
     notes = check_data(stored["data"], now["data"], folder)
-    recipe = _changes(stored["recipe"], now["recipe"])
+    added = {key: value for key, value in _ADDED.items() if key in now["recipe"]}
+    recipe = _changes({**added, **stored["recipe"]}, now["recipe"])
     hard = _differences(stored, now, ("kind", "seed"))
     hard += [text for key, text in recipe.items() if key.partition(".")[0] not in _ROUNDING | {"seed"}]
     hard = hard or _differences(stored, now, ("splits",))  # which follow from data, recipe and seed

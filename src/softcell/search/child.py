@@ -72,6 +72,22 @@ def norms_measured_anew(
 
 
 @contextmanager
+def norms_of_each_batch(supernet: Supernet) -> Iterator[None]:
+    """Within this context all batch-norms normalise by the batch they are given; running statistics stay as they are.
+
+    Nothing is dropped meanwhile; random numbers that are drawn are given back.
+    """
+    norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
+    kept = [{k: v.clone() for k, v in norm.state_dict().items()} for norm in norms]
+    try:
+        with _training_without_drops(supernet):
+            yield
+    finally:
+        for norm, state in zip(norms, kept, strict=True):
+            norm.load_state_dict(state)
+
+
+@contextmanager
 def _training_without_drops(supernet: Supernet) -> Iterator[None]:
     """The supernet in training, but that nothing is dropped; mode, chances and random numbers are given back."""
     drops = [module for module in supernet.modules() if isinstance(module, DropPath | Dropout)]

@@ -23,7 +23,7 @@ from softcell.engine.runfolder import MANIFEST, clear
 from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.search.guide import Guide
-from softcell.search.recipe import Pretrain, SearchRecipe
+from softcell.search.recipe import Pretrain, SearchRecipe, Select
 from softcell.search.resource import Resource
 
 FIRST = "phase-1"
@@ -33,7 +33,7 @@ LOGITS = "logits.safetensors"
 def first_phase(recipe: SearchRecipe) -> SearchRecipe:
     """The recipe of phase 1: the same search by another objective.
 
-    Budgets, teachers and evolution belong to the target task.
+    Budgets, teachers and selection belong to the target task.
     """
     own = recipe.pretrain
     rate = recipe.architecture.lr if own.architecture_lr is None else own.architecture_lr
@@ -54,6 +54,7 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
         weights=replace(recipe.weights, warmup=min(recipe.weights.warmup, own.epochs - 1)),
         resource=Resource(),
         evolution=Evolution(),
+        select=Select(),
         guide=Guide(),
         child_every=0,
     )

@@ -159,6 +159,37 @@ class Pretrain:
 
 
 @dataclass(frozen=True)
+class Select:
+    """How the architecture is selected once the supernet is trained (evolution has settings of its own).
+
+    `by` "method": as the method derives. "perturbation": DARTS-PT, edge by edge, the candidate whose removal lowers the
+    supernet's `measure` (accuracy, or loss) on the validation split most; `epochs` epochs tune the weights after each
+    decision (0: none), at `lr` falling to `weights.lr_min` along a cosine (None: a tenth of `weights.lr`). `images`:
+    how many validation images are measured on (0: all). `norms`: what BatchNorm normalises by while measuring: the
+    statistics of each batch, as the authors' code does, recalibrated ones for every removal, or the running ones, which
+    fit methods alone that train the very mix that is measured.
+    """
+
+    by: Literal["method", "perturbation"] = "method"
+    measure: Literal["accuracy", "loss"] = "accuracy"
+    epochs: int = 5
+    images: int = 0
+    lr: float | None = None
+    norms: Literal["batch", "recalibrated", "running"] = "batch"
+
+    def __post_init__(self) -> None:
+        not_negative("select.epochs", self.epochs)
+        at_most("select.epochs", self.epochs, MOST_EPOCHS)
+        not_negative("select.images", self.images)
+        if self.lr is not None:
+            positive("select.lr", self.lr)
+
+    @property
+    def is_on(self) -> bool:
+        return self.by != "method"
+
+
+@dataclass(frozen=True)
 class SearchRecipe:
     """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
 
@@ -168,6 +199,8 @@ class SearchRecipe:
     from all images of `weights`, which are then what is measured on, too, unless `held` is named.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
     and the best within the budgets is derived instead of the method's own.
+    `select`: with `by` "perturbation", the architecture is selected on the trained supernet by DARTS-PT, whatever
+    method trained it.
     `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
     over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
@@ -197,6 +230,7 @@ class SearchRecipe:
     collapse: Collapse = field(default_factory=Collapse)
     resource: Resource = field(default_factory=Resource)
     evolution: Evolution = field(default_factory=Evolution)
+    select: Select = field(default_factory=Select)
     guide: Guide = field(default_factory=Guide)
     objective: Literal["classify", "context"] = "classify"
     pretrain: Pretrain = field(default_factory=Pretrain)
@@ -233,10 +267,31 @@ class SearchRecipe:
             raise UserError(
                 "evolution compares accuracies, which objective=context has none of; set evolution.generations=0"
             )
+        if self.select.is_on:
+            self._check_select()
         if self.image_size is not None and self.image_size < 4:
             raise UserError(f"`image_size >= 4` must hold, but got image_size={self.image_size}")
         if self.classes is not None and self.classes < 2:
             raise UserError(f"`classes >= 2` must hold, but got classes={self.classes}")
+
+    def _check_select(self) -> None:
+        """Raises where something else selects, or nothing can be measured."""
+        if self.evolution.is_on:
+            raise UserError(
+                f"select.by={self.select.by} (--select) and evolution both select the architecture; leave out one of "
+                "them (--set evolution.generations=0 for evolution)"
+            )
+        if self.objective == "context":
+            raise UserError(
+                f"select.by={self.select.by} (--select) compares accuracies, which objective=context has none of; "
+                "leave it out"
+            )
+        if self.resource.budgets():
+            raise UserError(
+                f"select.by={self.select.by} (--select) keeps to no budget, but got "
+                f"{', '.join(self.resource.budgets())}; leave out one of them, or let evolution "
+                "select (--set evolution.generations=20)"
+            )
 
     @property
     def measured_split(self) -> str:
@@ -396,6 +451,8 @@ def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> N
     chooser = None if issubclass(method, Method) else f"method {recipe.method!r}"
     if recipe.evolution.is_on:
         chooser = "evolution"
+    if recipe.select.is_on:
+        chooser = f"select.by={recipe.select.by} (--select)"
     if chooser is not None:
         raise UserError(
             f"{chooser} chooses architectures by accuracy on images that no weights have learned from, but "

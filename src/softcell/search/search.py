@@ -17,6 +17,7 @@ from softcell.data import Batches, Dataset, fingerprint
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.data.guard import test_set_sealed
+from softcell.data.hashing import permutation
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, broadcast_module, on_main
 from softcell.engine.events import OnEvent
@@ -36,6 +37,7 @@ from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.history import about_of
 from softcell.search.independent import IndependentTask
 from softcell.search.limits import budget_of_draws, resource_of
+from softcell.search.perturb import check_perturbable
 from softcell.search.phases import (
     FIRST,
     LOGITS,
@@ -296,7 +298,7 @@ def _conclude(
 ) -> Genotype:
     """What comes after the last epoch: the architecture, its file, and the results in the manifest."""
     world = session.world
-    found = task.derive()
+    found = task.select(out) if isinstance(task, SearchTask) else task.derive()
     empty = empty_cells(found, build_space(recipe.space, recipe.space_settings).layout())
     if empty:
         teller(on_event, world)(
@@ -375,6 +377,11 @@ def _task(
             f"method {recipe.method!r} compares networks by accuracy, which context auto-regression has none of; set "
             "objective=classify and pretrain.epochs=0"
         )
+    if not issubclass(kind, Method) and recipe.select.is_on:
+        raise UserError(
+            f"select.by={recipe.select.by} (--select) removes candidates from a trained supernet, but method "
+            f"{recipe.method!r} trains architectures one by one; leave it out, or search with another method"
+        )
     if not issubclass(kind, Method):
         for name in _of_supernets(recipe):
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
@@ -406,6 +413,8 @@ def _task(
         tell(f"`space.{name}` of {recipe.method}'s recipe is ignored: space {recipe.space!r} {reason}")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(fitted(kind, settings, supernet))
+    if recipe.select.is_on:
+        check_perturbable(layout, method)
     resource, budget = resource_of(recipe, space, method, dataset, session, tell)
     if recipe.objective == "context":
         maps = supernet_maps(supernet, method)
@@ -425,6 +434,7 @@ def _task(
         validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,
         looked=_looked(recipe, kind, feeds, dataset, parts, held),
+        judged=_judged(recipe, feeds, dataset, parts) if recipe.select.is_on else None,
         tell=tell,
         resource=resource,
         budget=budget,
@@ -441,6 +451,21 @@ def _looked(
     if "validation" not in parts:
         raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
     return feeds.plain(dataset.train, parts["validation"])
+
+
+def _judged(recipe: SearchRecipe, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor]) -> Batches:
+    """The validation images that a selection by perturbation measures on, in a random order of the seed.
+
+    BatchNorm may normalise by each batch, so no batch may hold a single class, nor be far shorter than the others.
+    """
+    if "validation" not in parts:
+        raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
+    own = parts["validation"]
+    own = own[permutation(recipe.seed, 0, len(own), "select")][: recipe.select.images or None]
+    batches = feeds.plain(dataset.train, own)
+    if recipe.select.norms == "batch" and len(own) > batches.batch_size:
+        batches = feeds.plain(dataset.train, own[: len(own) // batches.batch_size * batches.batch_size])
+    return batches
 
 
 def _of_supernets(recipe: SearchRecipe) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from softcell.search.evolution import select
 from softcell.search.guide import probe, read_gauges
 from softcell.search.history import line
 from softcell.search.hypergradient import Unrolling
+from softcell.search.perturb import PerturbationSelection
 from softcell.search.plans import Plans
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
@@ -49,6 +51,7 @@ class SearchTask:
 
     `weights` feeds the weights, `validation` the architecture (unless single-level), `held` measures accuracy without
     augmentation. `looked` is the validation split for methods that look at it to derive, often the same as `held`.
+    `judged` is what a selection by perturbation measures on.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class SearchTask:
         validation: Batches,
         held: Batches,
         looked: Batches,
+        judged: Batches | None = None,
         tell: Callable[[str], None],
         resource: ResourcePenalty | None = None,
         budget: Budget | None = None,
@@ -73,7 +77,7 @@ class SearchTask:
         supernet.use_drop_path(recipe.drop_path)
         self.supernet, self.method, self.objective = supernet, method, objective
         self._weights, self._validation, self._held = weights, validation, held
-        self._looked = looked
+        self._looked, self._judged = looked, judged
         for module in (supernet, method, objective):
             broadcast_module(module, world)
         w, a = recipe.weights, recipe.architecture
@@ -261,6 +265,27 @@ class SearchTask:
         found, self._selection = select(
             self.recipe, self.supernet, own, learned, self._weights, self._looked, self._budget, self.world, self._tell
         )
+        return found
+
+    def select(self, folder: Path) -> Genotype:
+        """The architecture found; selected by perturbation where the recipe asks for it, which `folder` remembers."""
+        if self._judged is None:
+            return self.derive()
+        selection = PerturbationSelection(
+            self.recipe,
+            self.supernet,
+            self.method,
+            self.objective,
+            self.world,
+            weights=self._weights,
+            judged=self._judged,
+            surroundings=self._surroundings,
+            recalibrating=self._measuring_norms,
+            tell=self._tell,
+        )
+        own = self.method.derive()
+        found, self._selection = selection(folder)
+        self._selection["selection"]["own"] = own.to_dict()["cells"]
         return found
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
