@@ -24,6 +24,7 @@ METHODS = (
     "NOS",
     "IT-NAS",
     "Full attention",
+    "DARTS-PT",
     "Samplers",
     "All methods",
 )

@@ -7,8 +7,8 @@
 - `perturbation` (DARTS-PT: Wang et al., Rethinking Architecture Selection in Differentiable NAS, ICLR 2021): how much
   accuracy the supernet loses without a candidate, which is taken out of all cells of its table; `perturbation_loss` is
   the same in loss, which a few images tell apart more finely. DARTS-PT discretises edge by edge and tunes in
-  between (`softcell.search.perturb`); this is its score at the trained supernet. A supernet that does no better than guessing has
-  nothing to lose: `Baseline` says how good it is with all its candidates.
+  between (`softcell.search.perturb`); this is its score at the trained supernet. A supernet that does no better than
+  guessing has nothing to lose: `Baseline` says how good it is with all its candidates.
 """
 
 from __future__ import annotations
@@ -298,9 +298,10 @@ def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
     """Training batches over which batch-norm measures its statistics for each mix; None: the running ones are right.
 
     Running statistics are those of the mixes that weights were trained in. DARTS trains in the very mix that is
-    perturbed here, and keeps them; the released code of DARTS-PT normalises by each batch (`softcell.search.perturb`). Where cells are sampled or replaced (`many_cells`) they are those
-    of no mix: EnTranNAS-DST in NAS-Bench-201 on digits is right for 28% of the images with them, and for 85% with its
-    own. Attention moves with the images and at every step, and they lag behind: 21% and 65% after two epochs of IT-NAS.
+    perturbed here, and keeps them; DARTS-PT's released code normalises by each batch (`softcell.search.perturb`). Where
+    cells are sampled or replaced (`many_cells`) they are those of no mix: EnTranNAS-DST in NAS-Bench-201 on digits is
+    right for 28% of the images with them, and for 85% with its own. Attention moves with the images and at every step,
+    and they lag behind: 21% and 65% after two epochs of IT-NAS.
 
     The mix without a candidate measures them, too: else what would show is that they do not fit it. As many images as
     are looked at are enough, since more would cost most of the time and tell hardly more (5 batches instead of 20:
