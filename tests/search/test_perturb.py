@@ -25,7 +25,7 @@ from softcell.errors import UserError
 from softcell.methods import METHODS
 from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
-from softcell.search.child import norms_of_each_batch
+from softcell.search.child import measure_child, norms_of_each_batch
 from softcell.search.perturb import FILE, PerturbationSelection, num_inputs, questions
 from softcell.search.restored import restore
 from softcell.spaces import Supernet, build_space
@@ -245,7 +245,7 @@ def kill_at(text: str) -> Callable[[Event], None]:
 def test_an_interrupted_selection_continues_after_its_latest_round_bit_for_bit(
     data: Path, tmp_path: Path, method: str
 ) -> None:
-    given = resolve(recipe(data, method=method, drop_path=0.2))
+    given = resolve(recipe(data, method=method, epochs=2, drop_path=0.4))
     whole = search(given, tmp_path / "whole")
     with pytest.raises(Killed):
         search(given, tmp_path / "killed", on_event=kill_at("4 of 6"))
@@ -366,6 +366,11 @@ def test_the_search_s_own_weights_are_put_back(data: Path, tmp_path: Path) -> No
     )
     assert [{**row, "seconds": 0} for row in with_.metrics] == [{**row, "seconds": 0} for row in without.metrics]
     found = restore(tmp_path / "with", device="cpu")
+    held = found.feeds().plain(found.dataset.train, found.parts["validation"])
+    assert with_.genotype is not None
+    child = measure_child(found.supernet, with_.genotype, held.epoch(0), ALONE)
+    results = json.loads((tmp_path / "with" / "run.json").read_text())["results"]
+    assert results["child_loss"] == pytest.approx(child.loss, rel=1e-6)
     before = restore(tmp_path / "without", device="cpu")
     for name, value in found.supernet.state_dict().items():
         torch.testing.assert_close(value, before.supernet.state_dict()[name], rtol=0, atol=0)
