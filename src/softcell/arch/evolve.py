@@ -8,7 +8,7 @@ strengths, from which the space's rule derives, so that every child is an archit
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,26 @@ def evolve(
     first: architectures with a place in the first generation where they keep to the limits, so that what is found is
         no worse than they are.
     """
+    running = evolving(layout, settings, allowed, seed, starts, first, on_generation)
+    try:
+        genotype = next(running)
+        while True:
+            genotype = running.send(score(genotype))
+    except StopIteration as end:
+        found: Evolved = end.value
+        return found
+
+
+def evolving(
+    layout: Layout,
+    settings: Evolution,
+    allowed: Callable[[Genotype], bool],
+    seed: int,
+    starts: Sequence[Genotype] = (),
+    first: Sequence[Genotype] = (),
+    on_generation: Callable[[int, float, int], None] = lambda number, best, scored: None,
+) -> Generator[Genotype, float, Evolved]:
+    """`evolve`, which yields each architecture and is sent its score."""
     rng, scored = random.Random(f"evolution {seed}"), dict[Genotype, float]()
     history: list[float] = []
     population = [genotype for genotype in dict.fromkeys(first) if allowed(genotype)]
@@ -90,7 +110,7 @@ def evolve(
         raise UserError("no architecture within the limits was found; raise them, or make the network smaller")
     for generation in range(settings.generations):
         for genotype in population:
-            scored[genotype] = score(genotype)
+            scored[genotype] = yield genotype
         ranked = sorted(scored, key=lambda g: -scored[g])  # stable: of equals the one found first
         history.append(scored[ranked[0]])
         on_generation(generation, history[-1], len(scored))

@@ -181,7 +181,10 @@ def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) 
     parts = [f"epoch {metrics['epoch'] + 1:>{digits}}/{num_epochs}"]
     if "architecture" in metrics:
         parts.append(f"architecture {metrics['architecture'] + 1}")
-    parts.append(f"loss {_number(metrics['train_loss'], '.3f')}")
+    if "train_loss" in metrics:
+        parts.append(f"loss {_number(metrics['train_loss'], '.3f')}")
+    if "best_score" in metrics:
+        parts.append(f"best score {_number(metrics['best_score'], '.5g')} of {metrics['networks']} untrained networks")
     if "train_accuracy" in metrics:
         parts.append(f"train {_share(metrics['train_accuracy'])}")
     elif "val_loss" in metrics:

@@ -8,7 +8,7 @@ one, and is told how they did. Neither knows of loops, devices or data.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -245,6 +245,36 @@ class Sampler(ABC):
     @abstractmethod
     def propose(self, number: int, scores: list[float]) -> Genotype:
         """Architecture `number`, given the validation accuracies of those before it."""
+
+
+class UntrainedSampler(Sampler):
+    """A sampler whose architectures are not trained: a score of the network's first weights stands for its accuracy.
+
+    It keeps to a budget by itself: `allowed` says what may be proposed, `starts` are cheap architectures to begin with.
+    """
+
+    def __init__(self, layout: Layout, settings: Any, seed: int) -> None:
+        super().__init__(layout, settings, seed)
+        self.allowed: Callable[[Genotype], bool] = lambda genotype: True
+        self.starts: Sequence[Genotype] = ()
+
+    @property
+    @abstractmethod
+    def num_rounds(self) -> int:
+        """In how many rounds of equal length the `num_samples` architectures are proposed."""
+
+    @property
+    @abstractmethod
+    def num_images(self) -> int:
+        """How many training images `score` is given."""
+
+    @abstractmethod
+    def score(self, network: nn.Module, images: Tensor) -> float:
+        """The score of an untrained network, larger is better; images [n, c, h, w]. It may change the network."""
+
+    @abstractmethod
+    def findings(self) -> dict[str, Any]:
+        """What the scores are, as JSON, for `run.json`."""
 
 
 M = TypeVar("M", bound=Method)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from softcell.engine.events import EpochEnded, Event, OnEvent
-from softcell.methods import METHODS, Method
+from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.pipeline.inspect import counted
 from softcell.search import SearchRecipe
 from softcell.settings import build
@@ -38,8 +38,11 @@ def num_networks(recipe: SearchRecipe) -> int:
 def extent(recipe: SearchRecipe) -> str:
     """`30 epochs`, or `4 architectures of 30 epochs`."""
     epochs = counted(recipe.epochs, "epoch")
-    if issubclass(METHODS.get(recipe.method), Method):
+    kind = METHODS.get(recipe.method)
+    if issubclass(kind, Method):
         return epochs
+    if issubclass(kind, UntrainedSampler):
+        return counted(num_networks(recipe), "untrained network")
     return f"{counted(num_networks(recipe), 'architecture')} of {epochs}"
 
 

@@ -29,7 +29,7 @@ from softcell.engine.loop import Outcome
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method, fitted
+from softcell.methods import METHODS, Method, UntrainedSampler, fitted
 from softcell.nn.context import ContextAutoRegression
 from softcell.nn.objective import Objective
 from softcell.registry import load_plugins
@@ -51,10 +51,13 @@ from softcell.search.phases import (
 from softcell.search.recipe import SearchRecipe, resolve, unmet
 from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.task import SearchTask
+from softcell.search.untrained import UntrainedTask
 from softcell.search.validation import ANEW
 from softcell.search.within import stated
 from softcell.settings import build, refuse_changes, without_auto
 from softcell.spaces import build_space
+
+AnyTask = SearchTask | IndependentTask | UntrainedTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +290,7 @@ def _search(
 
 def _conclude(
     recipe: SearchRecipe,
-    task: SearchTask | IndependentTask,
+    task: AnyTask,
     dataset: Dataset,
     parts: Mapping[str, Any],
     session: Session,
@@ -348,7 +351,7 @@ def _with_precision(
     if recipe.precision != "auto":
         return recipe
 
-    def make(precision: str) -> SearchTask | IndependentTask:
+    def make(precision: str) -> AnyTask:
         return _task(replace(recipe, precision=precision), dataset, parts, session, None)  # type: ignore[arg-type]
 
     job = f"search {recipe.method}, {recipe.regime}, {recipe.space}, batch {recipe.batch_size}, {dataset.shape}"
@@ -358,7 +361,7 @@ def _with_precision(
 
 def _task(
     recipe: SearchRecipe, dataset: Dataset, parts: Mapping[str, Any], session: Session, on_event: OnEvent | None
-) -> SearchTask | IndependentTask:
+) -> AnyTask:
     world = session.world
     kind, space = METHODS.get(recipe.method), build_space(recipe.space, recipe.space_settings)
     layout = space.layout()
@@ -387,6 +390,13 @@ def _task(
             tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
         sampler = kind(layout, settings, recipe.seed)
         budget = budget_of_draws(recipe, space, dataset, tell)
+        if isinstance(sampler, UntrainedSampler):
+            if recipe.guide.teacher is not None:
+                tell(f"`guide` is ignored: {recipe.method} trains nothing")
+            plain = feeds.plain(dataset.train, parts["weights"])
+            return UntrainedTask(
+                recipe, space, sampler, dataset.num_classes, world, weights=plain, tell=tell, budget=budget
+            )
 
         def stages() -> list[tuple[int, int]]:
             with torch.device("meta"):
