@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from search_toys import TINY, check_resumed, settings, write_data
 
 from softcell.arch import Genotype, sample
+from softcell.cli.results import searched_accuracy
 from softcell.data import load
 from softcell.data.feeds import Feeds
 from softcell.errors import UserError
@@ -105,3 +106,9 @@ def test_a_score_depends_on_architecture_and_seed_alone(proxy: Any) -> None:
     assert score_architecture(space, second, score_of, images, 5, 0) != score
     assert score_architecture(space, first, score_of, images, 5, 0) == score
     assert score_architecture(space, first, score_of, images, 5, 1) != score
+
+
+@pytest.mark.parametrize(("best", "shown"), [(1234.5678, "1234.6"), (None, "not finite")])
+def test_the_best_score_is_shown_after_a_search_even_where_it_is_not_finite(best: float | None, shown: str) -> None:
+    rows = [{"epoch": 0, "best_score": best, "networks": 12}]
+    assert searched_accuracy(rows) == {"score": f"{shown}, the best of 12 untrained networks"}

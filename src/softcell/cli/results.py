@@ -79,7 +79,9 @@ def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "val_accuracy" in row), {})
     if rows and "best_score" in rows[-1]:
-        return {"score": f"{rows[-1]['best_score']:.5g}, the best of {rows[-1]['networks']} untrained networks"}
+        best = rows[-1]["best_score"]
+        shown = "not finite" if best is None else format(best, ".5g")
+        return {"score": f"{shown}, the best of {rows[-1]['networks']} untrained networks"}
     if not last:
         return {}
     if "best_val_accuracy" in last:  # architectures that were trained one by one
