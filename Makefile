@@ -20,7 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## search a cell on handwritten digits, draw it, train it beside random ones
 	$(BIN)/softcell demo
 
-test: lint types docs unit  ## ruff, mypy, the documentation and pytest
+# mypy uses one core, so it runs beside the tests.
+test: lint docs  ## ruff, mypy, the documentation and pytest
+	@$(MAKE) --no-print-directory -j2 types unit
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -165,7 +165,8 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) >= 2**63:  # which no tensor can hold
+        is_seed_setting = where.rpartition(".")[2].startswith("seed")  # seeds have a rule of their own (`is_seed`)
+        if abs(value) >= 2**63 and not is_seed_setting:  # which no tensor can hold
             raise UserError(f"{where} must be a whole number below 2**63, got {str(value)[:30]}")
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):

@@ -36,7 +36,7 @@ WRONG: list[tuple[str, str]] = [
     ("search --data no/such/folder", "existing path"),
     ("search --data cifar10", "cifar-10-batches"),
     ("search --set weights.l=0.1", "did you mean 'lr'"),
-    ("search --set lr=0.1", "no setting 'lr'; did you mean 'weights.lr' or 'architecture.lr'?"),
+    ("search --set lr=0.1", "no setting 'lr'; did you mean 'weights.lr' or 'architecture.lr' or 'select.lr'?"),
     ("search --set cells=5", "did you mean 'space.cells'?"),
     ("search snas --set first_temperature=2", "did you mean 'method.first_temperature'?"),
     ("train cell.json --set weights.lr=0.1", "no setting 'weights.lr'; did you mean 'lr'?"),

@@ -55,7 +55,7 @@ def test_threads_beyond_the_cores(call: Softcell, monkeypatch: pytest.MonkeyPatc
         assert device.set_threads(2) == 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_dead_process_is_one_sentence_of_the_other(tmp_path: Path, victim: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -204,6 +204,7 @@ def test_a_sweep_that_was_agreed_to_hands_that_on_to_its_jobs(
     assert trust.read(foreign / "evil.py").digest in seen[0]["SOFTCELL_TRUSTED"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_agree_together(foreign: Path, tmp_path: Path) -> None:
     source = str(Path(api.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}

@@ -194,4 +194,5 @@ def test_retrieval_has_the_documented_schedule_and_mirrors_its_windows() -> None
 def test_recipes_clip_as_documented() -> None:
     for name in RECIPES:
         genotype = sample(build_space("darts", {}).layout(), 0)
-        assert resolve(genotype, {"recipe": name, "data": "cifar10"}).clip == 5.0, name
+        expected = 0.0 if name == "dna-imagenet" else 5.0  # DNA's training does not clip
+        assert resolve(genotype, {"recipe": name, "data": "cifar10"}).clip == expected, name

@@ -174,7 +174,7 @@ def test_methods_of_many_cells_end_with_norms_of_their_own(
     given = settings("nb201", data, method=method, epochs=3, drop_path=0.3, evolution={"generations": 0})
     result = search(resolve(given), tmp_path / "run")
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
-    many = method in ("snas", "spos", "entrannas", "entrannas-dst")
+    many = method in ("snas", "spos", "entrannas", "entrannas-dst", "gdas", "drnas")
     assert [row["epoch"] for row in result.metrics if "val_accuracy_bn" in row] == [2] * many
     assert results.get("val_accuracy_bn") == result.metrics[-1].get("val_accuracy_bn")
     assert figure([result]) == ("val_accuracy_bn" if many else "val_accuracy")

@@ -201,6 +201,7 @@ def test_single_path_training_of_a_chain_ends_in_a_selection_and_leaves_norms_al
     assert max(tracked) == 2, "two steps trained: what a look measured anew is gone again"
 
 
+@pytest.mark.exhaustive
 def test_attention_selects_within_a_budget_what_no_other_chain_beats(data: Path, tmp_path: Path) -> None:
     """All 192 chains, counted one by one: none within the limit has a larger sum of attention."""
     chain = {"width": 0.25, "depths": (2, 1, 1, 1, 1, 1), "head": 8, "kernels": (3,)}

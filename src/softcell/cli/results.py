@@ -33,8 +33,8 @@ def show_search(out: Console, result: SearchResult) -> None:
     out.print()
     facts(out, **searched_accuracy(result.metrics))
     results = RunFolder.open(result.folder).manifest["results"]
-    if "selection" in results:
-        facts(out, selection=selected(results["selection"]))
+    if "perturbation" in results:
+        facts(out, selection=selected(results["perturbation"]))
     if "child_accuracy" in results:  # of the architecture found, which a budget may have taken from an earlier epoch
         facts(out, child=child_accuracy(results))
     for kind, limit in result.recipe.resource.budgets().items():

@@ -420,7 +420,7 @@ class PerturbationSelection:
 
     def _record(self, final: Measured) -> dict[str, Any]:
         return {
-            "selection": {
+            "perturbation": {
                 "by": "perturbation",
                 "measure": self._settings.measure,
                 "norms": self._settings.norms,

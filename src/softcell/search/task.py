@@ -285,7 +285,7 @@ class SearchTask:
         )
         own = self.method.derive()
         found, self._selection = selection(folder)
-        self._selection["selection"]["own"] = own.to_dict()["cells"]
+        self._selection["perturbation"]["own"] = own.to_dict()["cells"]
         return found
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
