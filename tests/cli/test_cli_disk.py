@@ -166,6 +166,7 @@ def test_an_export_whose_second_file_fails_leaves_no_first(call: Softcell, train
     assert sorted(path.name for path in Path("out").iterdir()) == ["model.py", "model.safetensors"]
 
 
+@pytest.mark.exhaustive
 def test_a_folder_in_use_is_refused_by_every_command_and_named(call: Softcell, tmp_path: Path) -> None:
     first = process("search", *TINY, "--epochs", "100000", "--out", "run", "-q", cwd=tmp_path)
     try:

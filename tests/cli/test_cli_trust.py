@@ -120,6 +120,7 @@ def test_to_agree_once_is_enough_until_the_content_changes(
     assert changed.code == 2 and "has changed" in changed.error and not (foreign / "ran").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_made_here_is_gone_on_with_unasked(
     call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_python_calls_agree_by_an_argument(foreign: Path, tmp_path: Path) -> Non
     assert (foreign / "ran").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_that_was_agreed_to_hands_that_on_to_its_jobs(
     call: Softcell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

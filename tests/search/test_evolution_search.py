@@ -58,6 +58,7 @@ def test_a_stopped_search_resumes_bit_for_bit(data: Path, tmp_path: Path, epoch:
     check_resumed(recipe(data), tmp_path, epoch, step)
 
 
+@pytest.mark.exhaustive
 def test_every_trained_architecture_meets_the_budget(data: Path, tmp_path: Path) -> None:
     limit = sorted(parameters(sample(SPACE.layout(), seed)) for seed in range(60))[15]
     check_resumed(recipe(data, max_params=limit), tmp_path, 3, 1)

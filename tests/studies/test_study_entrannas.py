@@ -67,6 +67,7 @@ def test_a_spread_names_how_many_there_were() -> None:
     assert spread([1.0]) == {"n": 1, "mean": 1.0, "std": None}
 
 
+@pytest.mark.exhaustive
 def test_arms_of_dst_are_resumed_and_recorded_with_the_size_of_their_networks(tmp_path: Path) -> None:
     data, out = write_data(tmp_path / "data.npz", train=32), tmp_path / "dst.json"
     given = ["--data", str(data), "--scale", "small", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
@@ -102,6 +103,7 @@ def test_engines_of_an_arm_are_found_in_the_space() -> None:
     assert entrannas_engines.engines_of("0,5", sites) == {"engines": [0, 5]}
 
 
+@pytest.mark.exhaustive
 def test_engines_are_compared(tmp_path: Path) -> None:
     data, out = write_data(tmp_path / "data.npz", train=32), tmp_path / "engines.json"
     given = ["--data", str(data), "--scale", "small", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]

@@ -90,6 +90,7 @@ def test_settings_of_a_method_and_of_a_space_stand_under_their_names(tmp_path: P
     assert job.search["space_settings"]["channels"] == 6
 
 
+@pytest.mark.exhaustive
 def test_random_architectures_of_a_sweep_meet_its_budget(tmp_path: Path) -> None:
     """Without it the first one is half as large again."""
     network = {"cells_per_stage": 1, "channels": 4}
