@@ -105,7 +105,6 @@ class Derived:
     """A cell of `inputs` preprocessed inputs (planes 0…), `nodes` inner nodes (the next planes) and further planes.
 
     `preprocess` reads the input tensors. `arrivals[j]` are summed by inner node j; `paths` counts drop-path's factors.
-    `matrices` and `depths` are the extents of the flat parameters that hold matrices and depthwise kernels.
     """
 
     channels: int
@@ -120,9 +119,6 @@ class Derived:
     arrivals: tuple[tuple[Arrival, ...], ...]
     norms: tuple[Norm, ...]
     eps: float
-    matrices: int
-    depths: int
-    size: int
 
     def is_node(self, plane: int) -> bool:
         return self.inputs <= plane < self.inputs + self.nodes

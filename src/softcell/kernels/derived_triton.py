@@ -278,7 +278,7 @@ def _arrival_sums(
 ):  # fmt: skip
     """Σ g and Σ g·ŷ of planes that arrive at a node, over a part of the rows."""
     t = tl.program_id(1)
-    job = jobs_ptr + t * 8
+    job = jobs_ptr + t * 7
     g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     y_unit, plane = tl.load(job + 4), tl.load(job + 5)
     c = tl.program_id(2) * CB + tl.arange(0, CB)
@@ -654,9 +654,7 @@ class Run:
     def forward(self):
         p, c = self.program, self.c
         self.given, self.buffer = self.allocate()
-        self.winners = torch.empty(
-            max(p.slots, 1) * self.rows * c if p.slots else 1, dtype=torch.uint8, device=self.device
-        )
+        self.winners = torch.empty(p.slots * self.rows * c, dtype=torch.uint8, device=self.device)
         self.moments = self.parameters.new_zeros(3, p.planes, c)
         self.coefficients = self._start_coefficients()
         partial = self.parameters.new_empty(2, self.tiles(self.rows), p.planes, c) if self.running is None else None
@@ -701,7 +699,7 @@ class Run:
             found[1, where] = shift - mean[where] * a
         return found
 
-    def _value_fields(self, stage, x):
+    def _value_fields(self, stage):
         depth = self._weights_at(stage.depth)
         if stage.source < 0:
             return stage.size, stage.dilation, 0, 0, 1, 0, depth
@@ -716,11 +714,11 @@ class Run:
             return
         p, c = self.program, self.c
         external = stages[0].source < 0
-        height, width = x.shape[1:3] if external else self._size_of(x, stages[0])
+        height, width = x.shape[1:3] if external else self._size_of(stages[0])
         block_n = min(256, padded(max(stage.width for stage in stages)))
         block_m = self.tile
         jobs = tuple(
-            (*self._value_fields(stage, x), stage.padding, self._weights_at(stage.matrix),
+            (*self._value_fields(stage), stage.padding, self._weights_at(stage.matrix),
              stage.width // self.columns_unit, self.unit(stage.plane), stage.plane, stage.column // self.columns_unit,
              first // 16)
             for stage in sorted(stages, key=lambda stage: -stage.taps)
@@ -738,7 +736,7 @@ class Run:
     def _plane_size(self, buffer):
         return (self.rows_in if buffer is self.given and self.program.stride != 1 else self.rows) * self.c
 
-    def _size_of(self, x, stage):
+    def _size_of(self, stage):
         """Height and width of what a stage reads."""
         if stage.source < self.program.inputs:
             return self.height, self.width
@@ -800,7 +798,6 @@ class Run:
         self.slopes = self.parameters.new_zeros(3, p.planes, c)
         self.slopes[0] = 1.0
         self.parameter_gradient = torch.zeros_like(self.parameters)
-        self.matrix_jobs, self.depth_jobs = [], []
         for plane in reversed((p.inputs - 1, *p.node_planes)):
             found = p.round_of(plane)
             if found is not None:
@@ -824,7 +821,7 @@ class Run:
         planes = tuple(a.plane for a in p.arrivals[node - p.inputs] if a.plane in self.norms and a.plane >= p.inputs)
         if not planes:
             return
-        jobs = tuple((*self._pull_fields(plane), 0) for plane in planes)
+        jobs = tuple(self._pull_fields(plane) for plane in planes)
         blocks = triton.cdiv(c, self.block_c)
         block = max(1, self.blocks.sums_elements // self.block_c)
         splits = max(1, min(triton.cdiv(self.rows, block), triton.cdiv(1056, len(jobs) * blocks)))
@@ -896,7 +893,7 @@ class Run:
         """Gradients of the stages' matrices and depthwise kernels."""
         if not stages:
             return
-        height, width = self._size_of(x, stages[0])
+        height, width = self._size_of(stages[0])
         self._matrices(
             stages, x, self.gradient, self.buffer, (height, width), (self.out_height, self.out_width), self.rows,
             external=False,
@@ -910,7 +907,7 @@ class Run:
         low = min(s.matrix for s in stages)
         high = max(s.matrix + s.width * s.fan_in for s in stages)
         jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), *self._value_fields(s, x), s.padding,
+            (*self._pull_fields(s.plane, s.column), *self._value_fields(s), s.padding,
              self._weights_at(s.matrix - low), s.width // self.columns_unit, n // 16, k // 16)
             for s in stages
             for n in range(0, s.width, block_n)

@@ -108,7 +108,7 @@ class _Planner:
         matrix_at = _offsets(self.matrices, 0)
         matrices = sum(conv.weight.numel() for conv in self.matrices)
         depth_at = _offsets(self.depths, matrices)
-        at = depths = matrices + sum(conv.weight.numel() for conv in self.depths)
+        at = matrices + sum(conv.weight.numel() for conv in self.depths)
         norms: list[Norm] = []
         owners: list[tuple[nn.Module, str]] = [(conv, "weight") for conv in (*self.matrices, *self.depths)]
         for plane, norm in self.norms:
@@ -146,9 +146,6 @@ class _Planner:
             arrivals,
             tuple(norms),
             self.norms[0][1].eps,
-            matrices,
-            depths,
-            at,
         )
         return DerivedCell(program, tuple(owners), tuple(self.norms), self.drop_path)
 
