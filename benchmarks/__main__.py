@@ -15,11 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from studies.runs import write_record
 
 from benchmarks import gpu
 from benchmarks.options import machine
 from benchmarks.steps import PAPER, SMALL, compare
+from studies.runs import write_record
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

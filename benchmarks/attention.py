@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from studies.runs import write_record
 from torch import Tensor
 
 from benchmarks.options import machine
@@ -33,6 +32,7 @@ from softcell.engine.timing import Stopwatch
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.local import attend_packed, unpacked
 from softcell.nn.attention_local import attend_local
+from studies.runs import write_record
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values [n, 3·c, h, w] and embeddings [heads, d, extent] to [n, c, h, w]."""

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from studies.runs import write_record
 from torch import Tensor
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, players
 from softcell.search.steps import Players
+from studies.runs import write_record
 
 LIMIT = 0.05
 """What is aimed at, as a share of a step without credits."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from studies.runs import write_record
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
+from studies.runs import write_record
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "darts": ("darts", {}),

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from studies.runs import write_record
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megabytes, players
 from softcell.methods.itnas import HALVES
+from studies.runs import write_record
 
 LIMITS = {"itnas": 1.06, "itnas, single paths": 1.2}
 """What is aimed at, as a share of the memory of the first variant."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from studies.runs import write_record
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import Case
+from studies.runs import write_record
 
 SPACE_OF = {
     "darts": "darts",

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import torch
-from studies.runs import write_record
 
+from softcell.app.export.graph import INPUT, check_onnx, write_onnx
+from softcell.app.export.model import Model, sample_pixels
 from softcell.arch import sample
-from softcell.export.graph import INPUT, check_onnx, write_onnx
-from softcell.export.model import Model, sample_pixels
 from softcell.spaces import build_space
+from studies.runs import write_record
 
 SHAPE = (3, 32, 32)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from studies.runs import write_record
 
 from benchmarks.options import machine, step_options
+from studies.runs import write_record
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True},

@@ -20,9 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from softcell.app.report.svg import to_svg
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
-from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from studies.gap import unless_late
 from studies.runs import (

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from softcell.api import layered
+from softcell.app.report.svg import to_svg
 from softcell.arch import Genotype
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
-from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.search.history import FILE as ARCHITECTURES
 from softcell.search.history import genotype_of

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from softcell.api import layered
+from softcell.app.report import curves_svg
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
-from softcell.report import curves_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.search.phases import FIRST
 from softcell.settings import assignments

@@ -20,13 +20,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from softcell.app.report.stats import summarise
 from softcell.arch import derive
 from softcell.arch.aggregate import AGGREGATES, SiteRows, aggregate
 from softcell.arch.notation import to_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
 from softcell.evaluate.ranking import mean_tau, taus
-from softcell.report.stats import summarise
 from softcell.spaces import build_space
 from studies.runs import entry
 

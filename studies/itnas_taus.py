@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from softcell.app.report.bench201 import Benched, accuracy_rows
 from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.data import load
@@ -19,7 +20,6 @@ from softcell.engine.provenance import collect, now
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table
 from softcell.evaluate.proxies import PROXIES, indicator
 from softcell.evaluate.ranking import RANKINGS, mean_tau, taus
-from softcell.report.bench201 import Benched, accuracy_rows
 from softcell.search import SearchRecipe
 from softcell.spaces import build_space
 from studies.runs import NOT_MEASURED, Deadline

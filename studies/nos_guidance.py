@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from softcell.api import layered
+from softcell.app.report import curves_svg
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
-from softcell.report import curves_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces import build_space

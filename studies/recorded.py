@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from softcell.app.report.svg import to_svg
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.engine.lanes import Running
 from softcell.errors import UserError
 from softcell.evaluate import resolve as resolve_training
-from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from studies.runs import (
     NOT_MEASURED,

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from softcell.api import layered
+from softcell.app.report import curves_svg
+from softcell.app.report.svg import to_svg
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
-from softcell.report import curves_svg
-from softcell.report.svg import to_svg
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces.count import count_genotype, evaluation_space

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 import pytest
+
 from benchmarks import __main__ as benchmarks
 from benchmarks import methods
-
 from softcell.search import resolve
 
 

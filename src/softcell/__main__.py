@@ -1,6 +1,6 @@
 """`python -m softcell`, and `torchrun -m softcell` for several processes."""
 
-from softcell.cli.main import main
+from softcell.app.cli.main import main
 
 if __name__ == "__main__":
     main()

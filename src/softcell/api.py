@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from softcell import drawings
+from softcell.app import drawings
+from softcell.app.export import export
+from softcell.app.report.html import REPORT, write_report
 from softcell.arch import Genotype, empty_cells
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
 from softcell.engine.events import OnEvent
@@ -32,10 +34,8 @@ from softcell.evaluate import train as run_training
 from softcell.evaluate.several import TrainedSeeds
 from softcell.evaluate.several import train_seeds as run_train_seeds
 from softcell.evaluate.train import finished_training
-from softcell.export import export
 from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
-from softcell.report.html import REPORT, write_report
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search import indicators as _indicators
 from softcell.search.recipe import read_mapping, stored_fields
@@ -44,8 +44,8 @@ from softcell.search.restored import restore
 from softcell.search.search import search as run_search
 from softcell.search.several import Keep, SeveralResult
 from softcell.search.several import search_seeds as run_seeds
+from softcell.search.sources import read_genotype, run_of
 from softcell.settings import MOST_SEEDS, build, is_seed, merge
-from softcell.sources import read_genotype, run_of
 from softcell.spaces import SPACES, Network, build_space
 from softcell.spaces.teacher import register_teacher
 from softcell.trust import allow, trusting

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+import reference_snas_cells as snas_cells
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-import reference_snas_cells as snas_cells
 
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.genotype import alive

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from softcell.api import export
+from softcell.app.export.python import import_file
 from softcell.arch import sample
 from softcell.data import load
 from softcell.data.decode import square_around
@@ -17,7 +18,6 @@ from softcell.data.images import gathered
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.evaluate import resolve, train
-from softcell.export.python import import_file
 from softcell.spaces import build_space
 
 

@@ -1,6 +1,1 @@
 """Helpers of the search tests serve here too."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))

@@ -4,7 +4,6 @@ import functools
 import json
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_forks import Forks, forks
-from search_toys import settings, training, write_data
-
 from softcell.engine.checkpoint import load_latest
+from tests.helpers.search_forks import Forks, forks
+from tests.helpers.search_toys import settings, training, write_data
 
 TOLERANCE = 1e-10
 

@@ -6,21 +6,16 @@ import glob
 import importlib
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
-
-from cli_calls import DARTS_V2
-from report_runs import make_search, make_training
-
+from softcell.app.cli.main import run as softcell
 from softcell.arch import Genotype, notation, sample
-from softcell.cli.main import run as softcell
 from softcell.engine import RunFolder
 from softcell.spaces import build_space
+from tests.helpers.cli_calls import DARTS_V2
+from tests.helpers.report_runs import make_search, make_training
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -67,7 +62,7 @@ def test_command_line_names_existing_options(where: str, line: str) -> None:
     """Every command in the docs exists, and has the options that are shown."""
     import typer
 
-    from softcell.cli.main import app
+    from softcell.app.cli.main import app
 
     words = shlex.split(line)
     arguments = words[words.index("softcell") + 1 :]
@@ -127,8 +122,8 @@ class Reached(BaseException):
 
 
 # Commands import these when they run; imported first under a patch, they would keep what it put there.
-importlib.import_module("softcell.baseline")
-importlib.import_module("softcell.pipeline.run")
+importlib.import_module("softcell.app.baseline")
+importlib.import_module("softcell.app.pipeline.run")
 LONG = ("softcell.api.search_with", "softcell.api.search_seeds_with", "softcell.api.train_with")
 SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md": "nos"}
 """Whose architectures a page speaks of; DARTS's elsewhere."""

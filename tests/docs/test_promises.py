@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from softcell.cli.main import run
+from softcell.app.cli.main import run
 
 ROOT = Path(__file__).parents[2]
 

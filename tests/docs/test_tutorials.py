@@ -18,7 +18,7 @@ import pytest
 import torch
 from test_docs import FENCE, ROOT
 
-from softcell.cli.main import run as softcell
+from softcell.app.cli.main import run as softcell
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SHORTER = {
@@ -41,14 +41,14 @@ def shortened(text: str) -> str:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    pipeline = __import__("softcell.pipeline.run", fromlist=["run"])
+    pipeline = __import__("softcell.app.pipeline.run", fromlist=["run"])
     for name, value in {
         "MOST_SEARCH_EPOCHS": 1,
         "MOST_TRAIN_EPOCHS": 1,
         "PROBE_BOUNDS": (0.01, 0.01),
     }.items():
         monkeypatch.setattr(pipeline, name, value)
-    monkeypatch.setattr("softcell.pipeline.ending.LATENCY_ROUNDS", 1)
+    monkeypatch.setattr("softcell.app.pipeline.ending.LATENCY_ROUNDS", 1)
     before = torch.get_num_threads()
     names: dict[str, Any] = {"__name__": "tutorial"}
     try:

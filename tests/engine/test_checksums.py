@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from softcell.api import Network, export, read_genotype, search, train
+from softcell.app.cli.main import run
+from softcell.app.report.live import LivePage
+from softcell.app.report.runs import read_run
 from softcell.arch import Genotype, sample
-from softcell.cli.main import run
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.checksums import checksum
 from softcell.errors import UserError
-from softcell.report.live import LivePage
-from softcell.report.runs import read_run
 from softcell.spaces import build_space
-from unsealed import unseal
+from tests.helpers.unsealed import unseal
 
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
 

@@ -2,18 +2,11 @@
 
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_launch import on_ranks
-from engine_ranks import CASES, norm_case
-from engine_toy import Toy, final_state, same
 
 from softcell.engine import checkpoint, loop
 from softcell.engine.capture import CapturedStep
@@ -23,6 +16,9 @@ from softcell.engine.rng import rng_state, set_rng_state
 from softcell.engine.timing import Stopwatch
 from softcell.engine.watch import DivergedError, LossWatch
 from softcell.nn.drop import DropPath
+from tests.helpers.engine_launch import on_ranks
+from tests.helpers.engine_ranks import CASES, norm_case
+from tests.helpers.engine_toy import Toy, final_state, same
 
 pytestmark = [
     pytest.mark.gpu,

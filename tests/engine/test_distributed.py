@@ -1,20 +1,16 @@
 """Collectives on two real processes, and a run on two against a run on one."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_launch import on_ranks
-from engine_ranks import values
-from engine_toy import ALONE, Toy, final_state, same, untimed
-
 from softcell.engine import checkpoint, distributed, loop
 from softcell.errors import UserError
+from tests.helpers.engine_launch import on_ranks
+from tests.helpers.engine_ranks import values
+from tests.helpers.engine_toy import ALONE, Toy, final_state, same, untimed
 
 
 @pytest.fixture(scope="module")

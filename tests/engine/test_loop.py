@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_toy import ALONE, Toy, final_state, same, untimed
-
 from softcell.engine import checkpoint, loop
 from softcell.engine.distributed import World
 from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
 from softcell.engine.watch import DivergedError
 from softcell.errors import UserError
+from tests.helpers.engine_toy import ALONE, Toy, final_state, same, untimed
 
 # Every step of the toy task: four in even epochs, five in odd ones.
 PLACES = [(epoch, step) for epoch in range(3) for step in range(4 + epoch % 2)]

@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_launch import HERE, environment
+from tests.helpers.engine_launch import HERE, environment
 
 
 def test_a_killed_and_resumed_run_repeats_an_unbroken_one_bit_by_bit(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 
 from softcell.arch import Cell, Genotype, Pick, Positive, Rule, StrongestEach, TopInputs, WeightMix
 from softcell.arch.notation import from_nb201
@@ -32,6 +31,7 @@ from softcell.evaluate.nb201 import (
 from softcell.evaluate.proxies import indicator, naswot, synflow
 from softcell.evaluate.ranking import kendall, mean_tau, taus
 from softcell.spaces import build_space
+from tests.helpers.bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 
 ARCH = text_of(("nor_conv_3x3", "skip_connect", "none", "avg_pool_3x3", "nor_conv_1x1", "skip_connect"))
 

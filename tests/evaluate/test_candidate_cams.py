@@ -1,22 +1,16 @@
 """Grad-CAM of every candidate of a choice: against its definition, and only through this edge."""
 
-import sys
-from pathlib import Path
-
 import pytest
+import reference_nos as literal
 import torch
 from PIL import Image
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-import reference_nos as literal
-
+from softcell.app.report.cams import SIDE, cam_grid
 from softcell.arch import WeightMix
 from softcell.evaluate.gradcam import candidate_cams
 from softcell.methods import METHODS, fitted
 from softcell.nn.candidates import get_candidate
-from softcell.report.cams import SIDE, cam_grid
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.block import watching
 from softcell.testing.tools import random_weights

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from softcell.app.cli.main import run
 from softcell.arch import Cell, Genotype, Pick, sample
-from softcell.cli.main import run
 from softcell.engine import RunFolder, new_manifest
 from softcell.errors import UserError
 from softcell.evaluate import resolve, stored_training

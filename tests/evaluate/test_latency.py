@@ -9,8 +9,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from softcell.app.cli.main import run
 from softcell.arch import sample
-from softcell.cli.main import run
 from softcell.evaluate import latency as subject
 from softcell.evaluate.latency import Latency, LatencyTable, measure_module, measure_space
 from softcell.search.latencies import latency, read_latencies

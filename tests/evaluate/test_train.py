@@ -11,11 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_forks import forks
-from search_toys import ALONE, TINY, training, write_data
-
 from softcell.arch import Genotype, sample
 from softcell.data import Dataset, Images, load, split
 from softcell.data.feeds import Feeds
@@ -29,7 +24,9 @@ from softcell.evaluate import RECIPES, TrainRecipe, TrainResult, load_network, r
 from softcell.evaluate.task import TrainTask, learning_rate
 from softcell.nn.auxiliary import quarters
 from softcell.spaces import SPACES, build_space
-from unsealed import unsealed
+from tests.helpers.search_forks import forks
+from tests.helpers.search_toys import ALONE, TINY, training, write_data
+from tests.helpers.unsealed import unsealed
 
 TRAIN = sys.modules["softcell.evaluate.train"]
 

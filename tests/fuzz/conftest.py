@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz_workshop import Workshop
+
+from tests.helpers.fuzz_workshop import Workshop
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fuzz_cases import SHORT, WHOLE
-from fuzz_damage import TOKENS, damage
-from fuzz_workshop import CELL, Workshop, difference, fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -20,6 +17,9 @@ from PIL import Image
 import softcell
 from softcell.arch import notation, sample
 from softcell.spaces import SPACES, build_space
+from tests.helpers.fuzz_cases import SHORT, WHOLE
+from tests.helpers.fuzz_damage import TOKENS, damage
+from tests.helpers.fuzz_workshop import CELL, Workshop, difference, fault
 
 READING: dict[str, list[tuple[str, ...]]] = {
     "search": [

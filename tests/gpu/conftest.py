@@ -1,12 +1,7 @@
 """Helpers of the search tests serve here too; and memory of the device is never clean."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 
 SPOILT = 2**31
 """Bytes that are all ones: NaN in every precision. What reads memory that nobody has written shows in a test."""

@@ -1,19 +1,15 @@
 """EnTranNAS on a CUDA device: plans that do not stall a step, recordings by plan, and the same search again."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import remains, same, settings, state_of
 from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
 
 from softcell.engine.capture import CapturedStep
 from softcell.search import resolve, search
+from tests.helpers.search_toys import remains, same, settings, state_of
 
 pytestmark = [
     pytest.mark.gpu,

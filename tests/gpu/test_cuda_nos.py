@@ -1,15 +1,10 @@
 """NOS on a CUDA device: heterogeneous cells and a teacher in a recorded step, equal to an eager one and to a CPU."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import settings
 from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
 
 from softcell.arch import WeightMix
@@ -17,6 +12,7 @@ from softcell.nn.classifiers import ResNet18
 from softcell.search import resolve, search
 from softcell.spaces.nos import NosSpace
 from softcell.spaces.teacher import register_teacher
+from tests.helpers.search_toys import settings
 
 pytestmark = [
     pytest.mark.gpu,

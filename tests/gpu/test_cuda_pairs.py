@@ -1,16 +1,10 @@
 """Every method in every space on a CUDA device: steps never wait and are recorded; which may not be is listed here."""
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import settings
 from test_gpu_steps import search_task, session, step_without_waiting
 
 from softcell.engine.capture import CapturedStep
@@ -18,6 +12,7 @@ from softcell.methods import METHODS
 from softcell.search import resolve
 from softcell.spaces import SPACES
 from softcell.testing import tiny_space
+from tests.helpers.search_toys import settings
 
 pytestmark = [
     pytest.mark.gpu,

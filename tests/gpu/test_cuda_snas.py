@@ -1,19 +1,15 @@
 """SNAS on a CUDA device: samples, drop-path, penalty and credit inside a recorded step."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import settings
 from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
 
 from softcell.search import resolve, search
+from tests.helpers.search_toys import settings
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import batch, players, remains, same, settings, state_of, training
-
 from softcell.arch import sample
 from softcell.data import load, split
 from softcell.data.feeds import Feeds
@@ -31,9 +27,10 @@ from softcell.search import SearchRecipe, resolve, search
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.spaces import build_space
+from tests.helpers.search_toys import batch, players, remains, same, settings, state_of, training
 
-HELPERS = Path(__file__).parents[1] / "search"
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
@@ -201,12 +198,12 @@ def test_evaluations_of_a_recorded_unrolled_step_share_their_draws(monkeypatch: 
 
 def run(kind: str, folder: Path, given: dict[str, Any], options: dict[str, Any] | None = None) -> int:
     """A job in a fresh process: cuBLAS reads what makes it repeatable when CUDA starts."""
-    path = os.pathsep.join([str(SOURCE), str(HELPERS)])
+    path = os.pathsep.join([str(SOURCE), str(ROOT)])
     environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     ended = subprocess.run(
         [
             sys.executable,
-            str(HELPERS / "search_jobs.py"),
+            str(ROOT / "tests" / "helpers" / "search_jobs.py"),
             f"run_{kind}",
             json.dumps([str(folder), given, options or {}]),
         ],

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cells import OneSite, build_cell, departing, fuse, outcome, random_inputs, require_same
 from torch import Tensor
 
 from softcell.engine.distributed import World
@@ -17,6 +16,7 @@ from softcell.search import resolve
 from softcell.search.task import explain_modules
 from softcell.spaces import fused
 from softcell.testing import tiny_space
+from tests.helpers.kernel_cells import OneSite, build_cell, departing, fuse, outcome, random_inputs, require_same
 
 FAMILIES: dict[str, Any] = {"compose": compose, "norm": norm, "pool": pool, "taps": taps}
 NAMES = {

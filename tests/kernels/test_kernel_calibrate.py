@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_runs import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from softcell.kernels.calibrate import calibrate, calibrate_reference
+from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 # (n, c, h, w), size of the kernels, dilation, channel attention, spatial attention

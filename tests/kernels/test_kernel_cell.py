@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cells import (
+from torch import Tensor, nn
+
+from softcell.arch import WeightMix
+from softcell.kernels.cell import mixed_cell, mixed_cell_reference
+from softcell.kernels.norm import gradient_sums
+from softcell.kernels.taps import Group, Window, masked_input_gradient, tiles
+from softcell.spaces import build_space
+from softcell.spaces.fused import modules_only, serves
+from softcell.spaces.fused_plan import Entry, Unfit, plan
+from tests.helpers.kernel_cells import (
     OneSite,
     both_paths,
     build_cell,
@@ -18,15 +27,6 @@ from kernel_cells import (
     require_same,
     short_outcomes,
 )
-from torch import Tensor, nn
-
-from softcell.arch import WeightMix
-from softcell.kernels.cell import mixed_cell, mixed_cell_reference
-from softcell.kernels.norm import gradient_sums
-from softcell.kernels.taps import Group, Window, masked_input_gradient, tiles
-from softcell.spaces import build_space
-from softcell.spaces.fused import modules_only, serves
-from softcell.spaces.fused_plan import Entry, Unfit, plan
 
 CELLS = [("darts", 0), ("darts", 1), ("shared", 0), ("shared", 1), ("nb201", 0)]
 

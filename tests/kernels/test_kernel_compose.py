@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cells import build_cell, fuse
 from torch import Tensor, nn
 
 from softcell.kernels import compose
@@ -18,6 +17,7 @@ from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.compose import Kind, Recipe
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.spaces.fused_plan import Entry, plan
+from tests.helpers.kernel_cells import build_cell, fuse
 
 DEVICE = "cuda"
 CHANNELS = (5, 8, 16, 32, 64)

@@ -10,8 +10,6 @@ from itertools import product
 
 import pytest
 import torch
-from derived_cells import Cell, states
-from kernel_runs import DEVICE, INTERPRETED, MARKS
 from torch import Tensor, nn
 
 from softcell.arch import notation
@@ -23,6 +21,8 @@ from softcell.spaces import fused as fused_module
 from softcell.spaces.derived_plan import Pick, plan_derived
 from softcell.spaces.fused import fused_networks, literal, modules_only
 from softcell.spaces.fused_plan import Unfit
+from tests.helpers.derived_cells import Cell, states
+from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 FORMS = list(product((1, 2), (False, True), (False, True)))
 

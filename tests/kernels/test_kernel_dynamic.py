@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_runs import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from softcell.kernels import dynamic
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.dynamic import dynamic_kernels, dynamic_kernels_reference, fits
+from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 Sizes = tuple[int, int, int, int, tuple[int, ...]]

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cells import (
+from torch import Tensor
+
+from softcell.kernels import norm, pool, taps
+from softcell.kernels.backend import has_triton, triton_kernels
+from softcell.kernels.cell import Program
+from softcell.spaces.fused_cell import FusedCell
+from tests.helpers.kernel_cells import (
     OneSite,
     build_cell,
     departing,
@@ -22,12 +28,6 @@ from kernel_cells import (
     require_rounding_only,
     short_outcomes,
 )
-from torch import Tensor
-
-from softcell.kernels import norm, pool, taps
-from softcell.kernels.backend import has_triton, triton_kernels
-from softcell.kernels.cell import Program
-from softcell.spaces.fused_cell import FusedCell
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_runs import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from softcell.kernels import indicator
@@ -17,6 +16,7 @@ from softcell.kernels.backend import triton_kernels
 from softcell.kernels.indicator import Form, Laid, fits, indicate, indicate_reference
 from softcell.nn.lite_ensemble import LiteEnsemble
 from softcell.nn.lite_transformer import LiteTransformer, by_position, order_of
+from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 Sizes = tuple[int, int, int, int, tuple[int, int], int, int, tuple[int, int]]

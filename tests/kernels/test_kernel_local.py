@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_runs import DEVICE, MARKS
 from torch import Tensor
 
 from softcell.kernels import local
 from softcell.kernels.backend import runs_triton, triton_kernels
 from softcell.nn.attention_local import LocalAttention
+from tests.helpers.kernel_runs import DEVICE, MARKS
 
 pytestmark = MARKS
 CASES = [(2, 4, 2, (5, 4), 3), (2, 8, 1, (8, 5), 7), (1, 4, 3, (2, 3), 5), (2, 8, 6, (9, 11), 5), (3, 8, 24, (4, 4), 7)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,13 @@ from scipy import special, stats
 from torch import Tensor
 from torch.distributions import Dirichlet, kl_divergence
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import check_resumed, settings, write_data
-
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
 from softcell.errors import UserError
 from softcell.methods.drnas import DrNas, DrNasSettings, concentration, divergence, pathwise
 from softcell.nn.draws import SharedDraws, draw_gamma
 from softcell.search import resolve
 from softcell.testing import tiny_space
+from tests.helpers.search_toys import check_resumed, settings, write_data
 
 TABLE = Table(
     "cell",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_cells import copy_weights, literal
-from reference_entrannas import (
-    Key,
-    SharingCell,
-    equation_5,
-    equation_7,
-    equation_8,
-    equation_9,
-    equation_11,
-)
 
 from softcell.arch import Choice, Layout, Live, Positive, StrongestEach, Table, TopInputs, WeightMix
 from softcell.arch.mix import live_of
@@ -48,6 +33,16 @@ from softcell.spaces.cell import MixedCell
 from softcell.spaces.darts import CANDIDATES, DartsSpace
 from softcell.testing import tiny_space
 from softcell.testing.tools import build_supernet, called_modules, images
+from tests.reference.reference_cells import copy_weights, literal
+from tests.reference.reference_entrannas import (
+    Key,
+    SharingCell,
+    equation_5,
+    equation_7,
+    equation_8,
+    equation_9,
+    equation_11,
+)
 
 RAGGED = Table(
     "cell",

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import batch, check_resumed, players, settings, write_data
 
 from softcell.arch import Choice, Layout, Mix, StrongestEach, Table, WeightMix
 from softcell.arch.anneal import temperature_at
@@ -25,6 +20,7 @@ from softcell.search import resolve
 from softcell.search.steps import bilevel
 from softcell.spaces.cell import MixedCell
 from softcell.testing import tiny_space
+from tests.helpers.search_toys import batch, check_resumed, players, settings, write_data
 
 TABLE = Table(
     "cell",

@@ -1,18 +1,12 @@
 """IT-NAS: attention against the literal twin, what takes part, selection from moments, margins, recomputation."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_itnas import encoder
 
 from softcell.arch import Layout, Mix, Plan
 from softcell.arch.aggregate import AGGREGATES, Aggregate
@@ -24,6 +18,7 @@ from softcell.nn.lite_ensemble import LiteEnsemble
 from softcell.nn.moments import Moments
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.shapes import output_shapes
+from tests.reference.reference_itnas import encoder
 
 SIZES = {
     "nb201": {"cells_per_stage": 1, "channels": 4},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,6 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
-
-from search_toys import batch, check_resumed, players, same, settings, write_data
 
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
 from softcell.arch.simplex import concrete, gumbel
@@ -28,6 +23,7 @@ from softcell.spaces import build_space
 from softcell.spaces.arrivals import Combiner
 from softcell.spaces.cell import MixedCell
 from softcell.testing import RaggedSpace, one_hot, tiny_space
+from tests.helpers.search_toys import batch, check_resumed, players, same, settings, write_data
 
 TABLE = Table(
     "cell",

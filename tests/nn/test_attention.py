@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_attention import local_attention, non_local_attention
 
 from softcell.errors import UserError
 from softcell.nn.attention_blocks import AttentionBlock, local_block
 from softcell.nn.attention_local import LocalAttention, NonLocalAttention, attend_local, shifts_only
 from softcell.nn.candidates import Spec, get_candidate
+from tests.reference.reference_attention import local_attention, non_local_attention
 
 SIZES = [(5, 4), (1, 3)]
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
+import reference_nos as literal
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-import reference_nos as literal
 
 from softcell.errors import UserError
 from softcell.kernels.calibrate import convolve

@@ -1,7 +1,5 @@
 """Dropping: its law, its schedule, and its independence of the number of processes."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from engine_launch import on_ranks
-from engine_ranks import DROP_SHAPE, dropped
-
 from softcell.nn.drop import Dropout, DropPath, batch_slice, drop_path, dropout, set_drop_fraction
+from tests.helpers.engine_launch import on_ranks
+from tests.helpers.engine_ranks import DROP_SHAPE, dropped
 
 
 @pytest.fixture(scope="module")

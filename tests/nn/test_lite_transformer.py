@@ -1,19 +1,13 @@
 """The Lite-Transformer against its literal twin, closed forms and torch's own pooling."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_itnas import encoder
-
 from softcell.nn.lite_transformer import LiteTransformer, normalised
 from softcell.nn.pool import adaptive_windows
+from tests.reference.reference_itnas import encoder
 
 SHAPES = [(3, 8, 8), (4, 5, 7), (5, 2, 2), (1, 1, 1)]
 

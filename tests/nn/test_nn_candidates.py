@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_cells import copy_weights, literal
 
 import softcell.spaces  # noqa: F401  (registers the candidates that ship)
 from softcell.errors import UserError
@@ -20,6 +14,7 @@ from softcell.nn.auxiliary import AuxiliaryHead
 from softcell.nn.candidates import Spec, candidate, get_candidate, known_candidates
 from softcell.nn.conv import FactorisedReduction
 from softcell.testing import CANDIDATE_CHECKS, check_name
+from tests.reference.reference_cells import copy_weights, literal
 
 TWINS = (
     "none",

@@ -1,19 +1,14 @@
 """Batch normalisation shared by two processes against torch's own on the whole batch."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-
-from engine_launch import on_ranks
-from engine_ranks import CASES, norm_case
-
 from softcell.nn.norm import BatchNorm2d
+from tests.helpers.engine_launch import on_ranks
+from tests.helpers.engine_ranks import CASES, norm_case
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import ALONE, same, settings, state_of, write_data
 
 from softcell.arch import WeightMix, sample
 from softcell.data import Batch
@@ -25,6 +20,7 @@ from softcell.search.several import ANEW, figure, score, search_seeds
 from softcell.spaces import Supernet
 from softcell.spaces.fused import literal
 from softcell.testing import one_hot, tiny_space
+from tests.helpers.search_toys import ALONE, same, settings, state_of, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
 

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import settings, write_data
-
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
+from tests.helpers.search_toys import settings, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,15 @@ import pytest
 import torch
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import settings, training, write_data
-
+from softcell.app.export.write import Format, export
+from softcell.app.report.svg import to_svg
+from softcell.app.report.text import to_text
 from softcell.arch import Cell, Genotype, Pick, Positive, WeightMix, check_against, derive
 from softcell.arch.notation import to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.evaluate import count_genotype, load_network, train
 from softcell.evaluate import resolve as resolve_training
-from softcell.export.write import Format, export
 from softcell.methods import METHODS
-from softcell.report.svg import to_svg
-from softcell.report.text import to_text
 from softcell.search import SearchResult, resolve, search
 from softcell.search.child import make_child
 from softcell.settings import to_dict
@@ -34,6 +29,7 @@ from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.darts import DartsSpace
 from softcell.testing.tools import images, random_weights, require_close
+from tests.helpers.search_toys import settings, training, write_data
 
 TINY: dict[str, Any] = {"cells": 3, "channels": 2, "nodes": 2}
 SIZES = {

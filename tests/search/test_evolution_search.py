@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import TINY, check_resumed, settings, write_data
 
 from softcell.arch import Genotype, sample
 from softcell.arch.genotype import Cell
@@ -19,6 +14,7 @@ from softcell.methods.evolution import EvolutionSettings, RegularisedEvolution
 from softcell.search import resolve, search
 from softcell.spaces import build_space
 from softcell.spaces.count import count_genotype
+from tests.helpers.search_toys import TINY, check_resumed, settings, write_data
 
 NETWORK = TINY["nb201"]
 SPACE = build_space("nb201", NETWORK)

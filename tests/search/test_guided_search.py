@@ -21,10 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import ALONE, batch, players, settings, write_data
-
 from softcell.data import Batch
 from softcell.engine.events import Event, Note, Stepped
 from softcell.errors import UserError
@@ -42,7 +38,8 @@ from softcell.spaces.fused import literal
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 from softcell.testing import tiny_space
 from softcell.trust import UntrustedError, trusting
-from unsealed import unsealed
+from tests.helpers.search_toys import ALONE, batch, players, settings, write_data
+from tests.helpers.unsealed import unsealed
 
 
 @pytest.fixture(scope="module")

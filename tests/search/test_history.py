@@ -15,7 +15,7 @@ from softcell.errors import UserError
 from softcell.search import resolve
 from softcell.search.history import FILE, about_of, best_so_far, genotype_of, line, named_epoch
 from softcell.spaces import build_space
-from unsealed import unseal
+from tests.helpers.unsealed import unseal
 
 TINY = {"batch_size": 256, "threads": 1, "space_settings": {"cells": 3, "channels": 2, "nodes": 1}}
 

@@ -2,18 +2,12 @@
 
 import copy
 import itertools
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import Pair, batch, players
 
 from softcell.methods.snas import Snas
 from softcell.nn.context import ContextAutoRegression
@@ -23,6 +17,7 @@ from softcell.search.guide import supernet_maps
 from softcell.search.hypergradient import Unrolling, hypergradient
 from softcell.search.steps import Players, unrolled
 from softcell.spaces import Bound
+from tests.helpers.search_toys import Pair, batch, players
 
 LR, MOMENTUM, DECAY = 0.3, 0.9, 0.07
 EXACT = Unrolling(exact=True)

@@ -1,7 +1,6 @@
 """Indicators on one supernet: what perturbation measures, attention on another method's supernet, ranks by hand."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import settings, write_data
 
 from softcell.api import compare_indicators
 from softcell.arch import WeightMix
@@ -32,6 +27,7 @@ from softcell.search.indicators import (
     trained_selector,
 )
 from softcell.search.restored import Restored, restore
+from tests.helpers.search_toys import settings, write_data
 
 
 def silent(text: str) -> None:

@@ -12,21 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import remains, same, settings, state_of, write_data
-
 from softcell.api import read_genotype
+from softcell.app.report.runs import read_run
 from softcell.arch import Cell, Genotype
 from softcell.data import load, split
 from softcell.engine.events import Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import METHODS, fitted
 from softcell.nn.candidates import candidate
-from softcell.report.runs import read_run
 from softcell.search import resolve, search
 from softcell.spaces import build_space
 from softcell.spaces.count import count_genotype
+from tests.helpers.search_toys import remains, same, settings, state_of, write_data
 
 
 def recipe(data: Path, space: str = "nb201", **changes: Any) -> Any:

@@ -3,19 +3,15 @@
 import json
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_forks import Forks, forks
-from search_toys import remains, same, settings, state_of, training, write_data
-
 from softcell.engine.checkpoint import CURRENT, PREVIOUS, load_latest
+from tests.helpers.search_forks import Forks, forks
+from tests.helpers.search_toys import remains, same, settings, state_of, training, write_data
 
 
 class Case:

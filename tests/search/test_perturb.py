@@ -1,7 +1,6 @@
 """Selection by perturbation (DARTS-PT): a literal twin, planted candidates, resuming, and what is refused."""
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import ALONE, settings, write_data
 
 from softcell.arch import Choice, Genotype, Layout, Mix, Rule, StrongestEach, Table, TopInputs, WeightMix
 from softcell.data.batches import Batch
@@ -29,6 +24,7 @@ from softcell.search.child import measure_child, norms_of_each_batch
 from softcell.search.perturb import FILE, PerturbationSelection, num_inputs, questions
 from softcell.search.restored import restore
 from softcell.spaces import Supernet, build_space
+from tests.helpers.search_toys import ALONE, settings, write_data
 
 HALVES = {"weights": 0.5, "validation": 0.5}
 

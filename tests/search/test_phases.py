@@ -16,10 +16,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import remains, same, settings, state_of, write_data
-
 from softcell.engine.events import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import Method, fitted
@@ -28,6 +24,7 @@ from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read
 from softcell.search.restored import restore
 from softcell.search.search import stored_recipe
 from softcell.search.several import search_seeds
+from tests.helpers.search_toys import remains, same, settings, state_of, write_data
 
 TINY = {"channels": 16, "layers": 1, "candidates": ["local_sa_k3_h4", "non_local_sa"]}
 

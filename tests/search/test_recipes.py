@@ -1,7 +1,6 @@
 """From layers of settings to a complete recipe, and what is refused on the way."""
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import settings, write_data
-
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import read_config, resolve, search, stored_recipe
 from softcell.spaces import SPACES
 from softcell.testing import ALIKE
+from tests.helpers.search_toys import settings, write_data
 
 EVERYTHING = [(method, space) for method in METHODS for space in SPACES]
 

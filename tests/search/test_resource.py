@@ -5,17 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import batch, check_resumed, players, same, settings, state_of, write_data
 
 from softcell.arch import Cell, Choice, Genotype, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
 from softcell.arch.cost import CostTables
@@ -35,6 +30,7 @@ from softcell.search.within import counted_network
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import count_genotype, evaluation_space
+from tests.helpers.search_toys import batch, check_resumed, players, same, settings, state_of, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(kind := METHODS.get(name), Method) and kind.learns]
 WITH_LOGITS = [name for name in DIFFERENTIABLE if not METHODS.get(name).needs_shapes]  # others: their own test files

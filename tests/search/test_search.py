@@ -9,11 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_forks import forks
-from search_toys import TINY, settings, write_data
-
 from softcell.arch import Genotype
 from softcell.data import Dataset, Images, load, split
 from softcell.engine import DivergedError
@@ -27,6 +22,8 @@ from softcell.search import resolve, search
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.search.validation import Validation
+from tests.helpers.search_forks import forks
+from tests.helpers.search_toys import TINY, settings, write_data
 
 SEARCH = sys.modules["softcell.search.search"]
 PHASES = sys.modules["softcell.search.phases"]

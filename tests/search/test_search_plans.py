@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import remains, settings, state_of, write_data
-
 from softcell.arch import Plan
 from softcell.engine.capture import CapturedStep
 from softcell.engine.events import Stepped
@@ -23,6 +19,7 @@ from softcell.methods.entrannas import EnTranNas, EnTranNasSettings
 from softcell.search import resolve, search
 from softcell.search.plans import Plans
 from softcell.testing import tiny_space
+from tests.helpers.search_toys import remains, settings, state_of, write_data
 
 METHODS = ["entrannas", "entrannas-dst"]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from search_toys import settings, write_data
 
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.events import Event, Stepped
@@ -19,6 +18,7 @@ from softcell.engine.lanes import Lane, drain, interleave
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
 from softcell.search.several import search_seeds
+from tests.helpers.search_toys import settings, write_data
 
 CPU = torch.device("cpu")
 

@@ -1,19 +1,13 @@
 """The three regimes against twins in which every backward and every update is written out."""
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import ARCHITECTURE_LR, LR, Pair, batch, players
 
 from softcell.arch import Mix
 from softcell.engine.optim import adam, load_optimiser
@@ -23,6 +17,7 @@ from softcell.nn.guide import Guided, Tapped
 from softcell.nn.objective import CrossEntropy
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import Players, bilevel, single_level, unrolled, weight_step
+from tests.helpers.search_toys import ARCHITECTURE_LR, LR, Pair, batch, players
 
 STEPS = 3
 

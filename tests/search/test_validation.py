@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from search_toys import ALONE, TINY
 from torch import Tensor, nn
 
 from softcell.arch import WeightMix
@@ -17,6 +16,7 @@ from softcell.engine.meter import measure
 from softcell.engine.session import computing_in
 from softcell.search.validation import Validation, doubt
 from softcell.spaces import Supernet, build_space
+from tests.helpers.search_toys import ALONE, TINY
 
 COUNT, SIZE = 70, 16  # the last batch is a short one
 

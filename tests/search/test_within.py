@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import check_resumed, settings, write_data
 
 from softcell.arch import Genotype, sample
 from softcell.engine.events import Note
@@ -25,6 +20,7 @@ from softcell.search.within import next_within, stated_in
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import count_genotype
+from tests.helpers.search_toys import check_resumed, settings, write_data
 
 NETWORK = {"cells_per_stage": 1, "channels": 4}
 SPACE = build_space("nb201", NETWORK)

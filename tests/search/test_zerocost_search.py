@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from search_toys import TINY, check_resumed, settings, write_data
-
+from softcell.app.cli.results import searched_accuracy
 from softcell.arch import Genotype, sample
-from softcell.cli.results import searched_accuracy
 from softcell.data import load
 from softcell.data.feeds import Feeds
 from softcell.errors import UserError
@@ -24,6 +19,7 @@ from softcell.search import resolve, search
 from softcell.search.untrained import score_architecture
 from softcell.spaces import build_space
 from softcell.spaces.count import count_genotype
+from tests.helpers.search_toys import TINY, check_resumed, settings, write_data
 
 NETWORK = TINY["nb201"]
 OWN = {"generations": 3, "population": 4, "parents": 2, "images": 8}

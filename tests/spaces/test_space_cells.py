@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_cells import LiteralCell, copy_weights, literal
 
 from softcell.arch import Cell, Choice, Layout, Pick, StrongestEach, Table, WeightMix
 from softcell.errors import UserError
@@ -24,6 +18,7 @@ from softcell.spaces.darts import CANDIDATES as DARTS_OPS
 from softcell.spaces.edges import Edges
 from softcell.spaces.nb201 import CANDIDATES as NB201_OPS
 from softcell.spaces.picked_cell import PickedCell
+from tests.reference.reference_cells import LiteralCell, copy_weights, literal
 
 CHANNELS = 4
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+import reference_snas_cells as snas_cells
 import torch
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-import reference_snas_cells as snas_cells
 
 from softcell.arch import Cell, Genotype, Pick, WeightMix, count
 from softcell.arch.notation import from_darts

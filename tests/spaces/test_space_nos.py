@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import reference_nos as literal
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-import reference_nos as literal
 
 from softcell.arch import Cell, Genotype, Pick, Positive, StrongestEach, WeightMix, count, derive, sample
 from softcell.errors import UserError

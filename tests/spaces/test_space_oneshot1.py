@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
-
-from reference_itnas import encoder
 
 from softcell.arch import Mix, StrongestEach, Table, WeightMix, count, derive, sample
 from softcell.errors import UserError
@@ -25,6 +19,7 @@ from softcell.methods.snas import Snas, SnasSettings, concrete
 from softcell.spaces import build_space
 from softcell.spaces.oneshot1_count import SPACES, counts, raw_count
 from softcell.testing import one_hot, tiny_space
+from tests.reference.reference_itnas import encoder
 
 RAW = {1: 14_580, 2: 29_160, 3: 1_312_200}
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from search_toys import settings, write_data
-from studies.gap import FILE, on_one_basis
-from studies.runs import spread
 
 from softcell.errors import UserError
 from softcell.search import resolve, search
 from softcell.search.restored import restore
 from studies import entrannas, entrannas_dst, entrannas_engines, entrannas_sparsity
+from studies.gap import FILE, on_one_basis
+from studies.runs import spread
+from tests.helpers.search_toys import settings, write_data
 
 
 def test_searches_go_on_where_they_were_stopped_and_are_recorded_when_finished(

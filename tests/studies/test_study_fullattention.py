@@ -11,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from search_toys import write_data
-from studies.fullattention import parsed
-from studies.runs import Deadline
 
-from softcell.cli.main import run as softcell
+from softcell.app.cli.main import run as softcell
 from softcell.data.guard import check_readable, test_set_sealed
 from softcell.engine.device import resolve_device
 from softcell.engine.events import Event, OnEvent, Stepped
@@ -23,6 +20,9 @@ from softcell.engine.lanes import interleave
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
 from studies import fullattention, recorded
+from studies.fullattention import parsed
+from studies.runs import Deadline
+from tests.helpers.search_toys import write_data
 
 TINY = ["--first", "1", "--epochs", "1", "--train-epochs", "1", "--seeds", "1", "--channels", "16", "--device", "cpu"]
 TINY += [

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from search_toys import write_data
 
 from softcell.arch import Cell, Genotype, notation
 from softcell.errors import UserError
@@ -20,6 +19,7 @@ from softcell.spaces import build_space
 from studies import itnas_nb201 as nb201
 from studies import itnas_positions as positions
 from studies import itnas_readings as readings
+from tests.helpers.search_toys import write_data
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from search_toys import write_data
-from studies.nos_parameters import ParameterCount
 
 from softcell.arch import sample
 from softcell.errors import UserError
@@ -19,6 +17,8 @@ from softcell.nn.calibrate import DynamicKernel
 from softcell.spaces.count import count_genotype
 from softcell.spaces.nos import NosSpace
 from studies import nos_dynamic, nos_guidance, runs
+from studies.nos_parameters import ParameterCount
+from tests.helpers.search_toys import write_data
 
 
 @pytest.mark.parametrize("space", [NosSpace(cells=4, channels=6, nodes=2), NosSpace(cells=3, channels=8, nodes=3)])

@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from studies.zero_cost import correlations
 
 from softcell.data import load
 from softcell.data.feeds import first_images
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
 from softcell.nn.untrained import Proxy
 from softcell.spaces import build_space
+from studies.zero_cost import correlations
 
 FILE = "nb201_200epochs.csv.gz"
 

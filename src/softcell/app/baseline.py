@@ -1,0 +1,205 @@
+"""Random architectures trained like the found one: the yardstick without which an accuracy says little."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from softcell.api import is_main, joined, train_with
+from softcell.app.report.html import REPORT, write_report
+from softcell.arch import Genotype, Layout, check_against, sample
+from softcell.engine import RunFolder
+from softcell.engine.events import OnEvent
+from softcell.engine.runfolder import MANIFEST
+from softcell.errors import UserError
+from softcell.evaluate import TrainRecipe, TrainResult
+from softcell.search.budget import shown
+from softcell.search.phases import load_images
+from softcell.search.recipe import SearchRecipe, resolve
+from softcell.search.sources import run_of
+from softcell.search.within import ABOUT, counted, next_within, stated_in
+from softcell.settings import MOST_RANDOM, at_most
+from softcell.spaces import Shape, build_space
+
+STRIDE = 1_000_003  # large and odd: the architectures of neighbouring seeds stay apart
+APART = STRIDE // 2
+"""Random search draws from `seed * STRIDE` on, too: beside what it found, baselines begin so much later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Trainings of random architectures; `exit_code` is not 0 where a signal ended them early."""
+
+    results: list[TrainResult]
+    split: str
+    exit_code: int
+
+    @property
+    def accuracies(self) -> list[float]:
+        return [result.accuracy for result in self.results if result.accuracy is not None]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.accuracies)
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation; None for fewer than two architectures."""
+        return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
+
+
+def random_baseline(
+    like: Genotype,
+    recipe: TrainRecipe,
+    out: str | Path,
+    count: int = 3,
+    *,
+    drawn: Sequence[Genotype] | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+    on_start: Callable[[int, Genotype, Path], None] | None = None,
+) -> Baseline:
+    """Trains `count` random architectures of the space of `like`, each in a folder `out`/random-<k> with k from 1.
+
+    All are trained by `recipe` with its seed, hence on the same splits and batches; what differs is the architecture.
+    drawn: what `draw_random` gave for the same settings, where that was asked before.
+    """
+    others = draw_random(like, recipe, count) if drawn is None else drawn
+    results: list[TrainResult] = []
+    with joined(recipe.device, recipe.deterministic):
+        for number, genotype in enumerate(others, 1):
+            folder = Path(out) / f"random-{number}"
+            if on_start is not None:
+                on_start(number, genotype, folder)
+            result = train_with(
+                genotype,
+                recipe,
+                folder,
+                resume=resume and (folder / "run.json").exists(),
+                overwrite=overwrite,
+                on_event=on_event,
+            )
+            results.append(result)
+            if result.exit_code:
+                return Baseline(results, result.split, result.exit_code)
+        if is_main() and (Path(out) / MANIFEST).is_file():
+            write_report([out], Path(out) / REPORT)  # now with the random ones beside it
+    return Baseline(results, results[0].split, 0)
+
+
+def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotype]:
+    """`count` random architectures to stand beside `like`: the same ones whenever the same seed is used.
+
+    They are `sample` of the recipe's space with `seed * STRIDE + k` for k = 1, 2, ... in this order, and beyond `APART`
+    where random search found `like`, which would else be compared with what it has drawn itself. Where `like` was
+    searched under a budget, those that miss it are passed over, since larger networks would prove nothing about the
+    search; they are counted as the search counted its own, whatever size they are trained at.
+    """
+    if count < 1:
+        raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")
+    at_most("random", count, MOST_RANDOM)
+    space = build_space(like.space, recipe.space_settings)
+    layout = space.layout()
+    check_same_form(like, layout)
+
+    first = recipe.seed * STRIDE + 1 + (APART if like.about.get("method") == "random" else 0)
+
+    def draw(number: int) -> Genotype:
+        return sample(layout, first + number)
+
+    known = stated_in(like)
+    if known is None:
+        return [draw(number) for number in range(count)]
+    # What it says of the architecture found is not true of these.
+    about = {key: value for key, value in like.about[ABOUT].items() if key != "found"}
+    budget, found, last = known.budget(like.space), list[Genotype](), -1
+    if known.missed() is not None:  # nobody has shown yet that it can be met
+        budget.look_for_cheapest(layout, known.costs(space), None)
+    for have in range(count):
+        last, other = next_within(budget, draw, last + 1, have, "leave out --random, or search with a higher budget")
+        found.append(replace(other, about={**other.about, ABOUT: about}))
+    return found
+
+
+def with_budget(genotype: Genotype, source: str | Path | Genotype | None, recipe: TrainRecipe) -> Genotype:
+    """`genotype` with the budget of the search run that `source` names, where it does not bring that along itself.
+
+    What an epoch of a search had derived does not, nor do genotypes that earlier versions wrote. recipe: of the
+    training, which knows best where the data lie now.
+    """
+    folder = None if isinstance(source, Genotype) else run_of(source)
+    if folder is None or ABOUT in genotype.about:
+        return genotype
+    manifest = RunFolder.open(folder).manifest
+    if manifest["kind"] != "search":
+        return genotype
+    searched = resolve(manifest["recipe"])
+    if not searched.resource.budgets():
+        return genotype
+    shape, classes = _images(searched, manifest, recipe)
+    return replace(genotype, about={**genotype.about, **counted(searched, shape, classes, genotype)})
+
+
+def _images(searched: SearchRecipe, manifest: Mapping[str, Any], recipe: TrainRecipe) -> tuple[Shape, int]:
+    """Shape and number of classes of a search's images; runs of older versions do not tell, so they are looked at."""
+    told = manifest["results"].get("data")
+    if told is not None:
+        return tuple(told["shape"]), told["num_classes"]
+    if searched.data == recipe.data:
+        searched = replace(searched, data_root=recipe.data_root)
+    dataset = load_images(searched)
+    return dataset.shape, dataset.num_classes
+
+
+def missed_budget(genotype: Genotype) -> str | None:
+    """That the network was found under a budget and misses it, in words; None where there is nothing to say."""
+    known = stated_in(genotype)
+    missed = None if known is None else known.missed()
+    return (
+        None if missed is None else f"this network misses the budget of its search: it has {missed}, as counted there"
+    )
+
+
+def within_budget(genotype: Genotype) -> str | None:
+    """What budget random architectures beside `genotype` are held to, and at which size; None without one."""
+    known = stated_in(genotype)
+    if known is None:
+        return None
+    budget = known.budget(genotype.space)
+    limits = " and ".join(shown(kind, limit) for kind, limit in budget.limits.items())
+    return f"at most {limits}, counted as in the search ({budget.sizes()})"
+
+
+def check_same_form(genotype: Genotype, layout: Layout) -> None:
+    """Raises `UserError` unless architectures of `layout` can be compared with `genotype`."""
+    try:
+        check_against(genotype, layout)
+        for table in layout.tables:
+            if set(genotype.cells[table.name].output) != set(table.output):
+                raise UserError(
+                    f"the {table.name} cell ends in nodes {sorted(genotype.cells[table.name].output)}, those of the "
+                    f"space in {sorted(table.output)}"
+                )
+    except UserError as error:
+        raise UserError(
+            f"random architectures must come from the space of the given one, but {error}; describe its space "
+            "(for example --set space.nodes=3) or leave out --random"
+        ) from error
+
+
+def verdict(accuracy: float, baseline: Baseline) -> str:
+    """What the comparison shows and what it does not, in one sentence."""
+    difference, n = accuracy - baseline.mean, len(baseline.accuracies)
+    points = f"{abs(difference) * 100:.1f} points {'above' if difference >= 0 else 'below'} the mean of {n} random"
+    if baseline.std is None:
+        return f"{points}; one random architecture has no spread to compare with, so nothing follows from this."
+    if abs(difference) <= baseline.std:
+        return f"{points}, within their spread of {baseline.std * 100:.1f}: no difference can be claimed."
+    return (
+        f"{points}, more than their spread of {baseline.std * 100:.1f}: a hint, not a proof, with one seed and "
+        f"{n} architectures."
+    )

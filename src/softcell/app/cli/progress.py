@@ -1,0 +1,215 @@
+"""What a running search or training shows: a live bar in a terminal, one line per epoch anywhere else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from softcell.app.cli.console import percent
+from softcell.app.cli.patience import SECONDS, showing
+from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+
+PREPARING = "preparing: data, networks and the first step"
+
+
+@contextmanager
+def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
+    """Says that something without measurable steps is going on: alive in a terminal, one line anywhere else."""
+    if quiet or console.quiet:
+        yield
+    elif console.is_terminal:
+        with showing(), console.status(what):
+            yield
+    else:
+        console.print(Text(f"{what} ..."))
+        yield
+
+
+@contextmanager
+def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
+    """Gives a function of (done, total, what comes next): a bar in a terminal, elsewhere a line, and every ten
+    seconds another."""
+    if quiet or console.quiet:
+        yield lambda done, total, next_: None
+        return
+    if not console.is_terminal:
+        last = [time.monotonic()]
+        waiting = threading.Timer(SECONDS, lambda: console.print(Text(f"{what} ...")))
+        waiting.daemon = True
+        waiting.start()
+
+        def tell(done: int, total: int, next_: str) -> None:
+            if done == 0 or time.monotonic() - last[0] > 10:
+                waiting.cancel()
+                last[0] = time.monotonic()
+                console.print(Text(f"{what}: {done} of {total}"))
+
+        try:
+            yield tell
+        finally:
+            waiting.cancel()
+        return
+    columns = (
+        TextColumn(what),
+        BarColumn(bar_width=30),
+        TextColumn("{task.description}"),
+    )
+    with showing(), Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)  # a pulse until there is something to count
+        yield lambda done, total, next_: bar.update(
+            task, completed=done, total=total, description=f"{done}/{total} {next_}"
+        )
+
+
+class Display:
+    """A context that takes the events of one run; `beside` gives listeners for others at the same time."""
+
+    def __init__(self, console: Console, heading: str, quiet: bool = False) -> None:
+        self._console, self._quiet = console, quiet
+        self.heading = heading  # shown when the run really starts, so that an error stands alone
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._label = ""
+        self._others: list[Display] = []
+        self._num_epochs = 0
+        self._left: float | None = None
+        self._open = ExitStack()
+        self._waiting: threading.Timer | None = None
+
+    def beside(self, label: str, heading: str) -> Display:
+        """A listener for one of several runs: its lines begin with `label`, its bar stands below the others."""
+        other = Display(self._console, heading, self._quiet)
+        other._label, other._bar = f"{label}  ", self._bar
+        if self._bar is not None and self._task is not None:  # each has a bar of its own
+            self._bar.remove_task(self._task)
+            self._task = None
+        self._others.append(other)
+        return other
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal and not self._quiet and not self._console.quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.fields[steps]}"),
+                TextColumn("{task.fields[left]}", style="cyan"),
+                console=self._console,
+                transient=True,
+            )
+            self._open.enter_context(showing())
+            self._bar.start()
+            self._task = self._bar.add_task(PREPARING, total=None, left="", steps="")
+        elif not self._quiet and not self._console.quiet:
+            self._waiting = threading.Timer(SECONDS, lambda: self._console.print(Text(f"{PREPARING} ...")))
+            self._waiting.daemon = True
+            self._waiting.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._started()
+        self._open.close()
+        if self._bar is not None:
+            self._bar.stop()
+            for display in (self, *self._others):
+                display._bar, display._task = None, None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started()
+                self._num_epochs = event.num_epochs
+                self._say(self.heading)
+                if (event.epoch or event.step) and event.epoch < event.num_epochs:
+                    self._say(f"going on at epoch {event.epoch + 1} of {event.num_epochs}, step {event.step}")
+            case Stepped():
+                self._step(event)
+            case EpochEnded():
+                self._say(epoch_line(event.metrics, self._num_epochs, self._left))
+            case Note():
+                self._console.print(Text(f"{self._label}note: {event.text}", "yellow"))
+            case Finished():
+                if self._bar is not None and self._task is not None:  # measuring, drawing and writing come after it
+                    self._bar.update(self._task, description=f"{self._label}finishing", total=None, steps="", left="")
+                if event.reason is not None:
+                    text = f"{self._label}stopped after {event.num_epochs} epochs: {event.reason}"
+                    self._console.print(Text(text, "yellow"))
+            case Interrupted():
+                pass  # the command itself tells how to go on
+
+    def _started(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(Text(self._label + text))
+
+    def _step(self, event: Stepped) -> None:
+        self._left = event.seconds_left
+        if self._bar is None:
+            return
+        description = f"{self._label}epoch {event.epoch + 1}/{self._num_epochs}"
+        if self._task is None:
+            self._task = self._bar.add_task(description, total=event.steps, left="", steps="")
+        left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
+        steps = f"step {event.step}/{event.steps}"
+        self._bar.update(
+            self._task,
+            description=description,
+            completed=event.step,
+            total=event.steps,
+            left=left,
+            steps=steps,
+            refresh=event.step == 1,
+        )
+
+
+def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
+    """One epoch in one line; every accuracy stands behind the name of its split."""
+    digits = len(str(num_epochs))
+    parts = [f"epoch {metrics['epoch'] + 1:>{digits}}/{num_epochs}"]
+    if "architecture" in metrics:
+        parts.append(f"architecture {metrics['architecture'] + 1}")
+    if "train_loss" in metrics:
+        parts.append(f"loss {_number(metrics['train_loss'], '.3f')}")
+    if "best_score" in metrics:
+        parts.append(f"best score {_number(metrics['best_score'], '.5g')} of {metrics['networks']} untrained networks")
+    if "train_accuracy" in metrics:
+        parts.append(f"train {_share(metrics['train_accuracy'])}")
+    elif "val_loss" in metrics:
+        parts.append(f"{metrics['val_split']} {_number(metrics['val_loss'], '.3f')}")
+    if "val_accuracy" in metrics:
+        parts.append(f"{metrics['val_split']} {_share(metrics['val_accuracy'])}")
+    if "child_accuracy" in metrics:
+        parts.append(f"child {_share(metrics['child_accuracy'])}")
+    if "entropy" in metrics:
+        parts.append(f"entropy {_number(metrics['entropy'], '.3f')}")
+    if left is not None and metrics["epoch"] + 1 < num_epochs:
+        parts.append(f"{clock(left)} left")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:02:10`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "none" if value is None else format(value, form)
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{percent(value):>5}"

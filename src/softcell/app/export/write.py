@@ -1,0 +1,175 @@
+"""Writes a model in one of the formats, and runs what was written beside the network before it is called done."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from softcell import __version__
+from softcell.app.export import graph, python
+from softcell.app.export.model import Model, read_model, trained_folder
+from softcell.engine.checksums import checksum
+from softcell.engine.files import atomic_write_bytes, atomic_write_text, fsync_folder
+from softcell.engine.lock import occupied
+from softcell.errors import UserError
+from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
+from softcell.trust import trusting
+
+Format = Literal["onnx", "safetensors", "python", "torch-export"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+FILES: dict[Format, tuple[str, ...]] = {
+    "onnx": ("model.onnx",),
+    "safetensors": (WEIGHTS, MODEL),
+    "python": ("model.py", WEIGHTS),
+    "torch-export": ("model.pt2",),
+}
+STAGE = ".export.tmp"
+"""In the folder of an export: where files lie until they are checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written; `difference` is the largest seen between its output and the network's, relative to that."""
+
+    format: Format
+    files: tuple[Path, ...]
+    difference: float
+    output: str = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A trained network that was read, with a place that is free for its files."""
+
+    model: Model
+    source: Path
+    place: Path
+
+    def write(self, to: Format) -> Exported:
+        """Writes it as `to`, which is one of those it was made ready for."""
+        model, names = self.model, FILES[to]
+        with occupied(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
+            match to:
+                case "onnx":
+                    graph.write_onnx(model, stage / names[0])
+                    difference = graph.check_onnx(stage / names[0], model)
+                case "torch-export":
+                    graph.write_program(model, stage / names[0])
+                    difference = graph.check_program(stage / names[0], model)
+                case "safetensors":
+                    difference = _write_weights(model, stage / WEIGHTS)
+                    known = {"checksums": {WEIGHTS: checksum(stage / WEIGHTS)}}
+                    described = json.dumps({**_description(self.source), **known}, indent=2, ensure_ascii=False)
+                    atomic_write_text(stage / MODEL, described + "\n")
+                case "python":
+                    _write_weights(model, stage / WEIGHTS)
+                    atomic_write_text(stage / names[0], python.to_python(model))
+                    difference = python.check_python(stage / names[0], model)
+        return Exported(to, _files(self.place, to), difference, model.output)
+
+
+def export(
+    folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False, trust: bool = False
+) -> Exported:
+    """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`).
+
+    trust: run plugins that the folder names.
+    """
+    to = format_named(to)
+    with trusting(trust):
+        return ready(folder, [to], out, overwrite=overwrite).write(to)
+
+
+def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *, overwrite: bool) -> Ready:
+    """Reads the network and looks at everything that may be wrong with what was asked for, before anything is done."""
+    source = trained_folder(folder)
+    place = Path(folder) / "export" if out is None else Path(out)
+    for kind in kinds:
+        _check_free(source, place, _files(place, kind), overwrite)
+    if "onnx" in kinds:
+        graph.check_packages()
+    model = read_model(source)
+    weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
+    if wanted and not overwrite and weights.exists() and not _holds(weights, model):
+        raise UserError(
+            f"{weights} exists already and holds other weights than those of {source}; files beside it may need them: "
+            "give another --out, or --overwrite to replace it"
+        )
+    return Ready(model, source, place)
+
+
+def _files(place: Path, kind: Format) -> tuple[Path, ...]:
+    return tuple(place / name for name in FILES[kind])
+
+
+@contextmanager
+def _staged(place: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A folder inside `place` for files that are not checked yet; all are put in place at the end, or none."""
+    stage = place / STAGE
+    shutil.rmtree(stage, ignore_errors=True)  # of an export that was killed
+    try:
+        stage.mkdir()
+        yield stage
+        for name in names:
+            os.replace(stage / name, place / name)
+        fsync_folder(place)
+    except OSError as error:
+        raise UserError(f"{place} cannot be written ({error.strerror or error}); choose another --out") from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def format_named(name: str) -> Format:
+    """A format by its name; anything else is a `UserError`."""
+    for known in FORMATS:
+        if name == known:
+            return known
+    raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
+
+
+def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: bool) -> None:
+    if place.resolve() == source.resolve():
+        raise UserError(
+            f"an export needs a folder of its own, but --out is the run {source} itself; give another --out"
+        )
+    there = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        reason = "may not be written to" if there.is_dir() else "is a file"
+        raise UserError(f"an export needs a folder, but {there} {reason}; give another --out")
+    # Weights are the same whatever they are written for; whether those that lie there are this network's is seen later.
+    taken = [file for file in files if file.exists() and file.name != WEIGHTS]
+    if taken and not overwrite:
+        raise UserError(f"{taken[0]} exists already; give another --out, or --overwrite to replace it")
+
+
+def _write_weights(model: Model, file: Path) -> float:
+    state = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
+    atomic_write_bytes(file, save(state))
+    if not _holds(file, model):
+        raise RuntimeError(f"{file} does not hold the weights that were written")
+    return 0.0
+
+
+def _holds(file: Path, model: Model) -> bool:
+    """Whether a file has exactly the weights of a network."""
+    state = model.network.state_dict()
+    try:
+        stored = load_file(file)
+    except (SafetensorError, OSError):
+        return False
+    return stored.keys() == state.keys() and all(torch.equal(stored[name], state[name]) for name in state)
+
+
+def _description(source: Path) -> dict[str, Any]:
+    made_by = {"made_by": f"softcell {__version__}"}
+    return {"format": FORMAT, "version": VERSION, **read_description(source), **made_by}

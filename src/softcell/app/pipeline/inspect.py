@@ -1,0 +1,317 @@
+"""Looks at a folder of images before anything is done with it: what is there, what is broken, what will be used.
+
+Folders of the world are nested, have stray files, broken images, splits of any name and classes of one image. What can
+be set right without guessing is set right in a folder of links beside the run; the images themselves are never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from softcell.app.export.model import PLAN
+from softcell.app.pipeline.enough import LEAST_TRAINING, least_images
+from softcell.data import Dataset
+from softcell.data.decode import SUFFIXES, Header, decode, read_header
+from softcell.errors import UserError
+
+TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation", "dev")
+SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # what systems leave behind
+LEAST_IMAGES = 2
+"""Of a class, so that one can be learned from and another tested on."""
+RARE = 10
+SHOWN = 5
+OnStep = Callable[[int, int, str], None]
+
+
+def counted(number: int, what: str) -> str:
+    """`1 class`, `2 classes`, `1,000 images`."""
+    if number == 1:
+        return f"1 {what}"
+    return f"{number:,} {what[:-1] + 'ies' if what.endswith('y') else what + ('es' if what.endswith('s') else 's')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One file: where it lies, its class, and `train` or `test`."""
+
+    path: Path
+    label: str
+    part: str
+    header: Header | None = None
+
+
+@dataclass
+class Inspection:
+    """What was found. `train` and `test` count the images per class; `notes` is for people."""
+
+    source: str
+    train: dict[str, int]
+    test: dict[str, int]
+    sides: tuple[int, int, int]  # of the shorter sides: smallest, median, largest
+    channels: int
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    images: list[Image] = field(default_factory=list)
+    needs_links: bool = False
+
+    @property
+    def num_train(self) -> int:
+        return sum(self.train.values())
+
+    @property
+    def most_frequent(self) -> float:
+        """The accuracy of always naming the most frequent class, on the test images (else on all)."""
+        counts = self.test or self.train
+        return max(counts.values()) / sum(counts.values())
+
+    def lines(self) -> list[str]:
+        """The inspection in words."""
+        sizes = Counter(self.train)
+        (most, high), (least, low) = sizes.most_common()[0], sizes.most_common()[-1]
+        small, middle, large = self.sides
+        pixels = f"{small}" if small == large else f"{small} to {large} (median {middle:g})"
+        kind = "grey" if self.channels == 1 else "colour"
+        tested = f"{sum(self.test.values()):,} for testing" if self.test else "a fifth is held out for testing"
+        found = [
+            f"{self.num_train:,} {kind} images of {len(self.train)} classes, {tested}; short side {pixels} pixels",
+            f"{low:,} ({least}) to {high:,} ({most}) images per class" if low < high else f"{low:,} images per class",
+        ]
+        if self.broken:
+            named = ", ".join(f"{name} ({reason})" for name, reason in self.broken[:SHOWN])
+            files = "1 broken file is" if len(self.broken) == 1 else f"{len(self.broken)} broken files are"
+            more = f", ...; all are named in {PLAN}" if len(self.broken) > SHOWN else ""
+            found.append(f"{files} left out: {named}{more}")
+        return found + self.notes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "train": self.train,
+            "test": self.test,
+            "sides": list(self.sides),
+            "channels": self.channels,
+            "broken": [list(item) for item in self.broken],
+            "notes": self.notes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Inspection:
+        small, middle, large = data["sides"]
+        broken = [(name, reason) for name, reason in data["broken"]]
+        return cls(
+            data["source"], data["train"], data["test"], (small, middle, large), data["channels"], broken, data["notes"]
+        )
+
+
+def inspect_dataset(dataset: Dataset) -> Inspection:
+    """The same facts of a dataset that needs no looking after."""
+
+    def counts(labels: Iterable[int]) -> dict[str, int]:
+        found = Counter(labels)
+        return {name: found[number] for number, name in enumerate(dataset.classes)}
+
+    side = min(dataset.shape[1:])
+    test = {} if dataset.test is None else counts(dataset.test.labels.tolist())
+    return Inspection(dataset.source, counts(dataset.train.labels.tolist()), test, (side, side, side), dataset.shape[0])
+
+
+def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
+    """Finds the images below `root`, reads every one of them and decides which are used, and as what."""
+    root = root.resolve()
+    notes: list[str] = []
+    base = _unwrapped(root)
+    is_plain = base == root
+    parts = _parts(base)
+    images: list[Image] = []
+    ignored = 0
+    for part, folder in parts:
+        for label in _folders(folder):
+            files, others, is_flat = _files(folder / label)
+            images += [Image(file, label, part) for file in files]
+            ignored += others
+            is_plain = is_plain and is_flat
+        stray = [entry for entry in _entries(folder) if _is_image(entry)]
+        if stray:
+            notes.append(f"outside any class folder, left out: {counted(len(stray), 'image')}, first {stray[0].name}")
+            is_plain = False
+    if ignored:
+        notes.append(f"{counted(ignored, 'other file')} ignored")
+    if not images:
+        loose = sum(_is_image(entry) for entry in _entries(root))
+        there = f" ({counted(loose, 'image')} in it, but in no class folder)" if loose else ""
+        raise UserError(
+            f"no images in class folders below {root}{there}; lay them out as CLASS/IMAGE or train/CLASS/IMAGE "
+            f"({', '.join(sorted(SUFFIXES))})"
+        )
+    kept, broken = _read(images, root, on_step)
+    is_plain = is_plain and not broken
+    merged = {part for part, _ in parts}
+    if "val" in merged:
+        becomes = "train" if "test" in merged else "test"
+        notes.append("val/ joins the training images" if becomes == "train" else "val/ is the test set")
+        is_plain = is_plain and becomes == "test"
+        kept = [Image(i.path, i.label, becomes, i.header) if i.part == "val" else i for i in kept]
+    names = {folder.name for _, folder in parts}
+    is_plain = is_plain and (names <= {"train", "test", "val"} or names == {base.name})
+    kept, dropped = _usable_classes(kept, notes)
+    return _summary(root, kept, broken, notes, needs_links=not is_plain or dropped)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            visible = (e for e in found if not e.name.startswith(".") and e.name.lower() not in SKIPPED)
+            return sorted(visible, key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read ({error.strerror or error})") from error
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return not entry.is_dir() and os.path.splitext(entry.name)[1].lower() in SUFFIXES
+
+
+def _folders(folder: Path) -> list[str]:
+    return [entry.name for entry in _entries(folder) if entry.is_dir()]
+
+
+def _unwrapped(root: Path) -> Path:
+    """The folder that holds the classes or splits: archives often unpack to a folder in a folder."""
+    while True:
+        entries = _entries(root)
+        folders = [entry.name for entry in entries if entry.is_dir()]
+        if len(folders) != 1 or any(_is_image(entry) for entry in entries) or not _folders(root / folders[0]):
+            return root
+        root = root / folders[0]
+
+
+def _parts(base: Path) -> list[tuple[str, Path]]:
+    """(train, test or val; folder of class folders); the whole as train where there are no splits."""
+    found = []
+    for part, names in (("train", TRAIN), ("test", TEST), ("val", VALIDATION)):
+        for name in _folders(base):
+            if name.lower() in names and _folders(base / name):
+                found.append((part, base / name))
+    return found if any(part == "train" for part, _ in found) else [("train", base)]
+
+
+def _files(folder: Path) -> tuple[list[Path], int, bool]:
+    """Image files anywhere below `folder`, the number of others, and whether all lie directly in it."""
+    images, others, is_flat = [], 0, True
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop(0)
+        for entry in _entries(here):
+            if entry.is_dir():
+                waiting.append(Path(entry.path))
+            elif _is_image(entry):
+                images.append(Path(entry.path))
+                is_flat = is_flat and here == folder
+            else:
+                others += 1
+    return images, others, is_flat
+
+
+def _read(images: list[Image], root: Path, on_step: OnStep | None) -> tuple[list[Image], list[tuple[str, str]]]:
+    """Decodes every file; what cannot be decoded is broken."""
+
+    def look(image: Image) -> Image | str:
+        try:
+            header = read_header(image.path)
+            decode(image.path, 3, (16, 16))
+            return Image(image.path, image.label, image.part, header)
+        except UserError as error:
+            text = str(error)
+            return text[text.find("(") + 1 : text.rfind(")")].split(":")[0] or text
+
+    kept: list[Image] = []
+    broken: list[tuple[str, str]] = []
+    with ThreadPoolExecutor() as pool:  # decoders release the interpreter lock
+        for number, (image, found) in enumerate(zip(images, pool.map(look, images), strict=True)):
+            if isinstance(found, Image):
+                kept.append(found)
+            else:
+                broken.append((str(image.path.relative_to(root)), found))
+            if on_step is not None:
+                on_step(number + 1, len(images), image.path.name)
+    return kept, broken
+
+
+def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image], bool]:
+    """Leaves out classes that cannot be learned or tested, and says so."""
+    has_test = any(image.part == "test" for image in images)
+    counts = Counter(image.label for image in images if image.part == "train")
+    least = 1 if has_test else LEAST_IMAGES
+    labels = {image.label for image in images}
+    small = sorted(label for label in labels if counts[label] < least)
+    if small:
+        shown = ", ".join(small[:SHOWN]) + (", ..." if len(small) > SHOWN else "")
+        notes.append(f"classes without enough training images are left out: {shown}")
+    rare = sorted(label for label in labels if least <= counts[label] < RARE)
+    if rare:
+        few = ", ".join(f"{label} ({counts[label]})" for label in rare[:SHOWN]) + (", ..." if len(rare) > SHOWN else "")
+        notes.append(f"fewer than {RARE} training images: {few}")
+    if len(labels) - len(small) < 2:
+        in_all = LEAST_TRAINING if has_test else least_images(2)
+        raise UserError(
+            f"at least 2 classes need {counted(least, 'readable image')} or more, but only {_named(labels, small)}; a "
+            f"class is a folder of images, and all of them together need {in_all} or more"
+        )
+    usable = [image for image in images if image.label not in small]
+    high, low = max(counts.values()), min(counts[label] for label in labels if label not in small)
+    if high >= 5 * low:
+        notes.append(f"classes are unbalanced, {high / low:.0f} to 1: mind the accuracy of single classes")
+    return usable, bool(small)
+
+
+def _named(labels: set[str], small: list[str]) -> str:
+    """Which classes are large enough, in words."""
+    enough = sorted(labels - set(small))
+    return f"{enough[0]!r} has" if enough else f"0 of {counted(len(labels), 'class')} have"
+
+
+def _summary(
+    root: Path, images: list[Image], broken: list[tuple[str, str]], notes: list[str], *, needs_links: bool
+) -> Inspection:
+    headers = [image.header for image in images if image.header is not None]
+    sides = sorted(min(header.height, header.width) for header in headers)
+    train, test = (
+        dict(sorted(Counter(image.label for image in images if image.part == part).items()))
+        for part in ("train", "test")
+    )
+    channels = 1 if all(header.grey for header in headers) else 3
+    return Inspection(
+        f"image folder {root.name}",
+        train,
+        test,
+        (sides[0], round(median(sides)), sides[-1]),
+        channels,
+        broken,
+        notes,
+        images,
+        needs_links,
+    )
+
+
+def make_links(inspection: Inspection, folder: Path) -> Path:
+    """A folder CLASS/IMAGE (or train/ and test/ with such) of links to the usable images, put in place in one step."""
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    for number, image in enumerate(inspection.images):
+        place = temporary / image.part / image.label if inspection.test else temporary / image.label
+        place.mkdir(parents=True, exist_ok=True)
+        link = place / f"{number:06}-{image.path.name}"
+        try:
+            link.symlink_to(image.path)
+        except OSError:  # systems and disks without links
+            shutil.copyfile(image.path, link)
+    temporary.rename(folder)
+    return folder

@@ -1,0 +1,248 @@
+"""Groups of runs that differ only by seed, and what can fairly be said about the differences between groups."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from softcell.app.report.runs import Run, number
+from softcell.app.report.stats import LEVEL, Summary, Welch, holm, summarise, welch
+from softcell.search.history import WHERE
+from softcell.settings import flat
+
+_NAMED = {"method", "space", "data"}
+_SEARCH = "search"
+# Settings in which two methods or spaces may differ by their nature. In anything else a comparison is not of equals.
+_OF_METHODS = {
+    "method_settings",
+    "regime",
+    "split",
+    "weights",
+    "architecture",
+    "unrolled",
+    "drop_path",
+    "resource",
+    "collapse",
+    "child_every",
+    "validate_every",
+    "fused",
+}
+_OF_SPACES = {"space_settings", "auxiliary"}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs of one method in one space on the same data by the same recipe; `name` tells it apart from the others."""
+
+    name: str
+    method: str
+    space: str
+    data: str
+    measure: str
+    recipe: Mapping[str, Any]
+    runs: tuple[Run, ...]
+
+    @property
+    def values(self) -> list[float]:
+        return [run.score.value for run in self.runs if run.score is not None]
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.values)
+
+    @property
+    def seeds(self) -> list[str]:
+        return list(dict.fromkeys(run.seed for run in self.runs))
+
+    @property
+    def top5(self) -> Summary | None:
+        """Top-5 accuracies, where all runs have one: older runs and data with at most five classes do not."""
+        found = [run.score.top5 for run in self.runs if run.score is not None and run.score.top5 is not None]
+        return summarise(found) if found and len(found) == len(self.values) else None
+
+    def cost(self, what: str) -> Summary | None:
+        """`parameters` or `multiply_adds` of the networks, where all of them were counted."""
+        found = [number(run.results.get(what)) for run in self.runs]
+        known = [value for value in found if value is not None]
+        return summarise(known) if known and len(known) == len(found) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two groups, the test of their difference (None where there is none) and one sentence on it."""
+
+    first: Group
+    second: Group
+    test: Welch | None
+    p_adjusted: float | None
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    groups: tuple[Group, ...]
+    pairs: tuple[Pair, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def sentences(self) -> list[str]:
+        """One on every pair that could be tested; those that could not be are named together."""
+        tested = [pair.sentence for pair in self.pairs if pair.test is not None]
+        untested = [pair for pair in self.pairs if pair.test is None]
+        if len(untested) < 2:
+            return tested + [pair.sentence for pair in untested]
+        groups = {id(group): group for pair in untested for group in (pair.first, pair.second)}.values()
+        few = [group.name for group in groups if len(group.runs) < 2]
+        reason = f"n = 1 of {', '.join(few)}" if few else "groups without any spread"
+        needed = "a spread over at least 2 runs on both sides is needed"
+        return [*tested, f"On {len(untested)} pairs of groups no statement can be made: {reason}; {needed}."]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Groups the runs that have a score and compares every two groups that were measured alike on the same data."""
+    notes = [f"{run.label}: {_why_not(run)}; not counted" for run in runs if run.score is None]
+    kept, repeated = without_repeats([run for run in runs if run.score is not None])
+    notes += repeated
+    groups = _groups(kept)
+    measures = list(dict.fromkeys(group.measure for group in groups))
+    if len(measures) > 1:
+        listed = "; ".join(measures)
+        notes.append(f"accuracies of different kinds stand in separate rows and are never compared: {listed}")
+    couples = [
+        pair
+        for pair in itertools.combinations(groups, 2)
+        if (pair[0].measure, pair[0].data) == (pair[1].measure, pair[1].data)
+    ]
+    tests = [welch(first.values, second.values) for first, second in couples]
+    adjusted = iter(holm([test.p for test in tests if test is not None]))
+    count = sum(test is not None for test in tests)
+    pairs = []
+    for (first, second), test in zip(couples, tests, strict=True):
+        p = None if test is None else next(adjusted)
+        pairs.append(Pair(first, second, test, p, _sentence(first, second, test, p, count)))
+    return Comparison(tuple(groups), tuple(pairs), tuple(notes))
+
+
+def _why_not(run: Run) -> str:
+    return f"status {run.status}" if run.status != "finished" else "no accuracy was measured"
+
+
+def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """One run of each that are the same experiment: to repeat a seed is no new evidence."""
+    seen: dict[str, Run] = {}
+    notes = []
+    for run in runs:
+        cells = None if run.genotype is None or run.kind == "search" else run.genotype.to_dict()["cells"]
+        key = json.dumps([run.kind, run.seed, run.method, run.space, _done(run), cells], sort_keys=True, default=str)
+        if key in seen:
+            notes.append(f"{run.label} repeats {seen[key].label} (same recipe, seed and architecture): counted once")
+        else:
+            seen[key] = run
+    return list(seen.values()), notes
+
+
+def what(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe without what says where and how it was run."""
+    return {key: value for key, value in recipe.items() if key not in WHERE}
+
+
+def _done(run: Run) -> dict[str, Any]:
+    """What was done, apart from the seed; of a training also how its architecture was searched for, as `search`."""
+    # A setting that is None is as one that is not there: earlier versions did not write it.
+    given = {key: value for key, value in what(run.recipe).items() if value is not None}
+    return {**given, **({_SEARCH: dict(run.searched)} if run.searched else {})}
+
+
+def _groups(runs: Sequence[Run]) -> list[Group]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        assert run.score is not None
+        key = [run.score.measure, run.data, run.space, run.method, _done(run)]
+        found.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
+    members = sorted(found.values(), key=lambda group: (_measure(group[0]), *_place(group[0])))
+    result = []
+    for group in members:
+        first = group[0]
+        alike = [
+            other[0] for other in members if _place(other[0]) == _place(first) and _measure(other[0]) == _measure(first)
+        ]
+        differing = varying([texts(_done(run)) for run in alike])
+        own = texts(_done(first))
+        extra = ", ".join(f"{key}={_value(own, key)}" for key in differing)
+        name = f"{first.method} in {first.space}" + (f" ({extra})" if extra else "")
+        result.append(Group(name, first.method, first.space, first.data, _measure(first), _done(first), tuple(group)))
+    return result
+
+
+def _measure(run: Run) -> str:
+    assert run.score is not None
+    return run.score.measure
+
+
+def _place(run: Run) -> tuple[str, str, str]:
+    return run.data, run.space, run.method
+
+
+def texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Nested settings by dotted names, their values as text."""
+    return {key: str(value) for key, value in flat(settings).items()}
+
+
+def _value(told: Mapping[str, str], key: str) -> str:
+    """As text; of a search only what is not in its method's recipe is known."""
+    return told.get(key, "as usual" if key.startswith(f"{_SEARCH}.") else str(None))
+
+
+def varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe)
+    return [key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1]
+
+
+def _sentence(first: Group, second: Group, test: Welch | None, p: float | None, count: int) -> str:
+    names = f"{first.name} and {second.name}"
+    unequal = _unequal(first, second)
+    if test is None or p is None:
+        few = [f"{group.name} has n = {len(group.runs)}" for group in (first, second) if len(group.runs) < 2]
+        reason = " and ".join(few) if few else "neither group has any spread"
+        needed = "a spread over at least 2 runs on both sides is needed" if few else "no test applies"
+        return f"{names}: no statement can be made, since {reason}; {needed}.{unequal}"
+    low, high = (100 * bound for bound in test.interval)
+    if test.difference < 0:
+        first, second, low, high = second, first, -high, -low
+    by = f"{abs(test.difference) * 100:.2f} points higher"
+    facts = f"95 % interval {low:+.2f} to {high:+.2f}, p = {_p(p)} by Welch's t-test"
+    facts += f", corrected for {count} comparisons" if count > 1 else ""
+    shared = [g for g in (first, second) if len(g.seeds) < 2]
+    seeds = "".join(f" All runs of {g.name} share one seed: their spread is that of architectures." for g in shared)
+    if p < LEVEL:
+        return f"{first.name} is {by} than {second.name} ({facts}): a difference at the 5 % level.{seeds}{unequal}"
+    return (
+        f"{first.name} is {by} than {second.name} ({facts}): no difference can be claimed, nor that there is "
+        f"none.{seeds}{unequal}"
+    )
+
+
+def _unequal(first: Group, second: Group) -> str:
+    """A warning where more than method and space differs."""
+    ignored = set(_NAMED)
+    if first.recipe.get("method") != second.recipe.get("method"):  # searches; a training knows no method
+        ignored |= _OF_METHODS
+    if first.space != second.space:
+        ignored |= _OF_SPACES
+    of_search = set(_OF_METHODS if first.method != second.method else ()) | set(
+        _OF_SPACES if first.space != second.space else ()
+    )
+    kept = [{key: value for key, value in group.recipe.items() if key not in ignored} for group in (first, second)]
+    told = [texts(recipe) for recipe in kept]
+    keys = [key for key in varying(told) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
+    if not keys:
+        return ""
+    listed = ", ".join(f"{key} {_value(told[0], key)} and {_value(told[1], key)}" for key in keys[:4])
+    return f" Beware: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"

@@ -1,0 +1,153 @@
+"""The look all pictures share: colours for light and dark pages, type, marks, and the frame of an SVG file.
+
+Colours are written out per class and not as CSS variables, which several SVG readers do not know; those without media
+queries show the light page. Families also differ by line and mark, for eyes and printers without colour.
+"""
+
+from __future__ import annotations
+
+from softcell.app.report.family import Family
+from softcell.app.report.strings import escape
+
+SANS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif"
+MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
+MARGIN = 24.0
+
+# Blue, vermilion and green after Okabe and Ito, darkened or lightened to at least 4.5:1 on the page.
+COLOURS: dict[Family, tuple[str, str]] = {
+    "conv": ("#0b66b0", "#6db5ff"),
+    "dilated": ("#b8430a", "#ff9d66"),
+    "dynamic": ("#5b3fc4", "#b9a6ff"),
+    "pool": ("#00745a", "#4bd1a4"),
+    "skip": ("#5b636d", "#a9b3be"),
+    "attention": ("#a02a76", "#f490cb"),
+    "other": ("#7a5b00", "#e3bf4f"),
+    "none": ("#5b636d", "#a9b3be"),
+}
+
+STROKES: dict[Family, str] = {
+    "conv": "",
+    "dilated": "9 4",
+    "dynamic": "14 3",
+    "pool": "1.5 4.5",
+    "skip": "",
+    "attention": "10 4 1.5 4",
+    "other": "5 3",
+    "none": "2 6",
+}
+
+# page, box, text, quiet text, lines, grid
+LIGHT = ("#ffffff", "#f3f5f8", "#1c2128", "#59626d", "#77818c", "#dfe4ea")
+DARK = ("#11151b", "#1d242d", "#e8ecf1", "#a3adb8", "#7f8a96", "#2a333f")
+
+
+DARK_ROOT, LIGHT_UNLESS_TOLD = ":root[data-theme=dark]", ":root:not([data-theme=light])"
+
+
+def num(value: float) -> str:
+    """A coordinate with one decimal at most, the same on every machine."""
+    text = f"{value:.1f}"
+    text = text.removesuffix(".0")
+    return "0" if text == "-0" else text
+
+
+def text(x: float, y: float, content: str, style: str, anchor: str = "", width: float | None = None) -> str:
+    """A line of text; `width` holds it to that many pixels whatever font the reader has."""
+    fixed = f' textLength="{num(width)}" lengthAdjust="spacingAndGlyphs"' if width else ""
+    side = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text class="{style}" x="{num(x)}" y="{num(y)}"{side}{fixed}>{escape(content)}</text>'
+
+
+def page(width: float, height: float, title: str, description: str, style: str, body: list[str]) -> str:
+    """The finished file."""
+    w, h = num(width), num(height)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="sc" role="img" width="{w}" height="{h}" '
+        f'viewBox="0 0 {w} {h}" aria-label="{escape(title)}">',
+        f"<title>{escape(title)}</title>",
+        f"<desc>{escape(description)}</desc>",
+        f"<style>{style}</style>",
+        f'<rect class="sc-page" width="{w}" height="{h}" rx="6"/>',
+        *body,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def sheet(extra_light: str = "", extra_dark: str = "") -> str:
+    """The style sheet of a picture. Every class begins with `sc`, so that it can be put inside a web page."""
+    common = (
+        f".sc text{{font:12px {SANS}}}"
+        ".sc .sc-title{font-size:16px;font-weight:600}"
+        ".sc .sc-head{font-size:14px;font-weight:600}"
+        ".sc .sc-node{font-size:13px;font-weight:600}"
+        ".sc .sc-var{font-size:15px;font-style:italic;font-weight:500}"
+        ".sc .sc-sub{font-size:11px;font-style:normal;font-weight:500}"
+        f".sc .sc-op,.sc .sc-num{{font:12px {MONO}}}.sc .sc-num{{font-size:11px}}"
+        ".sc .sc-edge{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}"
+        ".sc .sc-hand{stroke-width:1.5}.sc .sc-l-skip{stroke-width:1.25}"
+        ".sc .sc-l-pool{stroke-width:2.5}"
+    )
+    common += "".join(f".sc .sc-l-{name}{{stroke-dasharray:{dash}}}" for name, dash in STROKES.items() if dash)
+    common += (
+        ".sc .sc-box{stroke-width:1.5}.sc .sc-empty{stroke-dasharray:4 3}.sc .sc-surrogate{stroke-dasharray:1.5 2.5}"
+    )
+    common += ".sc .sc-pill{stroke-width:1}.sc .sc-grid{stroke-width:1}"
+    dark = _colours(DARK, 1) + extra_dark
+    return f"{common}{_colours(LIGHT, 0)}{extra_light}@media (prefers-color-scheme:dark){{{dark}}}"
+
+
+def page_sheet(extra_light: str = "", extra_dark: str = "") -> str:
+    """The style sheet for pictures inside a web page that can be told its theme by `data-theme` on its root."""
+    bare = sheet().partition(_colours(LIGHT, 0))[0]
+    dark = _colours(DARK, 1) + extra_dark
+    told, asked = (dark.replace(".sc ", f"{root} .sc ") for root in (DARK_ROOT, LIGHT_UNLESS_TOLD))
+    return f"{bare}{_colours(LIGHT, 0)}{extra_light}@media (prefers-color-scheme:dark){{{asked}}}{told}"
+
+
+def inside_page(svg: str) -> str:
+    """A picture of ours without its own style sheet, which inside a web page would hold for the whole of it."""
+    head, _, rest = svg.partition("<style>")
+    return head + rest.partition("</style>")[2]
+
+
+def _colours(tones: tuple[str, ...], index: int) -> str:
+    paper, box, ink, quiet, line, grid = tones
+    rules = (
+        f".sc .sc-page,.sc .sc-pill{{fill:{paper}}}"
+        f".sc text{{fill:{ink}}}.sc .sc-quiet{{fill:{quiet}}}"
+        f".sc .sc-box{{fill:{box};stroke:{line}}}.sc .sc-empty{{fill:{paper}}}"
+        f".sc .sc-output{{fill:{ink};stroke:{ink}}}.sc .sc-on-output{{fill:{paper}}}"
+        f".sc .sc-input{{stroke:{ink}}}"
+        f".sc .sc-hand{{stroke:{line}}}.sc .sc-tip{{fill:{line}}}"
+        f".sc .sc-grid{{stroke:{grid}}}.sc .sc-axis{{stroke:{line}}}"
+    )
+    for name, pair in COLOURS.items():
+        colour = pair[index]
+        rules += f".sc .sc-l-{name},.sc .sc-p-{name}{{stroke:{colour}}}.sc .sc-f-{name}{{fill:{colour}}}"
+        rules += f".sc .sc-o-{name}{{fill:none;stroke:{colour};stroke-width:1.5}}"
+    return rules
+
+
+def mark(name: Family, x: float, y: float) -> str:
+    """The sign of a family, ten pixels wide around (x, y): it says without colour what the line says with it."""
+    n = num
+    match name:
+        case "conv":
+            return f'<rect class="sc-f-conv" x="{n(x - 4)}" y="{n(y - 4)}" width="8" height="8" rx="1"/>'
+        case "dilated":  # a kernel with holes
+            dots = "".join(f"M{n(x + i)} {n(y + j)}h3v3h-3z" for j in (-4.5, 1.5) for i in (-4.5, 1.5))
+            return f'<path class="sc-f-dilated" d="{dots}"/>'
+        case "dynamic":  # a kernel within the map that makes it
+            inner = f'<rect class="sc-f-dynamic" x="{n(x - 2)}" y="{n(y - 2)}" width="4" height="4"/>'
+            return f'<rect class="sc-o-dynamic" x="{n(x - 4.5)}" y="{n(y - 4.5)}" width="9" height="9" rx="1"/>' + inner
+        case "pool":
+            return f'<path class="sc-f-pool" d="M{n(x - 5)} {n(y - 4)}h10l-5 8.5z"/>'
+        case "skip":
+            return f'<path class="sc-o-skip" d="M{n(x - 5)} {n(y)}h9m-3.5 -3.5l3.5 3.5l-3.5 3.5"/>'
+        case "attention":
+            return f'<path class="sc-f-attention" d="M{n(x)} {n(y - 5.5)}l5.5 5.5l-5.5 5.5l-5.5 -5.5z"/>'
+        case "other":
+            return f'<circle class="sc-o-other" cx="{n(x)}" cy="{n(y)}" r="4"/>'
+        case "none":
+            return f'<path class="sc-o-none" d="M{n(x - 4)} {n(y - 4)}l8 8m0 -8l-8 8"/>'

@@ -1,0 +1,6 @@
+"""Many runs from one small file: methods × spaces × seeds, on this machine or on a cluster that others schedule."""
+
+from softcell.app.sweep.control import Outcome, run_sweep
+from softcell.app.sweep.plan import Job, Plan, jobs_of, read_plan
+
+__all__ = ["Job", "Outcome", "Plan", "jobs_of", "read_plan", "run_sweep"]

@@ -1,0 +1,98 @@
+"""Takes jobs through a launcher until each is finished or has failed too often."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from softcell.app.sweep.launch import Handle, Launcher
+from softcell.app.sweep.plan import Job
+from softcell.app.sweep.work import last_error
+
+Tell = Callable[[str, Job, str], None]
+"""Takes what happened (`start`, `done`, `retry`, `failed`), to which job, and a remark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a sweep ended. `earlier` were finished before it began; `failed` with the last error; `open` if stopped."""
+
+    earlier: list[Job]
+    finished: list[Job]
+    failed: dict[str, tuple[Job, int, str]]
+    open: list[Job]
+
+    @property
+    def interrupted(self) -> bool:
+        return bool(self.open)
+
+
+def run_sweep(
+    jobs: Sequence[Job],
+    launcher: Launcher,
+    *,
+    at_once: int | None = None,
+    retries: int = 1,
+    tell: Tell = lambda what, job, remark: None,
+    poll: float = 0.2,
+) -> Outcome:
+    """Runs what is not finished; Ctrl-C stops all jobs, which save where they are.
+
+    A job counts as finished when its run folders say so, whatever its process returned. One that is not, when its
+    process ends, is tried again up to `retries` times and goes on from its last checkpoint.
+    """
+    earlier = [job for job in jobs if job.is_finished()]
+    waiting = deque(job for job in jobs if job not in earlier)
+    limit = at_once or launcher.at_once or len(waiting)
+    attempts = {job.name: 0 for job in jobs}
+    running: dict[str, tuple[Job, Handle]] = {}
+    finished: list[Job] = []
+    failed: dict[str, tuple[Job, int, str]] = {}
+
+    def look() -> None:
+        for name, (job, handle) in list(running.items()):
+            if handle.done():
+                code = handle.result()
+                del running[name]
+                if job.is_finished():
+                    finished.append(job)
+                    tell("done", job, "")
+                elif attempts[name] <= retries:
+                    tell("retry", job, last_error(job.folder))
+                    waiting.append(job)
+                else:
+                    error = last_error(job.folder) if code else "it ended without finishing its runs"
+                    failed[name] = (job, attempts[name], error)
+                    tell("failed", job, error)
+
+    try:
+        while waiting or running:
+            while waiting and len(running) < limit:
+                job = waiting.popleft()
+                attempts[job.name] += 1
+                job.write()
+                tell("start", job, "")
+                running[job.name] = (job, launcher.submit(job))
+            time.sleep(poll)
+            look()
+    except KeyboardInterrupt:
+        left = [job for job, _ in running.values()]
+        _stop([handle for _, handle in running.values()], poll)
+        still = [job for job in left if not job.is_finished()]
+        finished += [job for job in left if job.is_finished()]
+        return Outcome(earlier, finished, failed, [*still, *waiting])
+    return Outcome(earlier, finished, failed, [])
+
+
+def _stop(handles: Sequence[Handle], poll: float) -> None:
+    """Waits for all to save and end; a second Ctrl-C does not wait."""
+    for handle in handles:
+        handle.stop()
+    try:
+        while not all(handle.done() for handle in handles):
+            time.sleep(poll)
+    except KeyboardInterrupt:
+        for handle in handles:
+            handle.stop()

@@ -1,6 +1,0 @@
-"""Many runs from one small file: methods × spaces × seeds, on this machine or on a cluster that others schedule."""
-
-from softcell.sweep.control import Outcome, run_sweep
-from softcell.sweep.plan import Job, Plan, jobs_of, read_plan
-
-__all__ = ["Job", "Outcome", "Plan", "jobs_of", "read_plan", "run_sweep"]

@@ -1,0 +1,41 @@
+"""Commands run in this process, with the real error handling; a process of their own only where that is the subject."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from softcell.app.cli.main import run
+from tests.helpers.cli_calls import TINY, Answer, Softcell
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Softcell:
+    """Runs `softcell ...` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def softcell_(*arguments: str | Path) -> Answer:
+        code = run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return softcell_
+
+
+@pytest.fixture(scope="session")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished tiny search; not to be changed."""
+    folder = tmp_path_factory.mktemp("searched") / "run"
+    assert run(["search", *TINY, "--epochs", "2", "--out", str(folder), "--quiet"]) == 0
+    return folder

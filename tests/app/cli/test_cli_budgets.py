@@ -1,0 +1,197 @@
+"""Budgets of random searches and of random architectures beside a trained one, as a user sees them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from softcell.api import train
+from softcell.app.baseline import APART, STRIDE, draw_random
+from softcell.app.cli.main import run
+from softcell.arch import Genotype, sample
+from softcell.errors import UserError
+from softcell.evaluate.recipe import resolve
+from softcell.spaces import build_space
+from softcell.spaces.count import count_genotype, evaluation_space
+from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell
+from tests.helpers.unsealed import unsealed
+
+COUNTED = evaluation_space("nb201", "digits")
+"""Larger than what is trained here: a budget is about the size it was stated for."""
+
+
+def parameters(genotype: Genotype) -> int:
+    return count_genotype(COUNTED, genotype, (1, 8, 8), 10).parameters
+
+
+DRAWS = [sample(COUNTED.layout(), number) for number in range(1, 60)]
+LIMIT = 85_000
+ALLOWED = [genotype for genotype in DRAWS if parameters(genotype) <= LIMIT]
+LATER = [sample(COUNTED.layout(), APART + number) for number in range(1, 60)]
+BESIDE = [genotype for genotype in LATER if parameters(genotype) <= LIMIT]
+"""What stands beside the findings of random search."""
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished search with a budget; not to be changed."""
+    folder = tmp_path_factory.mktemp("bounded") / "run"
+    words = ["search", "random", *TINY, "--epochs", "1", "--set", "method.samples=2", "--max-params", str(LIMIT)]
+    assert run([*words, "--out", str(folder), "--quiet"]) == 0
+    return folder
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((folder / "run.json").read_text())["results"]
+    return results
+
+
+def test_a_random_search_says_that_it_met_its_budget(call: Softcell) -> None:
+    answer = call(
+        "search", "random", *TINY, "--epochs", "1", "--set", "method.samples=1", "--max-params", "85k", "--out", "run"
+    )
+    assert answer.code == 0
+    assert "\nbudget        " in answer.out and "parameters, within 85k parameters\n" in answer.out
+    assert trained(Path("run"))["budget_met"] is True
+    assert "ignores" not in answer.out + answer.error
+
+
+@pytest.mark.parametrize(
+    ("option", "told"), [(("--max-params", "100"), "out of reach"), (("--resource", "mild"), "has none")]
+)
+def test_what_random_search_cannot_do_is_refused(option: tuple[str, str], told: str, call: Softcell) -> None:
+    answer = call("search", "random", *TINY, "--epochs", "1", *option, "--out", "run")
+    assert answer.code == 2 and told in answer.error
+    assert not Path("run").exists()
+
+
+def test_random_architectures_beside_a_trained_one_meet_the_budget_of_its_search(call: Softcell, bounded: Path) -> None:
+    assert LATER[: len(BESIDE)] != BESIDE
+    answer = call("train", bounded, *TINY_TRAIN, "--random", "2", "--out", "out")
+    assert answer.code == 0
+    assert "drawn within the budget of the search: at most 85k parameters, counted as in the search" in answer.out
+    assert "channels 16" in answer.out and "misses" not in answer.out
+    for number in (1, 2):
+        found = Genotype.load(f"out/random-{number}")
+        assert found == BESIDE[number - 1]
+        assert found.about["budget"]["max_params"] == LIMIT and "found" not in found.about["budget"]
+    again = call("train", "--resume", "out", "--random", "3")  # whose search is not named any more
+    assert again.code == 0 and "drawn within the budget" in again.out
+    assert Genotype.load("out/random-3") == BESIDE[2]
+
+
+def test_random_architectures_without_a_budget_are_what_they_always_were(call: Softcell) -> None:
+    answer = call("train", CELL, *TINY_TRAIN, "--random", "2", "--seed", "2", "--out", "out")
+    assert answer.code == 0 and "budget" not in answer.out
+    layout = build_space("nb201", {"channels": 2}).layout()
+    for number in (1, 2):
+        found = Genotype.load(f"out/random-{number}")
+        assert found == sample(layout, 2 * STRIDE + number)
+        assert found.about == {"method": "random", "seed": 2 * STRIDE + number}
+
+
+def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recipe(
+    call: Softcell, bounded: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("run.json", "genotype.json"):
+        (old / name).write_bytes((bounded / name).read_bytes())
+    manifest, genotype = json.loads((old / "run.json").read_text()), json.loads((old / "genotype.json").read_text())
+    manifest["results"].pop("data", None)
+    del genotype["about"]["budget"]
+    (old / "run.json").write_text(json.dumps(unsealed(manifest)))
+    (old / "genotype.json").write_text(json.dumps(genotype))
+    for source in (f"{bounded}@1", old):
+        answer = call("train", source, *TINY_TRAIN, "--random", "1", "--out", "out", "--overwrite")
+        assert answer.code == 0 and "drawn within the budget" in answer.out
+        assert Genotype.load("out/random-1") == BESIDE[0]
+        assert Genotype.load("out").about["budget"]["found"] == {"parameters": parameters(Genotype.load("out"))}
+
+
+def test_a_network_that_misses_the_budget_of_its_search_is_told(call: Softcell, tmp_path: Path) -> None:
+    about = {"max_params": 1000, "input": [1, 8, 8], "classes": 10, "network": {"cells_per_stage": 1, "channels": 16}}
+    found = {"budget": {**about, "found": {"parameters": parameters(DRAWS[0])}}}
+    Genotype("nb201", DRAWS[0].cells, DRAWS[0].settings, found).save("found.json")
+    plain = call("train", "found.json", *TINY_TRAIN, "--out", "plain")
+    assert plain.code == 0
+    assert "note: this network misses the budget of its search: it has " in plain.out
+    assert "over the budget of 1k parameters, as counted there\n" in plain.out
+    refused = call("train", "found.json", *TINY_TRAIN, "--random", "1", "--out", "beside")
+    assert refused.code == 2
+    assert "out of reach of random architectures" in refused.error and "leave out --random" in refused.error
+    assert not Path("beside").exists(), "before the first training, not after it"
+
+
+@pytest.mark.parametrize("method", ["darts", "snas"])
+def test_a_budget_that_no_architecture_meets_is_refused_at_once(method: str, call: Softcell) -> None:
+    answer = call("search", method, *TINY, "--epochs", "1", "--out", "run", "--max-params", "1k")
+    assert answer.code == 2
+    assert "no architecture meets a budget of 1k parameters: the smallest network has" in answer.error
+    assert "resource.network.channels=N" in answer.error
+    assert not Path("run").exists()
+
+
+def test_a_budget_is_counted_for_images_of_another_size(call: Softcell) -> None:
+    counts = {}
+    for name, more in (("own", ()), ("larger", ("--at-size", "16"))):
+        answer = call("search", "darts", *TINY, "--epochs", "1", "--out", name, "--max-flops", "9G", *more)
+        assert answer.code == 0
+        found, results = Genotype.load(name), trained(Path(name))
+        side = 16 if more else 8
+        assert results["derived_flops"] == count_genotype(COUNTED, found, (1, side, side), 10).multiply_adds
+        assert found.about["budget"]["input"] == [1, side, side]
+        counts[name] = results["derived_flops"]
+    assert counts["larger"] > 3 * counts["own"]
+    assert call("train", "larger", *TINY_TRAIN, "--out", "trained").code == 0
+    refused = call("search", "darts", *TINY, "--at-size", "16")
+    assert refused.code == 2
+    assert "state one too (--max-params, --max-flops)" in refused.error
+
+
+def test_an_empty_cell_is_reported_and_trained_only_when_asked_for(call: Softcell) -> None:
+    """A penalty that leaves nothing but `none`."""
+    strong = ("--set", "resource.weight=1000", "--set", "architecture.lr=5", "--epochs", "2")
+    answer = call("search", "snas", *TINY, *strong, "--out", "run")
+    assert answer.code == 0
+    assert "cell 'cell' is empty: all paths from its inputs to its output are `none`" in answer.out + answer.error
+    assert trained(Path("run"))["empty_cells"] == ["cell"]
+    refused = call("train", "run", *TINY_TRAIN, "--out", "trained")
+    assert refused.code == 2
+    assert "must lead from an input to its output" in refused.error
+    assert "--set allow_empty=true" in refused.error
+    assert call("train", "run", *TINY_TRAIN, "--out", "trained", "--seeds", "2").code == 2
+    assert not Path("trained").exists()
+    with pytest.raises(UserError, match="allow_empty"):
+        train("run", out="trained", epochs=1)
+    assert call("train", "run", *TINY_TRAIN, "--out", "trained", "--set", "allow_empty=true").code == 0
+
+
+def test_a_missed_budget_that_can_be_met_is_met_by_the_random_ones(call: Softcell, tmp_path: Path) -> None:
+    about = {"max_params": LIMIT, "input": [1, 8, 8], "classes": 10, "network": {"cells_per_stage": 1, "channels": 16}}
+    large = max(DRAWS, key=parameters)
+    found = {"budget": {**about, "found": {"parameters": parameters(large)}}}
+    Genotype("nb201", large.cells, large.settings, found).save("large.json")
+    answer = call("train", "large.json", *TINY_TRAIN, "--random", "1", "--out", "out")
+    assert answer.code == 0
+    assert (
+        "note: this network misses the budget" in answer.out and "random architectures beside it meet it" in answer.out
+    )
+    assert Genotype.load("out/random-1") == ALLOWED[0]
+
+
+def test_no_random_architectures_are_no_baseline() -> None:
+    with pytest.raises(UserError, match="count=0"):
+        draw_random(DRAWS[0], resolve(DRAWS[0], {}), 0)
+
+
+def test_random_search_is_not_compared_with_what_it_has_drawn_itself(call: Softcell) -> None:
+    few = ("--set", "method.samples=6", "--epochs", "1", "--out", "drawn", "-q")
+    assert call("search", "random", *TINY, *few).code == 0
+    rows = [json.loads(line)["genotype"] for line in Path("drawn/architecture.jsonl").read_text().splitlines()]
+    assert call("train", "drawn", *TINY_TRAIN, "--random", "4", "--out", "out", "-q").code == 0
+    beside = [Genotype.load(f"out/random-{k}").to_dict()["cells"] for k in (1, 2, 3, 4)]
+    assert len(rows) == 6 and all(one not in rows for one in beside)

@@ -1,0 +1,198 @@
+"""Groups, tests and sentences: numbers against published tables and scipy, claims against what n allows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from softcell.app.report.compare import Comparison, compare
+from softcell.app.report.html import write_report
+from softcell.app.report.runs import find_runs, read_runs
+from softcell.app.report.stats import holm, summarise, welch
+from softcell.app.report.tables import HEADER, group_row, groups_csv, markdown, pairs_csv, runs_csv
+from tests.helpers.report_runs import make_search, make_training
+from tests.helpers.unsealed import unsealed
+
+A, B = [0.91, 0.93, 0.92, 0.95], [0.85, 0.90, 0.84]
+
+
+def test_welch_is_scipys() -> None:
+    found, expected = welch(A, B), stats.ttest_ind(A, B, equal_var=False)
+    assert found is not None
+    assert found.p == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert found.interval == pytest.approx((low, high))
+    assert found.difference == pytest.approx(sum(A) / 4 - sum(B) / 3)
+
+
+def test_no_test_without_spread_or_with_one_value() -> None:
+    assert welch(A, [0.9]) is None
+    assert welch([0.9, 0.9], [0.8, 0.8]) is None
+    assert welch([0.1 + 0.2] * 3, [0.8, 0.8]) is None
+    one_sided = welch([0.9, 0.9], [0.8, 0.7])
+    assert one_sided is not None and 0 < one_sided.p < 1
+
+
+def test_holm_steps_down() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])  # 3 x 0.01; 2 x 0.03; not below it
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_the_summary_has_the_sample_deviation_and_students_interval() -> None:
+    found = summarise([1.0, 2.0, 3.0])
+    assert (found.n, found.mean, found.std) == (3, 2.0, 1.0)
+    assert found.interval == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5))
+    assert summarise([1.0]).std is None
+
+
+def comparison(folder: Path) -> Comparison:
+    return compare(read_runs(find_runs([folder])))
+
+
+def test_runs_that_differ_by_seed_are_one_group_and_the_rest_is_said(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.95, 0.96, 0.97)):
+        make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
+        make_training(tmp_path / f"b{seed}", method="darts", seed=seed, accuracy=accuracy - 0.2)
+        make_training(tmp_path / f"c{seed}", method="darts", seed=seed, accuracy=accuracy - 0.2, epochs=9)
+    found = comparison(tmp_path)
+    assert [(g.name, len(g.runs)) for g in found.groups] == [
+        ("darts in nb201 (epochs=3)", 3),
+        ("darts in nb201 (epochs=9)", 3),
+        ("snas in nb201", 3),
+    ]
+    said = {(p.first.name, p.second.name): p.sentence for p in found.pairs}
+    clear = said["darts in nb201 (epochs=3)", "snas in nb201"]
+    assert clear.startswith("snas in nb201 is 20.00 points higher than darts in nb201 (epochs=3)")
+    assert "a difference at the 5 % level" in clear and "corrected for 3 comparisons" in clear
+    assert "Beware" not in clear
+    same = said["darts in nb201 (epochs=3)", "darts in nb201 (epochs=9)"]
+    assert "no difference can be claimed, nor that there is none" in same
+    assert "Beware: they also differ in epochs 3 and 9" in same
+
+
+def test_networks_of_different_searches_are_never_one_group(tmp_path: Path) -> None:
+    """Searched longer, with a teacher, or taken from another epoch: trained alike, they still are other experiments."""
+    longer, guided = {"settings": {"epochs": 9}}, {"settings": {"guide.teacher": "resnet18"}}
+    for seed, accuracy in enumerate((0.95, 0.96, 0.97)):
+        for name, about in (("a", {}), ("b", longer), ("c", guided), ("d", {"epoch": 2, "epochs": 2})):
+            make_training(tmp_path / f"{name}{seed}", method="snas", seed=seed, accuracy=accuracy, about=about)
+        make_training(tmp_path / f"e{seed}", seed=seed, accuracy=accuracy, about={"settings": {"weights.lr": 0.1}})
+    found = comparison(tmp_path)
+    keys = "search.epochs", "search.guide.teacher", "search.epoch"
+    names = {
+        "snas in nb201 (" + ", ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True)) + ")"
+        for values in (
+            ("as usual", "as usual", "as usual"),
+            ("9", "as usual", "as usual"),
+            ("as usual", "resnet18", "as usual"),
+            ("as usual", "as usual", "2"),
+        )
+    }
+    assert {g.name for g in found.groups} == {*names, "darts in nb201"}
+    assert all(len(g.runs) == 3 for g in found.groups)
+    said = [p.sentence for p in found.pairs if p.first.method == "darts" and "search.epochs=9" in p.second.name]
+    assert len(said) == 1 and "Beware: they also differ in search.epochs as usual and 9." in said[0]
+    assert "weights.lr" not in said[0], "methods have their own"
+
+
+def test_one_seed_is_never_a_result(tmp_path: Path) -> None:
+    make_training(tmp_path / "a", method="snas", accuracy=0.99)
+    make_training(tmp_path / "b", method="darts", accuracy=0.5)
+    (pair,) = comparison(tmp_path).pairs
+    assert pair.test is None
+    assert "no statement can be made, since darts in nb201 has n = 1 and snas in nb201 has n = 1" in pair.sentence
+
+
+def test_what_cannot_be_said_is_said_once(tmp_path: Path) -> None:
+    for method in ("snas", "darts", "random"):
+        make_training(tmp_path / method, method=method, accuracy=0.9)
+    found = comparison(tmp_path)
+    assert len(found.pairs) == 3
+    (said,) = found.sentences
+    assert said.startswith("On 3 pairs of groups no statement can be made: n = 1 of") and "snas in nb201" in said
+    for seed in (1, 2):
+        make_training(tmp_path / f"snas{seed}", method="snas", seed=seed, accuracy=0.9 + seed / 100)
+        make_training(tmp_path / f"darts{seed}", method="darts", seed=seed, accuracy=0.8 + seed / 100)
+    found = comparison(tmp_path)
+    assert len(found.sentences) == 2 and "by Welch's t-test" in found.sentences[0]
+    assert found.sentences[1].startswith("On 2 pairs")
+
+
+def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
+    make_training(tmp_path / "a", accuracy=0.9)
+    make_training(tmp_path / "copy", accuracy=0.9)
+    found = comparison(tmp_path)
+    assert [len(group.runs) for group in found.groups] == [1]
+    assert "copy repeats a (same recipe, seed and architecture): counted once" in found.notes
+
+
+def test_different_kinds_of_accuracy_are_never_compared(tmp_path: Path) -> None:
+    for seed in range(2):
+        make_training(tmp_path / f"t{seed}", seed=seed, accuracy=0.9 + seed / 50)
+        make_search(tmp_path / f"s{seed}", seed=seed, accuracy=0.8 + seed / 50)
+        make_search(tmp_path / f"o{seed}", seed=seed, accuracy=0.8 + seed / 50, data="other")
+    child = json.loads((tmp_path / "s1" / "run.json").read_text())
+    child["results"]["child_accuracy"] = 0.5
+    (tmp_path / "s1" / "run.json").write_text(json.dumps(unsealed(child)))
+    found = comparison(tmp_path)
+    assert len({(g.measure, g.data) for g in found.groups}) == 4
+    assert found.pairs == ()
+    assert any("never compared" in note for note in found.notes)
+
+
+def test_top_5_is_shown_where_all_runs_of_a_group_have_it(tmp_path: Path) -> None:
+    """Older runs have none: their group says so and keeps its accuracy."""
+    for seed, top5 in ((0, 0.875), (1, 0.9375)):
+        make_training(tmp_path / f"new{seed}", seed=seed, accuracy=0.5 + seed / 50)
+        make_training(tmp_path / f"old{seed}", seed=seed, accuracy=0.5 + seed / 50, method="snas")
+        manifest = json.loads((tmp_path / f"new{seed}" / "run.json").read_text())
+        manifest["results"]["top5"] = top5
+        (tmp_path / f"new{seed}" / "run.json").write_text(json.dumps(unsealed(manifest)))
+    found = comparison(tmp_path)
+    column = HEADER.index("top-5, %")
+    assert {group.method: group_row(group)[column] for group in found.groups} == {"darts": "90.62", "snas": "–"}
+    assert "0.90625" in groups_csv(found) and "0.9375" in runs_csv(found)
+    page = write_report([tmp_path / "new0"], tmp_path / "page.html").read_text()
+    assert "top-5" in page and "87.5" in page
+
+
+def test_unfinished_runs_are_named_and_not_counted(tmp_path: Path) -> None:
+    make_training(tmp_path / "a")
+    make_search(tmp_path / "half", status="interrupted")
+    found = comparison(tmp_path)
+    assert "half: status interrupted; not counted" in found.notes
+
+
+def test_architectures_of_one_seed_are_called_that(tmp_path: Path) -> None:
+    for k, accuracy in enumerate((0.9, 0.8)):
+        make_training(tmp_path / f"f{k}", seed=k, accuracy=accuracy)
+        make_training(tmp_path / f"r{k}", method="random", seed=k + 5, accuracy=accuracy - 0.1)
+        manifest = json.loads((tmp_path / f"r{k}" / "run.json").read_text())
+        manifest["seed"] = manifest["recipe"]["seed"] = 0
+        (tmp_path / f"r{k}" / "run.json").write_text(json.dumps(unsealed(manifest)))
+    (pair,) = comparison(tmp_path).pairs
+    assert "All runs of random draw in nb201 share one seed: their spread is that of architectures." in pair.sentence
+
+
+def test_tables_say_the_same_numbers(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.9, 0.92)):
+        make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
+        make_training(tmp_path / f"b{seed}", method="=1+1|`x`", seed=seed, accuracy=accuracy - 0.1)
+    found = comparison(tmp_path)
+    first, second = list(csv.DictReader(io.StringIO(groups_csv(found))))
+    assert (float(second["mean"]), float(second["std"])) == pytest.approx((0.91, 0.0002**0.5))
+    assert (second["n"], second["seeds"], second["runs"]) == ("2", "0 1", "a0 a1")
+    assert first["method"].startswith("'=")  # no formula for a spreadsheet
+    (pair,) = list(csv.DictReader(io.StringIO(pairs_csv(found))))
+    assert float(pair["difference"]) == pytest.approx(-0.1)
+    assert len(list(csv.DictReader(io.StringIO(runs_csv(found))))) == 4
+    text = markdown(found)
+    assert "| snas in nb201 | 2 | 91.00 | 1.41 |" in text
+    assert "=1+1\\|\\`x\\`" in text
+    assert {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")} == {10}

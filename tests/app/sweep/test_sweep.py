@@ -1,0 +1,399 @@
+"""Sweeps: what a file means, what is run, retried, left alone and reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import softcell
+from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
+from softcell.app.sweep.launch import Local, Ray, make_launcher
+from softcell.app.sweep.work import LOG, commands, last_error
+from softcell.arch import Genotype, sample
+from softcell.engine import RunFolder, new_manifest
+from softcell.engine.lock import LOCK, announce
+from softcell.errors import UserError
+from softcell.spaces import build_space
+from softcell.spaces.count import count_genotype
+
+TINY = {"data": "digits", "epochs": 1, "batch_size": 256, "threads": 1, "space": {"channels": 2, "cells_per_stage": 1}}
+
+
+def plan(tmp_path: Path, **settings: Any) -> Path:
+    file = tmp_path / "plan.yaml"
+    file.write_text(json.dumps({"methods": ["darts"], "spaces": ["nb201"], "seeds": 1, "search": TINY, **settings}))
+    return file
+
+
+def test_a_file_becomes_methods_times_spaces_times_seeds(tmp_path: Path) -> None:
+    file = plan(tmp_path, methods=["darts", "snas"], seeds=[4, 7], only={"snas": {"epochs": 9}}, train=True, random=2)
+    jobs = jobs_of(read_plan(file), tmp_path / "out")
+    assert [job.name for job in jobs] == [
+        "darts-nb201-seed4", "snas-nb201-seed4", "darts-nb201-seed7", "snas-nb201-seed7",
+    ]  # fmt: skip
+    assert [job.search["epochs"] for job in jobs] == [1, 9, 1, 9]
+    assert [job.search["seed"] for job in jobs] == [4, 4, 7, 7]
+    assert [job.random for job in jobs] == [2, 0, 2, 0]  # the same random ones serve all methods
+    assert jobs[0].search["space_settings"] == {"channels": 2, "cells_per_stage": 1}
+    assert jobs[0].train == {"data": "digits", "device": "auto", "seed": 4}
+    assert [run.name for run in jobs[0].runs()] == ["search", "train", "random-1", "random-2"]
+    assert Plan(("darts",), seeds=3).all_seeds == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"methods": ["dart"]}, "did you mean 'darts'"),
+        ({"spaces": ["nb2"]}, "no space 'nb2'"),
+        ({"methods": []}, "at least one"),
+        ({"seeds": [1, 1]}, "twice"),
+        ({"seeds": 0}, "at least one"),
+        ({"seeds": [-1]}, r"`0 <= seed < 2\*\*63` must hold, but got seed=-1"),
+        ({"seeds": [2**63]}, "but got seed=9223372036854775808"),
+        ({"seeds": 20261116}, r"is how many, at most 10,000, but got 20261116; write \[20261116\]"),
+        ({"random": -1, "train": True}, "`random` must not be negative"),
+        ({"search": {"method": "snas"}}, r"sweep\.search: `method` .* `methods: \[snas\]` at the top"),
+        ({"search": {"space": "nos"}}, r"sweep\.search: `space` .* `spaces: \[nos\]` at the top"),
+        ({"search": {"seed": 4}}, r"sweep\.search: `seed` .* `seeds: \[4\]` at the top"),
+        ({"train": {"seed": 0}}, r"sweep\.train: `seed` .* `seeds: \[0\]` at the top"),
+        ({"only": {"darts": {"space": "darts"}}}, r"sweep\.only\.darts: `space` .* `spaces: \[darts\]`"),
+        ({"plugins": ["a.py"], "search": {"plugins": ["b.py"]}}, r"sweep\.search: `plugins` is at the top"),
+        ({"method": ["darts"]}, "did you mean 'methods'"),
+        ({"search": {"epoch": 3}}, "did you mean 'epochs'"),
+        ({"train": {"lr": "fast"}}, "must be a number"),
+        ({"only": {"snas": {}}}, "none of the methods"),
+        ({"only": {"darts": 3}}, "must be a mapping"),
+        ({"random": 2}, "`train` must be given"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_runs(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        jobs_of(read_plan(plan(tmp_path, **settings)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_of_a_method_and_of_a_space_stand_under_their_names(tmp_path: Path) -> None:
+    search = {**TINY, "method": {}, "space": {"channels": 4}}
+    file = plan(tmp_path, search=search, only={"nb201": {"space": {"channels": 6}}})
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    assert (job.search["method"], job.search["space"], job.search["seed"]) == ("darts", "nb201", 0)
+    assert job.search["space_settings"]["channels"] == 6
+
+
+@pytest.mark.exhaustive
+def test_random_architectures_of_a_sweep_meet_its_budget(tmp_path: Path) -> None:
+    """Without it the first one is half as large again."""
+    network = {"cells_per_stage": 1, "channels": 4}
+    search = {**TINY, "resource": {"max_params": 5000, "network": network}, "method": {"samples": 1}}
+    file = plan(tmp_path, methods=["random"], search=search, train={"epochs": 1, "batch_size": 256}, random=2)
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    outcome = run_sweep([job], Local(1), retries=0, poll=0.02)
+    assert [one.name for one in outcome.finished] == [job.name], outcome.failed
+    found = [json.loads((run / "run.json").read_text())["results"] for run in job.runs()]
+    assert found[0]["budget_met"] is True
+    space = build_space("nb201", network)
+    for run in job.runs():
+        assert count_genotype(space, Genotype.load(run), (1, 8, 8), 10).parameters <= 5000
+    free = sample(space.layout(), 1)
+    assert count_genotype(space, free, (1, 8, 8), 10).parameters > 7500
+
+
+def test_no_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        read_plan(tmp_path / "nothing.yaml")
+    with pytest.raises(UserError, match=r"sweep\.yaml"):
+        read_plan(tmp_path)
+
+
+def pretend(folder: Path, status: Any = "finished", recipe: dict[str, Any] | None = None) -> None:
+    """A run folder with a status."""
+    RunFolder.create(folder, new_manifest("search", recipe or {}, 0), overwrite=True).update(status=status)
+
+
+class Fake:
+    """A launcher that ends jobs at once; `script` says how often each fails first."""
+
+    at_once: int | None = None
+
+    def __init__(self, script: dict[str, int] | None = None, after: Callable[[], None] = lambda: None) -> None:
+        self.script, self.submitted, self.after = dict(script or {}), [], after
+        self.open, self.most = 0, 0
+
+    submitted: list[str]
+
+    def submit(self, job: Job) -> Any:
+        self.submitted.append(job.name)
+        self.open += 1
+        self.most = max(self.most, self.open)
+
+        def result() -> int:
+            self.open -= 1
+            self.after()
+            if self.script.get(job.name, 0) > 0:
+                self.script[job.name] -= 1
+                (job.folder / LOG).write_text("$ softcell search\nhm\nerror: it broke\nended with exit code 2\n")
+                return 2
+            for run in job.runs():
+                pretend(run)
+            return 0
+
+        return SimpleNamespace(done=lambda: True, result=result, stop=lambda: None)
+
+
+def jobs(tmp_path: Path, count: int = 3) -> list[Job]:
+    return [Job(tmp_path / f"job{k}", {}, None, 0) for k in range(count)]
+
+
+def test_failed_jobs_are_retried_and_named_with_their_last_error(tmp_path: Path) -> None:
+    fake, told = Fake({"job0": 1, "job1": 9}), []
+    outcome = run_sweep(
+        jobs(tmp_path), fake, retries=2, poll=0, tell=lambda *what: told.append((what[0], what[1].name))
+    )
+    assert fake.submitted.count("job0") == 2
+    assert fake.submitted.count("job1") == 3
+    assert {job.name for job in outcome.finished} == {"job0", "job2"}
+    (job, attempts, error) = outcome.failed["job1"]
+    assert (job.name, attempts, error) == ("job1", 3, "error: it broke")
+    assert told.count(("retry", "job1")) == 2 and ("failed", "job1") in told
+
+
+def test_finished_jobs_are_never_repeated_whatever_else_happens(tmp_path: Path) -> None:
+    every = jobs(tmp_path)
+    pretend(every[1].folder / "search")
+    fake = Fake()
+    outcome = run_sweep(every, fake, poll=0)
+    assert fake.submitted == ["job0", "job2"]
+    assert outcome.earlier == [every[1]]
+    again = Fake()
+    assert run_sweep(every, again, poll=0).finished == [] and again.submitted == []
+
+
+def test_no_more_jobs_than_asked_for_run_at_once(tmp_path: Path) -> None:
+    for limit in (1, 2):
+        fake = Fake()
+        run_sweep(jobs(tmp_path / str(limit), 5), fake, at_once=limit, poll=0)
+        assert fake.most == limit
+    free = Fake()
+    run_sweep(jobs(tmp_path / "free", 5), free, poll=0)
+    assert free.most == 5
+
+
+def test_a_process_that_claims_success_without_a_run_has_failed(tmp_path: Path) -> None:
+    class Liar(Fake):
+        def submit(self, job: Job) -> Any:
+            return SimpleNamespace(done=lambda: True, result=lambda: 0, stop=lambda: None)
+
+    outcome = run_sweep(jobs(tmp_path, 1), Liar(), retries=0, poll=0)
+    assert "without finishing" in outcome.failed["job0"][2]
+
+
+def test_ctrl_c_stops_the_running_and_leaves_the_rest_to_do(tmp_path: Path) -> None:
+    stopped = []
+
+    class Slow(Fake):
+        def submit(self, job: Job) -> Any:
+            def done() -> bool:
+                if not stopped:
+                    raise KeyboardInterrupt
+                return True
+
+            return SimpleNamespace(done=done, result=lambda: 130, stop=lambda: stopped.append(job.name))
+
+    outcome = run_sweep(jobs(tmp_path), Slow(), at_once=2, poll=0)
+    assert stopped == ["job0", "job1"]
+    assert outcome.interrupted and [job.name for job in outcome.open] == ["job0", "job1", "job2"]
+
+
+def test_commands_go_on_where_a_run_has_begun(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text("{}")
+    search, train = str(tmp_path / "search"), str(tmp_path / "train")
+    assert [words[:3] for words in commands(tmp_path, 1)] == [
+        ["search", "--config", f"{search}.json"],
+        ["train", search, "--config"],
+    ]
+    pretend(tmp_path / "search", "interrupted")
+    assert commands(tmp_path, 1)[0][:3] == ["search", "--resume", search]
+    pretend(tmp_path / "search")
+    pretend(tmp_path / "train", "failed")
+    assert commands(tmp_path, 1) == [["train", "--resume", train, "--random", "1", "--quiet"]]
+    pretend(tmp_path / "train")
+    assert len(commands(tmp_path, 1)) == 1  # the random one is missing still
+    pretend(tmp_path / "train" / "random-1")
+    assert commands(tmp_path, 1) == []
+
+
+def test_other_settings_than_those_of_a_run_are_refused(tmp_path: Path) -> None:
+    from softcell.api import search_recipe
+
+    file = plan(tmp_path)
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    pretend(job.folder / "search", recipe=search_recipe({**job.search, "device": "cuda:3"}).to_dict())
+    jobs_of(read_plan(file), tmp_path / "out")  # where it ran is no other setting
+    changed = plan(tmp_path, search={**TINY, "epochs": 7})
+    with pytest.raises(UserError, match="epochs: 1 -> 7"):
+        jobs_of(read_plan(changed), tmp_path / "out")
+    defaults = plan(tmp_path, search={key: value for key, value in TINY.items() if key != "epochs"})
+    with pytest.raises(UserError, match="epochs: 1 ->"):  # a setting that was taken out
+        jobs_of(read_plan(defaults), tmp_path / "out")
+
+
+def test_a_job_is_never_worked_on_twice_at_a_time(tmp_path: Path) -> None:
+    import fcntl
+
+    job = Job(tmp_path / "job", TINY, None, 0)
+    job.write()
+    with open(job.folder / LOCK, "a+b") as held:  # as a process does that outlived its sweep
+        fcntl.flock(held, fcntl.LOCK_EX)
+        announce(held.fileno(), 4711)
+        outcome = run_sweep([job], Local(1), retries=0, poll=0.01)
+    assert "in use by process 4711 on" in outcome.failed["job"][2]
+    assert not (job.folder / "search").exists()
+
+
+def test_the_log_tells_the_last_error(tmp_path: Path) -> None:
+    assert last_error(tmp_path) == "no log was written"
+    (tmp_path / LOG).write_text("error: old\n$ softcell search\nValueError: new\nended with exit code 1\n")
+    assert last_error(tmp_path) == "ValueError: new; ended with exit code 1"
+
+
+def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert Local(1)._environment(0) == {}
+    assert [Local(3)._environment(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(3)] == ["3", "5", "3"]
+    assert int(Local(3)._environment(0)["OMP_NUM_THREADS"]) >= 1
+
+
+def test_launchers_that_are_not_installed_or_refuse_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"softcell\[slurm\]"):
+        make_launcher("slurm", tmp_path, None, {})
+    with pytest.raises(UserError, match=r"softcell\[ray\]"):
+        make_launcher("ray", tmp_path, None, {})
+    with pytest.raises(UserError, match="--cluster belongs"):
+        make_launcher("local", tmp_path, None, {"num_gpus": 1})
+
+
+def test_ray_gets_the_job_and_its_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class RayError(Exception):
+        pass
+
+    def remote(*functions: Any, **resources: Any) -> Any:
+        seen.append(resources)
+        wrap = lambda function: SimpleNamespace(remote=lambda *a: (function.__name__, *a))  # noqa: E731
+        return wrap(functions[0]) if functions else wrap
+
+    def get(reference: Any) -> int:
+        if "job1" in reference[1]:
+            raise RayError
+        return 0
+
+    fake = SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda **k: seen.append(k),
+        remote=remote,
+        wait=lambda references, timeout: (references, []),
+        get=get,
+        cancel=lambda reference, force: seen.append(force),
+        exceptions=SimpleNamespace(RayError=RayError),
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    launcher = Ray({"address": "auto", "num_gpus": 1})
+    handles = [launcher.submit(job) for job in jobs(tmp_path, 2)]
+    assert [handle.done() for handle in handles] == [True, True]
+    assert [handle.result() for handle in handles] == [0, 1]  # a task that Ray lost has failed
+    handles[0].stop()
+    assert seen[0]["address"] == "auto" and seen[1]["num_gpus"] == 1 and seen[2] is False
+
+
+def start(*words: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(softcell.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "softcell", *map(str, words)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
+    """The whole of it as a user has it: one job was finished before, and Ctrl-C comes while the other searches."""
+    from softcell.api import search_recipe
+
+    file = plan(tmp_path, search={**TINY, "epochs": 4000}, methods=["random", "darts"])
+    before, begins = jobs_of(read_plan(file), tmp_path / "runs" / "plan")
+    pretend(before.folder / "search", recipe=search_recipe(before.search).to_dict())
+    running = start("sweep", file, cwd=tmp_path)
+    begun = begins.folder / "search" / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not begun.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    has_begun = begun.exists()
+    running.send_signal(signal.SIGINT)  # in any case: a sweep that is left alone goes on for ever
+    out, error = running.communicate(timeout=120)
+    assert has_begun, error
+    assert (running.returncode, error) == (130, "")
+    assert "1 finished before and are left alone" in out and "random-nb201-seed0 started" not in out
+    assert "1 of 2 jobs to do; go on with:\n  softcell sweep runs/plan" in out
+    assert json.loads((begun.parent / "run.json").read_text())["status"] == "interrupted"
+    assert commands(begins.folder, 0)[0][1] == "--resume"
+    assert "random in nb201" in (tmp_path / "runs" / "plan" / "report.html").read_text()
+
+
+def test_what_a_run_decided_for_itself_is_no_other_setting(tmp_path: Path) -> None:
+    """A real run, since only those write down what "auto" became."""
+    from softcell.api import search_recipe, search_with
+
+    file = plan(tmp_path)
+    (job,) = jobs_of(read_plan(file), tmp_path / "out")
+    assert search_recipe(job.search).precision == "auto"
+    search_with(search_recipe(job.search), job.folder / "search")
+    assert json.loads((job.folder / "search" / "run.json").read_text())["recipe"]["precision"] == "float32"
+    assert jobs_of(read_plan(file), tmp_path / "out") == [job]  # the same command again
+    with pytest.raises(UserError, match="batch_size: 256 -> 128"):
+        jobs_of(read_plan(plan(tmp_path, search={**TINY, "batch_size": 128})), tmp_path / "out")
+
+
+def test_submitit_carries_jobs_and_their_exit_codes(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="submitit is not installed (the slurm extra)")
+    done, lost = jobs(tmp_path, 2)
+    done.write()
+    pretend(done.folder / "search")
+    launcher = make_launcher("slurm", tmp_path / "out", None, {"cluster": "local", "timeout_min": 5})
+    handles = [launcher.submit(job) for job in (done, lost)]
+    assert [handle.result() for handle in handles] == [0, 1]  # nothing left to do; no folder to work in
+    assert all(handle.done() for handle in handles)
+    for options in ({"cluster": "local", "no_such_option": 1}, {}):  # without Slurm on this machine
+        with pytest.raises(UserError, match="submitit refuses"):
+            make_launcher("slurm", tmp_path / "out", None, options)
+
+
+def test_ray_runs_a_job_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed (the ray extra)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")
+    launcher = make_launcher("ray", tmp_path / "out", None, {"num_cpus": 1})
+    try:
+        assert run_sweep([job], launcher, poll=0.05).finished == [job], last_error(job.folder)
+    finally:
+        ray.shutdown()
+
+
+def test_the_files_shown_in_the_documentation_work(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "sweep.md").read_text(encoding="utf-8")
+    shown = page.split("```yaml\n")[1:]
+    assert shown
+    for number, text in enumerate(shown):
+        (tmp_path / f"{number}.yaml").write_text(text.partition("```")[0], encoding="utf-8")
+        assert len(jobs_of(read_plan(tmp_path / f"{number}.yaml"), tmp_path / "out")) == 9

@@ -1,0 +1,48 @@
+"""The pictures of a run: which are drawn, and that numbers in them are the recorded ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from softcell.app import drawings
+from softcell.arch import Choice, Layout, StrongestEach, Table
+
+TABLE = Table("cell", (Choice(0, 1, ("a", "b")), Choice(0, 2, ("a",))), (2,))
+LAYOUT = Layout("toy", (TABLE,), ("cell",), StrongestEach())
+
+
+def test_the_entropy_of_every_edge_is_drawn_over_the_epochs(tmp_path: Path) -> None:
+    lines = [
+        {"epoch": epoch, "tables": {"cell": [[p, 1 - p], [1.0, 0.0]]}, "genotype": {}}
+        for epoch, p in enumerate((0.5, 0.9, 1.0))
+    ]
+    (tmp_path / "architecture.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    drawings.draw_architecture(tmp_path, LAYOUT, "title")
+    text = (tmp_path / "entropy-cell.svg").read_text()
+    second = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
+    for part in ("0→1", "0→2", "epoch 1", "epoch 3", f"{math.log(2):.2f}", f"{second:.2f}"):
+        assert part in text, part
+
+
+def test_a_long_search_is_shown_by_epochs_spread_evenly() -> None:
+    assert drawings._spread(3) == [0, 1, 2]
+    spread = drawings._spread(150)
+    assert (spread[0], spread[-1], len(spread)) == (0, 149, drawings.MOST_COLUMNS)
+    assert spread == sorted(set(spread))
+
+
+def test_children_and_temperature_are_drawn_where_they_were_measured(tmp_path: Path) -> None:
+    rows = [
+        {"epoch": e, "train_accuracy": 0.5, "val_accuracy": 0.4, "val_split": "validation", "train_loss": 1.0}
+        for e in range(2)
+    ]
+    drawings.draw_curves(tmp_path, rows, "title")
+    assert "child" not in (tmp_path / "curves.svg").read_text()
+    assert not (tmp_path / "temperature.svg").exists()
+    more = [{**row, "child_accuracy": 0.3, "temperature": 1.0, "expected_parameters": 5.0} for row in rows]
+    drawings.draw_curves(tmp_path, more, "title")
+    assert "child, validation" in (tmp_path / "curves.svg").read_text()
+    assert (tmp_path / "temperature.svg").exists()
+    assert (tmp_path / "cost.svg").exists()

@@ -1,0 +1,1 @@
+"""Slow literal twins of the papers' equations, used as oracles only."""
