@@ -90,7 +90,7 @@ def made_training(
         network.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     feeds = Feeds(dataset, recipe.batch_size, recipe.seed, session.device, session.dtype)
     batches = feeds.training(torch.arange(len(dataset.train)), dataset.augment)
-    return TrainTask(recipe, network, session.world, train=batches, held=None, tell=print)
+    return TrainTask(recipe, network, session.world, train=batches, held=None, notify=print)
 
 
 def started(task: Task) -> Iterator[Any]:

@@ -141,7 +141,7 @@ def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, 
         if not (folder / "checkpoint.bin").is_file() or deadline.passed:
             return row.get("indicators", NOT_MEASURED)
         # Own alpha or attention is there already; the other is trained on the frozen supernet.
-        deadline.tell(f"{folder.name}: indicators")
+        deadline.log(f"{folder.name}: indicators")
         found = compare_indicators(
             folder, NAMES, epochs=options.indicator_epochs, device=options.device, data_root=options.data_root
         )

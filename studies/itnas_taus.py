@@ -60,7 +60,7 @@ def proxies(
     for name, seed in wanted:
         result[f"{name}-{seed}"] = NOT_MEASURED
         if not deadline.passed:
-            deadline.tell(f"Zero-Cost-PT, {name}, seed {seed}")
+            deadline.log(f"Zero-Cost-PT, {name}, seed {seed}")
             values = indicator(space, name, images, dataset.num_classes, seed)["cell"].tolist()
             result[f"{name}-{seed}"] = {"date": now(), **collect(), "taus": rank(table, {name: values})}
     return result

@@ -57,17 +57,17 @@ class Deadline:
             elif isinstance(event, EpochEnded):
                 seconds, accuracy = event.metrics["seconds"], event.metrics.get("val_accuracy")
                 shown = "" if accuracy is None else f", validation {accuracy:.2%}"
-                self.tell(f"{name}: epoch {event.epoch + 1} in {seconds:.0f} s{shown}")
+                self.log(f"{name}: epoch {event.epoch + 1} in {seconds:.0f} s{shown}")
             elif isinstance(event, Finished):
-                self.tell(f"{name}: all epochs are done")
+                self.log(f"{name}: all epochs are done")
             elif isinstance(event, Interrupted):
-                self.tell(f"{name}: stopped in epoch {event.epoch + 1}, state saved")
+                self.log(f"{name}: stopped in epoch {event.epoch + 1}, state saved")
             elif isinstance(event, Note):
-                self.tell(f"{name}: {event.text}")
+                self.log(f"{name}: {event.text}")
 
         return on_event
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"{time.monotonic() - self._begin:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     @property

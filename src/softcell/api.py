@@ -403,7 +403,7 @@ def compare_indicators(
     epochs: int = 1,
     device: str = "auto",
     data_root: str | None = None,
-    tell: Callable[[str], None] | None = None,
+    notify: Callable[[str], None] | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
     """What indicators say of every candidate of a search's supernet, the best by each, and Kendall's tau between them.
@@ -414,7 +414,7 @@ def compare_indicators(
     """
     with trusting(trust):
         found = restore(folder, device=device, data_root=data_root)
-    made = _indicators.compute(found, by, images=images, epochs=epochs, tell=tell or (lambda text: None))
+    made = _indicators.compute(found, by, images=images, epochs=epochs, notify=notify or (lambda text: None))
     about = {"run": str(folder), "method": found.recipe.method, "space": found.recipe.space}
     used = None if made.baseline is None else made.baseline.images  # a split may have fewer than were asked for
     baseline = None if made.baseline is None else made.baseline.to_dict()

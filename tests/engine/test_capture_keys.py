@@ -229,9 +229,9 @@ def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
 )
 def test_a_run_that_records_nothing_says_why_once(engine: Engine, device: str, size: int, said: str | None) -> None:
     told: list[str] = []
-    tell, steps = once(told.append), [lambda: None, lambda: None]
+    notify, steps = once(told.append), [lambda: None, lambda: None]
     for step in steps:
-        assert prepare_step(step, engine, World(0, size, 0, torch.device(device)), tell) is step
+        assert prepare_step(step, engine, World(0, size, 0, torch.device(device)), notify) is step
     assert len(told) == (said is not None)
     assert said is None or (said in told[0] and f"engine={engine}" in told[0])
 

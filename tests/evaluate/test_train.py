@@ -84,7 +84,7 @@ def test_the_network_sees_the_schedules_of_rate_and_drop_path(data: Path) -> Non
     feeds = Feeds(found, 16, 0, torch.device("cpu"), torch.float32)
     part = split(found.train, {"train": 1.0}, 0)["train"]
     batches = feeds.training(part, found.augment)
-    task = TrainTask(recipe, network, ALONE, train=batches, held=None, tell=print)
+    task = TrainTask(recipe, network, ALONE, train=batches, held=None, notify=print)
     for epoch in range(5):
         task.begin_epoch(epoch)
         assert float(network.drop_path.current) == pytest.approx(0.3 * epoch / 5)

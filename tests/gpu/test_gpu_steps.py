@@ -93,14 +93,14 @@ def session(precision: str = "float32") -> Iterator[Session]:
         yield opened
 
 
-def search_task(recipe: SearchRecipe, opened: Session, tell: list[Any]) -> Any:
+def search_task(recipe: SearchRecipe, opened: Session, notify: list[Any]) -> Any:
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
     make = sys.modules["softcell.search.search"]._task
-    return make(recipe, dataset, parts, opened, tell.append)
+    return make(recipe, dataset, parts, opened, notify.append)
 
 
-def train_task(given: dict[str, Any], opened: Session, tell: list[Any]) -> TrainTask:
+def train_task(given: dict[str, Any], opened: Session, notify: list[Any]) -> TrainTask:
     given = dict(given)
     space = build_space(given.pop("in"), given["space_settings"])
     genotype = sample(space.layout(), given.pop("genotype"))
@@ -109,7 +109,7 @@ def train_task(given: dict[str, Any], opened: Session, tell: list[Any]) -> Train
     network = space.network(genotype, dataset.shape, dataset.num_classes, auxiliary=recipe.auxiliary > 0)
     feeds = Feeds(dataset, recipe.batch_size, recipe.seed, opened.device, opened.dtype)
     batches = feeds.training(torch.arange(len(dataset.train)), dataset.augment)
-    return TrainTask(recipe, network.to(opened.device), opened.world, train=batches, held=None, tell=tell.append)
+    return TrainTask(recipe, network.to(opened.device), opened.world, train=batches, held=None, notify=notify.append)
 
 
 def warmed(task: Any, epoch: int = 1, more: int = 2) -> list[Any]:

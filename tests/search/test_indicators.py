@@ -113,7 +113,7 @@ def test_discretisation_is_the_accuracy_with_one_candidate_on_one_edge(runs: dic
     with torch.no_grad():  # after one epoch it names one class always
         for parameter in found.supernet.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
-    values = compute(found, ["discretisation"], images=24, tell=silent).values["discretisation"]["cell"]
+    values = compute(found, ["discretisation"], images=24, notify=silent).values["discretisation"]["cell"]
     chosen = found.parts["validation"][:24]
     batches = list(found.feeds().plain(found.dataset.train, chosen).epoch(0))
     layout, seen = found.supernet.layout, set()
@@ -142,7 +142,7 @@ def test_an_edge_that_keeps_one_candidate_attends_to_it_alone(runs: dict[str, Pa
 
 
 def test_it_is_not_computed_unless_asked_for(runs: dict[str, Path]) -> None:
-    assert "discretisation" not in compute(restore(runs["itnas"], device="cpu"), images=8, tell=silent).values
+    assert "discretisation" not in compute(restore(runs["itnas"], device="cpu"), images=8, notify=silent).values
 
 
 def test_sampled_cells_are_perturbed_with_norms_of_their_own(runs: dict[str, Path]) -> None:
@@ -193,14 +193,14 @@ def test_a_supernet_at_chance_names_no_best_candidate_by_perturbation(runs: dict
     last = [module for module in found.supernet.modules() if isinstance(module, torch.nn.Linear)][-1]
     with torch.no_grad():
         last.weight.zero_()  # one class is named always
-    made = compute(found, ["alpha", "perturbation"], images=20, tell=silent)
+    made = compute(found, ["alpha", "perturbation"], images=20, notify=silent)
     assert made.baseline is not None and made.baseline.at_chance
     assert made.saying_nothing == ("perturbation", "perturbation_loss")
     told = summary(found.supernet.layout, made.values, made.saying_nothing)
     for edge in told["edges"]:
         assert edge["best"]["perturbation"] is edge["best"]["perturbation_loss"] is None and edge["best"]["alpha"]
         assert edge["tied"] == {} and set(edge["tau"].values()) == {None}
-    assert compute(found, ["alpha"], tell=silent).saying_nothing == ()
+    assert compute(found, ["alpha"], notify=silent).saying_nothing == ()
 
 
 def test_the_images_that_were_used_are_recorded(runs: dict[str, Path]) -> None:
@@ -227,29 +227,29 @@ def test_a_token_that_is_taken_out_gets_no_attention(runs: dict[str, Path]) -> N
 def test_attention_is_trained_on_another_methods_supernet_and_leaves_it_alone(runs: dict[str, Path]) -> None:
     found = restore(runs["darts"], device="cpu")
     before = {name: value.clone() for name, value in found.supernet.state_dict().items()}
-    values = compute(found, ["alpha", "attention"], tell=silent).values
+    values = compute(found, ["alpha", "attention"], notify=silent).values
     assert all(torch.equal(value, before[name]) for name, value in found.supernet.state_dict().items())
     torch.testing.assert_close(values["alpha"]["cell"], found.method.probabilities()["cell"].detach().double())
     torch.testing.assert_close(values["attention"]["cell"].sum(1), torch.ones(6, dtype=torch.float64))
-    again = compute(restore(runs["darts"], device="cpu"), ["attention"], tell=silent).values
+    again = compute(restore(runs["darts"], device="cpu"), ["attention"], notify=silent).values
     torch.testing.assert_close(again["attention"]["cell"], values["attention"]["cell"], rtol=0, atol=0)
 
 
 def test_attention_of_its_own_supernet_is_that_of_the_search(runs: dict[str, Path]) -> None:
     found = restore(runs["itnas"], device="cpu")
     kept = found.method.probabilities()["cell"].double().clone()
-    looked = compute(replace(found, is_finished=False), ["attention"], tell=silent).values["attention"]["cell"]
+    looked = compute(replace(found, is_finished=False), ["attention"], notify=silent).values["attention"]["cell"]
     torch.testing.assert_close(looked, kept, rtol=1e-6, atol=1e-9)
     found = restore(runs["itnas"], device="cpu")
     for parameter in found.supernet.parameters():
         parameter.data.zero_()  # nothing has to pass once more
-    assert torch.equal(compute(found, ["attention"], tell=silent).values["attention"]["cell"], kept)
+    assert torch.equal(compute(found, ["attention"], notify=silent).values["attention"]["cell"], kept)
 
 
 def test_alpha_is_trained_on_the_supernet_of_a_method_without_and_leaves_it_alone(runs: dict[str, Path]) -> None:
     found = restore(runs["itnas"], device="cpu")
     before = {name: value.clone() for name, value in found.supernet.state_dict().items()}
-    alpha = compute(found, ["alpha"], tell=silent).values["alpha"]["cell"]
+    alpha = compute(found, ["alpha"], notify=silent).values["alpha"]["cell"]
     assert all(torch.equal(value, before[name]) for name, value in found.supernet.state_dict().items())
     torch.testing.assert_close(alpha.sum(1), torch.ones(6, dtype=torch.float64), rtol=0, atol=1e-6)
 
@@ -270,7 +270,7 @@ def test_supernets_of_single_paths_are_looked_at_choice_by_choice(tmp_path: Path
     search(resolve(given), tmp_path / "single")
     found = restore(tmp_path / "single", device="cpu")
     kept = found.method.probabilities()["cell"].double().clone()
-    made = compute(replace(found, is_finished=False), ["attention", "perturbation"], images=20, tell=silent)
+    made = compute(replace(found, is_finished=False), ["attention", "perturbation"], images=20, notify=silent)
     values = made.values
     torch.testing.assert_close(values["attention"]["cell"], kept, rtol=1e-5, atol=1e-7)
     moved = values["perturbation_loss"]["cell"].abs() > 0
@@ -325,7 +325,7 @@ def test_what_cannot_be_looked_at_is_said(runs: dict[str, Path], tmp_path: Path)
     with pytest.raises(UserError, match="no supernet"):
         restore(runs["random"])
     with pytest.raises(UserError, match="must be one of alpha"):
-        compute(restore(runs["darts"], device="cpu"), ["alfa"], tell=silent)
+        compute(restore(runs["darts"], device="cpu"), ["alfa"], notify=silent)
     with pytest.raises(UserError, match=r"run\.json"):
         compare_indicators(tmp_path)
     folder = tmp_path / "bare"

@@ -187,7 +187,7 @@ def select_toy(rule: Rule, planted: Sequence[int], folder: Path, measure: str, e
         judged=batches,
         surroundings=lambda: torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(),
         recalibrating=torch.no_grad,
-        tell=lambda text: None,
+        notify=lambda text: None,
     )
     assert method.derive() != selection(folder)[0], "the logits say something else"
     return selection(folder)

@@ -64,8 +64,8 @@ class Recorded(CapturedStep):
 
     keys: list[Any]
 
-    def __init__(self, step: Any, tell: Any) -> None:
-        super().__init__(step, tell)
+    def __init__(self, step: Any, notify: Any) -> None:
+        super().__init__(step, notify)
         Recorded.keys = []
 
     def __call__(self, *inputs: torch.Tensor, key: Any = None) -> None:
@@ -80,7 +80,7 @@ def test_a_recorded_search_follows_plans_and_resumes_bit_by_bit(
     data = write_data(tmp_path / "data.npz")
     recipe = resolve(settings("darts", data, method=method, epochs=2, child_every=0))
     monkeypatch.setattr(
-        sys.modules["softcell.search.task"], "prepare_step", lambda step, engine, world, tell: Recorded(step, tell)
+        sys.modules["softcell.search.task"], "prepare_step", lambda step, engine, world, notify: Recorded(step, notify)
     )
     search(recipe, tmp_path / "whole")
     plans = list(Recorded.keys)

@@ -35,15 +35,15 @@ REMEMBERED = 1024
 class CapturedStep:
     """Calls `step` eagerly a few times, then records it and replays the recording; each `key` has its own.
 
-    The first calls are real steps of the run, not rehearsals: nothing has to be undone. When recording fails, `tell` is
-    given the reason once and the step stays eager.
+    The first calls are real steps of the run, not rehearsals: nothing has to be undone. When recording fails, `notify`
+    receives the reason once and the step stays eager.
     """
 
     failures: ClassVar[int] = 0
     """Recordings that failed in this process, of whatever step."""
 
-    def __init__(self, step: Step, tell: Callable[[str], None], warmup: int = WARMUP, kept: int = KEPT) -> None:
-        self._step, self._tell, self._left, self._kept = step, tell, warmup, kept
+    def __init__(self, step: Step, notify: Callable[[str], None], warmup: int = WARMUP, kept: int = KEPT) -> None:
+        self._step, self._notify, self._left, self._kept = step, notify, warmup, kept
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._tried: OrderedDict[Hashable, int] = OrderedDict()
         self._pool: Any = None
@@ -129,7 +129,7 @@ class CapturedStep:
             self._inputs = []
             # Torch takes the old state for one that is still being recorded, and would not draw from it again.
             generator.graphsafe_set_state(state)
-            self._tell(f"this step cannot be recorded as a CUDA graph ({reason}); going on with the eager engine")
+            self._notify(f"this step cannot be recorded as a CUDA graph ({reason}); going on with the eager engine")
             self._step(*inputs)
             return
         self._graphs[key] = graph
@@ -158,19 +158,19 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
             gc.enable()
 
 
-def once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """`tell` for the first text alone: a run has several steps, and one reason why they are not recorded is enough."""
-    told: list[str] = []
+def once(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Pass only the first text on to `notify`: one reason is enough for the several steps of a run."""
+    sent: list[str] = []
 
-    def tell_first(text: str) -> None:
-        if not told:
-            told.append(text)
-            tell(text)
+    def notify_first(text: str) -> None:
+        if not sent:
+            sent.append(text)
+            notify(text)
 
-    return tell_first
+    return notify_first
 
 
-def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str], None]) -> Step:
+def prepare_step(step: Step, engine: Engine, world: World, notify: Callable[[str], None]) -> Step:
     """`step` as the chosen engine runs it; `auto` and `compile` record on a single CUDA device and not elsewhere.
 
     Why a step is not recorded is told where that was asked for, and on a GPU, where it could have been expected.
@@ -183,7 +183,7 @@ def prepare_step(step: Step, engine: Engine, world: World, tell: Callable[[str],
     elif world.size > 1:
         reason = "recording is for runs of one process, and this one has several"
     if reason is None:
-        return CapturedStep(step, tell)
+        return CapturedStep(step, notify)
     if engine == "graph" or world.device.type == "cuda":
-        tell(f"engine={engine}: {reason}; using the eager engine")
+        notify(f"engine={engine}: {reason}; using the eager engine")
     return step

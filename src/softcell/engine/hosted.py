@@ -83,11 +83,11 @@ def failure_recorded(folder: RunFolder, world: World) -> Iterator[None]:
         raise
 
 
-def teller(on_event: OnEvent | None, world: World) -> Callable[[str], None]:
+def notifier(on_event: OnEvent | None, world: World) -> Callable[[str], None]:
     """Passes a text on as a `Note`, from the process that speaks."""
 
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         if on_event is not None and world.is_main:
             on_event(Note(text))
 
-    return tell
+    return notify

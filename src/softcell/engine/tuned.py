@@ -28,7 +28,7 @@ GAIN = 1.1  # short numbers must be at least so much faster: a tie goes to float
 TIMED = 5
 
 
-def choose_precision(job: str, world: World, make: Callable[[str], Task], tell: Callable[[str], None]) -> str:
+def choose_precision(job: str, world: World, make: Callable[[str], Task], notify: Callable[[str], None]) -> str:
     """The precision for `job` on this run's device.
 
     job: what makes two jobs alike, as text. make: the task computing in a precision; it is thrown away, and the random
@@ -41,7 +41,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], tell: 
     if key in known:
         return known[key]
     if world.size > 1:
-        tell("precision=auto: nothing is known of this device, and several processes do not try; using float32")
+        notify("precision=auto: nothing is known of this device, and several processes do not try; using float32")
         return "float32"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return "float32"
@@ -52,7 +52,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], tell: 
         torch.cuda.empty_cache()
     chosen = "bfloat16" if times["bfloat16"] * GAIN < times["float32"] else "float32"
     each = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in times.items())
-    tell(f"precision=auto: one step takes {each} on this device; using {chosen} (remembered in {cache_file()})")
+    notify(f"precision=auto: one step takes {each} on this device; using {chosen} (remembered in {cache_file()})")
     _remember(key, chosen)
     return chosen
 

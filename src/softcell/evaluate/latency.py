@@ -115,7 +115,7 @@ def measure_space(
     done: dict[tuple[str, Spec, tuple[int, ...]], float] = {}
     total = len(needed) + networks
     for number, (op, spec, size) in enumerate(needed):
-        _tell(on_step, number, total, f"{op} at {'x'.join(map(str, size))}, stride {spec.stride}")
+        _notify(on_step, number, total, f"{op} at {'x'.join(map(str, size))}, stride {spec.stride}")
         module = get_candidate(op).build(spec).to(device)
         done[op, spec, size] = measure_module(module, torch.rand(batch, *size, device=device), samples=samples).median
     times: dict[str, dict[str, list[float]]] = {}
@@ -124,12 +124,12 @@ def measure_space(
     candidates = {table: {op: statistics.fmean(found) for op, found in row.items()} for table, row in times.items()}
     checks: list[tuple[float, Latency]] = []
     for number in range(networks):
-        _tell(on_step, len(needed) + number, total, f"whole network {number + 1} of {networks}")
+        _notify(on_step, len(needed) + number, total, f"whole network {number + 1} of {networks}")
         genotype = sample(layout, number)
         network = space.network(genotype, shape, num_classes).to(device)
         found = measure_module(network, torch.rand(batch, *shape, device=device), samples=samples)
         checks.append((_sum(genotype, layout, candidates), found))
-    _tell(on_step, total, total, "")
+    _notify(on_step, total, total, "")
     fixed = max(0.0, statistics.median(found.median - guess for guess, found in checks)) if checks else 0.0
     return LatencyTable(candidates, fixed, tuple((guess + fixed, found) for guess, found in checks))
 
@@ -150,7 +150,7 @@ def _sum(genotype: Genotype, layout: Layout, candidates: dict[str, dict[str, flo
     return sum(candidates[table].get(pick.op, 0.0) for table in layout.sites for pick in genotype.cells[table].picks)
 
 
-def _tell(on_step: OnStep | None, number: int, total: int, what: str) -> None:
+def _notify(on_step: OnStep | None, number: int, total: int, what: str) -> None:
     if on_step is not None:
         on_step(number, total, what)
 

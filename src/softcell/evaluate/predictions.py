@@ -72,7 +72,12 @@ def predict(
 
 
 def write_predictions(
-    folder: Path, predictions: Predictions, network: Network, images: Images, feeds: Feeds, tell: Callable[[str], None]
+    folder: Path,
+    predictions: Predictions,
+    network: Network,
+    images: Images,
+    feeds: Feeds,
+    notify: Callable[[str], None],
 ) -> None:
     """Writes `predictions.safetensors`; `feeds` must be those of a single process."""
     content = {
@@ -89,7 +94,7 @@ def write_predictions(
             heat = grad_cam(network, batch.images, predictions.predicted[worst].long().to(batch.images.device))
         except RuntimeError as error:  # an own network may not be differentiable; that is no reason to lose a training
             heat = None
-            tell(f"no Grad-CAM in the report, since this network gives no gradient of its last cell: {error}")
+            notify(f"no Grad-CAM in the report, since this network gives no gradient of its last cell: {error}")
         if heat is not None and bool(torch.isfinite(heat).all()):
             content["heat"] = heat.float().cpu()
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in content.items()})

@@ -40,7 +40,7 @@ class TrainTask:
         *,
         train: Batches,
         held: Batches | None,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         criterion: ProxyNCA | None = None,
     ) -> None:
         """criterion: learns an embedding instead of classes; the network's outputs are then its coordinates."""
@@ -58,8 +58,8 @@ class TrainTask:
         self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if fuses else nullcontext
         learn = in_precision(self._learn, recipe.precision, world.device)
         if recipe.engine == "compile":
-            compile_regions(network.regions(), tell)
-        self._run = prepare_step(learn, recipe.engine, world, tell)
+            compile_regions(network.regions(), notify)
+        self._run = prepare_step(learn, recipe.engine, world, notify)
 
     @property
     def num_epochs(self) -> int:

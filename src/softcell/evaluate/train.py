@@ -21,7 +21,7 @@ from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_bytes
-from softcell.engine.hosted import failure_recorded, run_in_folder, teller
+from softcell.engine.hosted import failure_recorded, notifier, run_in_folder
 from softcell.engine.lanes import EXCHANGED, Running, drain
 from softcell.engine.lock import occupied
 from softcell.engine.loop import Outcome
@@ -161,7 +161,7 @@ def _train(
         begun = resume and on_main(lambda: checkpoint.exists(out), world)
         initial = None if recipe.init is None or begun else load_initial(network, recipe.init)
         if initial is not None:
-            teller(on_event, world)(describe_initial(initial))
+            notifier(on_event, world)(describe_initial(initial))
         criterion = session.place(ProxyNCA(num_seen(dataset), outputs)) if retrieving else None
         session.place(network)
         job = f"train {genotype.space}, {recipe.space_settings}"
@@ -222,7 +222,7 @@ def _measure(
         save_weights(network, out)
         if dataset.test is not None and answers is not None:
             alone = replace(feeds, rank=0, world=1)
-            write_predictions(out, answers, network, dataset.test, alone, teller(on_event, world))
+            write_predictions(out, answers, network, dataset.test, alone, notifier(on_event, world))
         finish(folder, measured, outcome.metrics)
 
     on_main(conclude, world)
@@ -250,18 +250,18 @@ def prepare(
     )
     parts = parts_of(dataset, recipe)
     held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
-    batches, tell = feeds.training(parts["train"], augment_of(dataset, recipe)), teller(on_event, world)
+    batches, notify = feeds.training(parts["train"], augment_of(dataset, recipe)), notifier(on_event, world)
     if recipe.precision == "auto":
 
         def make(precision: str) -> TrainTask:
             tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
             own, other = copy.deepcopy((network, criterion))
-            quiet = teller(None, world)  # the training itself says why its steps are not recorded
-            return TrainTask(tried, own, world, train=batches, held=None, tell=quiet, criterion=other)
+            quiet = notifier(None, world)  # the training itself says why its steps are not recorded
+            return TrainTask(tried, own, world, train=batches, held=None, notify=quiet, criterion=other)
 
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
-        recipe = replace(recipe, precision=choose_precision(timed, world, make, tell))  # type: ignore[arg-type]
-    task = TrainTask(recipe, network, world, train=batches, held=held, tell=tell, criterion=criterion)
+        recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
+    task = TrainTask(recipe, network, world, train=batches, held=held, notify=notify, criterion=criterion)
     return recipe, task, feeds, parts
 
 

@@ -105,13 +105,13 @@ class Budget:
             self._penalty.multipliers[index].fill_(after)
         return metrics
 
-    def kept(self, genotype: Genotype, tell: Callable[[str], None]) -> Genotype:
+    def kept(self, genotype: Genotype, notify: Callable[[str], None]) -> Genotype:
         """The architecture found, or the last one that met the budgets, where this one does not."""
         if self.last_met is None or self._is_usable(genotype):
             return genotype
         self._taken, earlier = self.last_met
         why = f"misses the budget ({self._gaps(genotype)})" if not self.is_met(genotype) else "has an empty cell"
-        tell(
+        notify(
             f"the network of the last epoch {why}: taking that of epoch {self._taken + 1}, the last one that met the "
             "budget."
         )
@@ -129,13 +129,13 @@ class Budget:
         found = self.measure(genotype)
         return max(found[kind] / limit for kind, limit in self.limits.items())
 
-    def check_reach(self, tell: Callable[[str], None]) -> None:
+    def check_reach(self, notify: Callable[[str], None]) -> None:
         """Raises `UserError` where no architecture meets a budget; says so where that is likely but not certain."""
         for kind in self.out_of_reach():
             limit, way_out = shown(kind, self.limits[kind]), f"raise it, or make the network smaller ({self.smaller()})"
             if self._exact:
                 raise UserError(f"no architecture meets a budget of {limit}: {self.least(kind)}; {way_out}")
-            tell(f"a budget of {limit} may be out of reach: {self.least(kind)}; {way_out}")
+            notify(f"a budget of {limit} may be out of reach: {self.least(kind)}; {way_out}")
 
     def look_for_cheapest(self, layout: Layout, costs: CostTables, rule: Rule | None) -> None:
         """Finds the networks that cost least: by costs of candidates, one per kind of cost.
@@ -165,7 +165,7 @@ class Budget:
         which = "the smallest network" if self._exact else "the smallest network found by the costs of candidates"
         return f"{which} has {least} ({self.sizes()})"
 
-    def warn_of_other_sizes(self, tell: Callable[[str], None]) -> None:
+    def warn_of_other_sizes(self, notify: Callable[[str], None]) -> None:
         """Says so where times were measured for another network."""
         if self._settings.latency_table is None:
             return
@@ -174,7 +174,7 @@ class Budget:
         other = [key for key, value in measured.items() if key in own and own[key] != value]
         if other:
             differences = ", ".join(f"{key} {measured[key]} there and {own[key]} here" for key in other)
-            tell(
+            notify(
                 f"{self._settings.latency_table} was measured for another network than this search is for "
                 f"({differences}), so its times may not hold; `softcell latency` with --input, --channels and --set "
                 "measures this one"

@@ -28,8 +28,8 @@ class CollapseWatch:
     `kept` is the last architecture from before the collapse that ended a search.
     """
 
-    def __init__(self, settings: Collapse, layout: Layout, tell: Callable[[str], None], epochs: int) -> None:
-        self._settings, self._layout, self._tell = settings, layout, tell
+    def __init__(self, settings: Collapse, layout: Layout, notify: Callable[[str], None], epochs: int) -> None:
+        self._settings, self._layout, self._notify = settings, layout, notify
         self._first = 0 if settings.after == 0 or epochs == 1 else max(1, math.ceil(settings.after * epochs))
         self._streaks: dict[str, int] = {}
         self._warned: set[str] = set()
@@ -48,7 +48,7 @@ class CollapseWatch:
             self._streaks[name] = self._streaks.get(name, 0) + 1 if collapsed else 0
             if collapsed and name not in self._warned:
                 self._warned.add(name)
-                self._tell(
+                self._notify(
                     f"epoch {epoch + 1}: {value:.0%} of the {_of(name)} operations are skip connections (warning "
                     f"above {self._settings.warn_above:.0%}). The search may be collapsing: fewer epochs, or "
                     "--set collapse.stop=true to keep the architecture from before."

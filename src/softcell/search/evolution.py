@@ -30,7 +30,7 @@ def select(
     held: Batches,
     budget: Budget | None,
     world: World,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[Genotype, dict[str, Any]]:
     """The best architecture found within the budgets, and what is worth keeping of how it was found.
 
@@ -47,13 +47,15 @@ def select(
         return budget is None or budget.is_met(genotype)
 
     def note(generation: int, best: float, scored: int) -> None:
-        tell(f"evolution, generation {generation + 1} of {settings.generations}: best {best:.2%} of {scored} measured")
+        notify(
+            f"evolution, generation {generation + 1} of {settings.generations}: best {best:.2%} of {scored} measured"
+        )
 
     starts, first = [] if budget is None else budget.cheapest, [own] if joins else []
     try:
         found = evolve(supernet.layout, settings, score, allowed, recipe.seed, starts, first, note)
     except UserError as error:
-        tell(f"{error}; selecting without limits")
+        notify(f"{error}; selecting without limits")
         found = evolve(supernet.layout, settings, score, lambda genotype: True, recipe.seed, (), first, note)
     about: dict[str, Any] = {
         "split": "validation",

@@ -192,12 +192,12 @@ def probe(
     architecture: Sequence[nn.Parameter],
     batches: Iterable[Batch],
     world: World,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> dict[str, float]:
     """Norms of the gradients of both loss parts, of weights and of architecture, mean over some batches.
 
     bound: gives `network` as the objective takes it. Nothing is learnt: statistics and random numbers are given back.
-    tell: hears of it where the teacher outweighs the task.
+    notify: called where the teacher outweighs the task.
     """
     weights = [p for p in network.parameters() if p.requires_grad]
     norms: list[Tensor] = []
@@ -218,7 +218,7 @@ def probe(
     if architecture:
         found |= {"gradient_norm_task_architecture": task_a, "gradient_norm_guide_architecture": guide_a}
     if (text := drowned(found, objective.weight)) is not None:
-        tell(text)
+        notify(text)
     return found
 
 

@@ -45,7 +45,7 @@ class IndependentTask:
         *,
         weights: Batches,
         held: Batches,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         about: Mapping[str, Any] | None = None,
         budget: Budget | None = None,
     ) -> None:
@@ -53,7 +53,7 @@ class IndependentTask:
         self.objective, self.about = objective, dict(about or {})
         self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
         self._shape, self._num_classes, self._session = shape, num_classes, session
-        self._weights, self._held, self._tell_once = weights, held, once(tell)
+        self._weights, self._held, self._notify_once = weights, held, once(notify)
         self._tally = Tally(world.device)
         self._scores: list[float] = []
         self._genotypes: list[Genotype] = []
@@ -117,7 +117,7 @@ class IndependentTask:
             network = self._network
             with computing_in(self.recipe.precision, self.world.device):
                 metrics |= probe(
-                    self.objective, network, lambda: network, (), self._weights.epoch(0), self.world, self._tell_once
+                    self.objective, network, lambda: network, (), self._weights.epoch(0), self.world, self._notify_once
                 )
         if own + 1 == self.recipe.epochs:
             self._network.eval()
@@ -201,6 +201,6 @@ class IndependentTask:
             weight_decay=w.weight_decay,
         )
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
-        self._run = prepare_step(learn, self.recipe.engine, self.world, self._tell_once)
+        self._run = prepare_step(learn, self.recipe.engine, self.world, self._notify_once)
         self._genotypes.append(genotype)
         self._numbers.append(number)

@@ -44,7 +44,7 @@ USUAL = NAMES[:3]
 PERTURBED = ("perturbation", "perturbation_loss")
 Tables = dict[str, Tensor]
 """Per table [choices, width]; padding 0."""
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Only(Without):
 
 
 def compute(
-    found: Restored, wanted: Iterable[str] | None = None, *, images: int = 512, epochs: int = 1, tell: Tell
+    found: Restored, wanted: Iterable[str] | None = None, *, images: int = 512, epochs: int = 1, notify: Notify
 ) -> Indicators:
     """The indicators; where none is asked for, all that the run's method has or that need no training.
 
@@ -161,34 +161,34 @@ def compute(
     result: dict[str, Tables] = {}
     baseline = None
     for name in names:
-        tell(name)
+        notify(name)
         if name == "alpha":
-            method = found.method if has_alpha else trained_selector(found, epochs, tell, "darts")[1]
+            method = found.method if has_alpha else trained_selector(found, epochs, notify, "darts")[1]
             result[name] = _host(method.probabilities())
         elif name == "attention":
-            result[name] = attention(found, epochs, tell)
+            result[name] = attention(found, epochs, notify)
         elif name == "discretisation":
-            result[name] = discretisation(found, images, tell)
+            result[name] = discretisation(found, images, notify)
         else:
-            falls, rises, baseline = perturbation(found, images, tell)
+            falls, rises, baseline = perturbation(found, images, notify)
             result |= dict(zip(PERTURBED, (falls, rises), strict=True))
     return Indicators(result, baseline)
 
 
-def attention(found: Restored, epochs: int, tell: Tell, selector: str = "itnas") -> Tables:
+def attention(found: Restored, epochs: int, notify: Notify, selector: str = "itnas") -> Tables:
     """The rows of the indicator token, from one pass over the validation split: the search's own where it ended."""
     supernet, method = found.supernet, found.method
     if found.looks() and found.is_finished:
         return _host(method.probabilities())
     if not found.looks():
-        supernet, method = trained_selector(found, epochs, tell, selector)
+        supernet, method = trained_selector(found, epochs, notify, selector)
     supernet.eval()
     images = found.feeds().plain(found.dataset.train, found.parts["validation"])
     looking = method.looking()
     if looking is not None:
         _pass(supernet, looking, images)
     for plain, mix in method.looking_in_turn():
-        tell("attention, one choice after the other")
+        notify("attention, one choice after the other")
         training = found.feeds().training(found.parts["weights"], found.dataset.augment).epoch(0)
         with norms_measured_anew(supernet, plain, islice(training, found.recipe.evolution.norm_batches)):
             _pass(supernet, mix, images)
@@ -201,7 +201,7 @@ def _pass(supernet: Supernet, mix: Mix, images: Batches) -> None:
         supernet(batch.images, mix)
 
 
-def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) -> tuple[Supernet, Method]:
+def trained_selector(found: Restored, epochs: int, notify: Notify, selector: str) -> tuple[Supernet, Method]:
     """A copy of the supernet with frozen weights and norms measured anew, and the method `selector` trained on it.
 
     A single-level one learns as the weights did, on their split; another as architectures do, on the validation split.
@@ -230,9 +230,9 @@ def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) ->
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         apply_gradients(optimiser, parameters, gradients, world, w.clip if single else 0.0)
 
-    step = prepare_step(learn, "auto", world, tell)
+    step = prepare_step(learn, "auto", world, notify)
     for epoch in range(epochs):
-        tell(f"{selector} on the frozen supernet, epoch {epoch + 1} of {epochs}")
+        notify(f"{selector} on the frozen supernet, epoch {epoch + 1} of {epochs}")
         method.begin_epoch(epoch / max(1, epochs - 1))
         if single:
             set_lr(optimiser, rate_at(epoch, epochs, w.lr, w.lr_min, w.schedule))
@@ -242,7 +242,7 @@ def trained_selector(found: Restored, epochs: int, tell: Tell, selector: str) ->
 
 
 @torch.no_grad()
-def perturbation(found: Restored, images: int, tell: Tell) -> tuple[Tables, Tables, Baseline]:
+def perturbation(found: Restored, images: int, notify: Notify) -> tuple[Tables, Tables, Baseline]:
     """What accuracy falls and loss rises by, without each candidate, on the first images of the validation split."""
     if images < 1:
         raise UserError(f"perturbation needs at least one image, but got {images}")
@@ -265,14 +265,14 @@ def perturbation(found: Restored, images: int, tell: Tell) -> tuple[Tables, Tabl
                 less, more = _measured(found.supernet, without, batches, norms)
                 falls[table.name][i, k], rises[table.name][i, k] = accuracy - less, more - loss
                 done += 1
-                tell(f"perturbation, {done} of {total} candidates")
+                notify(f"perturbation, {done} of {total} candidates")
     labels = torch.cat([batch.labels for batch in batches])
     commonest = int(torch.bincount(labels).max()) / len(labels)
     return falls, rises, Baseline(sum(baselines) / len(baselines), len(labels), commonest, norms is not None)
 
 
 @torch.no_grad()
-def discretisation(found: Restored, images: int, tell: Tell) -> Tables:
+def discretisation(found: Restored, images: int, notify: Notify) -> Tables:
     """The accuracy of the supernet once an edge keeps one candidate in all cells, while all others stay mixed.
 
     IT-NAS, §4.4 and Figure 3, after DARTS-PT. Deviation: DARTS-PT trains the supernet on to convergence after each;
@@ -286,7 +286,7 @@ def discretisation(found: Restored, images: int, tell: Tell) -> Tables:
     result = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in layout.tables}
     for table in layout.tables:
         for i, choice in enumerate(table.choices):
-            tell(f"discretisation, {table.name} {choice}")
+            notify(f"discretisation, {table.name} {choice}")
             mix = found.mix((table.name, i))
             for k in range(len(choice.candidates)):
                 only = Only(mix, layout, table.name, i, k)

@@ -26,7 +26,7 @@ def resource_of(
     method: Method,
     dataset: Dataset,
     session: Session,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[ResourcePenalty | None, Budget | None]:
     """The resource penalty, and the budgets that drive it, where the recipe asks for them."""
     settings = recipe.resource
@@ -50,15 +50,17 @@ def resource_of(
     if selects and not recipe.evolution.is_on:
         check_selectable(space.layout(), settings.budgets())
     budget = _budget(recipe, penalty, dataset)
-    budget.warn_of_other_sizes(tell)
+    budget.warn_of_other_sizes(notify)
     # Evolution breeds by the space's own rule.
     for rule in [method.rule, None] if recipe.evolution.is_on and method.rule is not None else [method.rule]:
         _look_for_cheapest(budget, recipe, dataset, rule)
-    budget.check_reach(tell)
+    budget.check_reach(notify)
     return penalty, budget
 
 
-def budget_of_draws(recipe: SearchRecipe, space: Space, dataset: Dataset, tell: Callable[[str], None]) -> Budget | None:
+def budget_of_draws(
+    recipe: SearchRecipe, space: Space, dataset: Dataset, notify: Callable[[str], None]
+) -> Budget | None:
     """The budget that proposed architectures must meet. Nothing can be pushed: a penalty is refused."""
     settings = recipe.resource
     if settings.preset != "none" or settings.weight is not None:
@@ -70,7 +72,7 @@ def budget_of_draws(recipe: SearchRecipe, space: Space, dataset: Dataset, tell: 
     if not settings.budgets():
         return None
     budget = _budget(recipe, None, dataset)
-    budget.warn_of_other_sizes(tell)
+    budget.warn_of_other_sizes(notify)
     _look_for_cheapest(budget, recipe, dataset, None)
     return budget
 

@@ -148,14 +148,14 @@ class PerturbationSelection:
         judged: Batches,
         surroundings: Surroundings,
         recalibrating: Surroundings,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         check_perturbable(supernet.layout, method)
         self._recipe, self._settings, self._world = recipe, recipe.select, world
         self._supernet, self._method, self._objective = supernet, method, objective
         self._layout = supernet.layout
         self._weights, self._judged = weights, judged
-        self._surroundings, self._recalibrating, self._tell = surroundings, recalibrating, tell
+        self._surroundings, self._recalibrating, self._notify = surroundings, recalibrating, notify
         self._rounds = questions(self._layout, recipe.seed)
         self._lr = self._settings.lr or recipe.weights.lr / 10
         w = recipe.weights
@@ -199,7 +199,7 @@ class PerturbationSelection:
     def _decide(self, question: Question, number: int) -> None:
         table = self._layout.table(question.table)
         noun = f"node {question.number}" if question.is_node else f"edge {table.choices[question.number]}"
-        self._tell(f"perturbation, {number + 1} of {len(self._rounds)}: {noun} of {table.name!r}")
+        self._notify(f"perturbation, {number + 1} of {len(self._rounds)}: {noun} of {table.name!r}")
         whole = self._measure(self._mix())
         if question.is_node:
             self._decide_node(table, question.number, whole)
@@ -338,7 +338,7 @@ class PerturbationSelection:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             apply_gradients(self._optimiser, parameters, gradients, self._world, w.clip)
 
-        step = prepare_step(learn, self._recipe.engine, self._world, self._tell)
+        step = prepare_step(learn, self._recipe.engine, self._world, self._notify)
         self._supernet.train()
         self._objective.train()
         total = epochs * (len(self._rounds) - 1)
@@ -405,7 +405,7 @@ class PerturbationSelection:
         self._objective.load_state_dict(state["objective"])
         load_optimiser(self._optimiser, state["optimiser"])
         done = int(state["round"])
-        self._tell(f"perturbation: continuing after {done} of {len(self._rounds)} rounds")
+        self._notify(f"perturbation: continuing after {done} of {len(self._rounds)} rounds")
         return done
 
     # Result

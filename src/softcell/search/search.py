@@ -22,7 +22,7 @@ from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, broadcast_module, on_main
 from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
-from softcell.engine.hosted import failure_recorded, record_failure, run_in_folder, teller
+from softcell.engine.hosted import failure_recorded, notifier, record_failure, run_in_folder
 from softcell.engine.lanes import Running, drain
 from softcell.engine.lock import occupied
 from softcell.engine.loop import Outcome
@@ -131,18 +131,18 @@ def _both_phases(
         on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
         on_main(lambda: forget_phase(out), world)
     on_main(lambda: RunFolder.open(out).update(status="running"), world)
-    tell = teller(on_event, world)
+    notify = notifier(on_event, world)
     # Folders are the first process's affair; the others are told.
     begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
     try:
         if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
             which = first.data if first.classes is None else f"{first.classes} classes of {first.data}"
-            tell(f"phase 1 of 2: context auto-regression on {which}, {_epochs(first)}: {place}")
+            notify(f"phase 1 of 2: context auto-regression on {which}, {_epochs(first)}: {place}")
             done = yield from _one_phase(first, place, begun, overwrite, on_event)
             if done.genotype is None:
                 on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
                 return SearchResult(out, recipe, None, done.metrics, done.exit_code)
-        tell(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
+        notify(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
         return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
     except Exception:
         if world.is_main:
@@ -244,14 +244,14 @@ def _search(
         known = {"splits": {name: fingerprint(part) for name, part in parts.items()}, "data": data, **task.about}
         return {**new_manifest("search", recipe.to_dict(), recipe.seed), "results": known}
 
-    tell = teller(on_event, world)
+    notify = notifier(on_event, world)
     if recipe.measured_split == "weights":
-        tell(
+        notify(
             "split.validation=0: weights and architecture learn from all training images, and accuracies are measured "
             "on the same images (without augmentation); hold some back with --set split.held=0.1"
         )
     if recipe.scale != "small" and world.device.type == "cpu":
-        tell("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
+        notify("these are the paper's sizes, made for a GPU; on a CPU `--scale small` takes minutes, not days")
     if start is not None:
         assert isinstance(task, SearchTask)
         on_main(lambda: RunFolder.open(start.parent).verify(start.name), world)
@@ -304,7 +304,7 @@ def _conclude(
     found = task.select(out) if isinstance(task, SearchTask) else task.derive()
     empty = empty_cells(found, build_space(recipe.space, recipe.space_settings).layout())
     if empty:
-        teller(on_event, world)(
+        notifier(on_event, world)(
             f"cell {' and cell '.join(map(repr, empty))} is empty: all paths from its inputs to its output are `none`. "
             "`softcell train` refuses it. Search with a weaker penalty (--resource mild) or longer (--epochs), or take "
             f"the cells of an earlier epoch ({out}@EPOCH)."
@@ -355,7 +355,7 @@ def _with_precision(
         return _task(replace(recipe, precision=precision), dataset, parts, session, None)  # type: ignore[arg-type]
 
     job = f"search {recipe.method}, {recipe.regime}, {recipe.space}, batch {recipe.batch_size}, {dataset.shape}"
-    chosen = choose_precision(job, session.world, make, teller(on_event, session.world))
+    chosen = choose_precision(job, session.world, make, notifier(on_event, session.world))
     return replace(recipe, precision=chosen)  # type: ignore[arg-type]
 
 
@@ -373,7 +373,7 @@ def _task(
     weights = feeds.training(parts["weights"], augment)
     held = feeds.plain(dataset.train, parts[recipe.measured_split])
 
-    tell = teller(on_event, world)
+    notify = notifier(on_event, world)
     objective: Objective
     if not issubclass(kind, Method) and recipe.objective == "context":
         raise UserError(
@@ -387,15 +387,15 @@ def _task(
         )
     if not issubclass(kind, Method):
         for name in _of_supernets(recipe):
-            tell(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
+            notify(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
         sampler = kind(layout, settings, recipe.seed)
-        budget = budget_of_draws(recipe, space, dataset, tell)
+        budget = budget_of_draws(recipe, space, dataset, notify)
         if isinstance(sampler, UntrainedSampler):
             if recipe.guide.teacher is not None:
-                tell(f"`guide` is ignored: {recipe.method} trains nothing")
+                notify(f"`guide` is ignored: {recipe.method} trains nothing")
             plain = feeds.plain(dataset.train, parts["weights"])
             return UntrainedTask(
-                recipe, space, sampler, dataset.num_classes, world, weights=plain, tell=tell, budget=budget
+                recipe, space, sampler, dataset.num_classes, world, weights=plain, notify=notify, budget=budget
             )
 
         def stages() -> list[tuple[int, int]]:
@@ -414,18 +414,18 @@ def _task(
             session,
             weights=weights,
             held=held,
-            tell=tell,
+            notify=notify,
             about=about,
             budget=budget,
         )
     for name in unmet(kind, type(space), recipe.scale):
         reason = "keeps its own" if name in recipe.space_settings else "has no such setting"
-        tell(f"`space.{name}` of {recipe.method}'s recipe is ignored: space {recipe.space!r} {reason}")
+        notify(f"`space.{name}` of {recipe.method}'s recipe is ignored: space {recipe.space!r} {reason}")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
     method = session.place(fitted(kind, settings, supernet))
     if recipe.select.is_on:
         check_perturbable(layout, method)
-    resource, budget = resource_of(recipe, space, method, dataset, session, tell)
+    resource, budget = resource_of(recipe, space, method, dataset, session, notify)
     if recipe.objective == "context":
         maps = supernet_maps(supernet, method)
         objective, about = session.place(ContextAutoRegression(maps, dataset.shape)), {}
@@ -445,7 +445,7 @@ def _task(
         held=held,
         looked=_looked(recipe, kind, feeds, dataset, parts, held),
         judged=_judged(recipe, feeds, dataset, parts) if recipe.select.is_on else None,
-        tell=tell,
+        notify=notify,
         resource=resource,
         budget=budget,
     )

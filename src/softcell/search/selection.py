@@ -35,7 +35,7 @@ def check_selectable(layout: Layout, limits: Mapping[str, float]) -> None:
 
 
 def strongest_within_budget(
-    layout: Layout, strengths: Mapping[str, Tensor], own: Genotype, budget: Budget, tell: Callable[[str], None]
+    layout: Layout, strengths: Mapping[str, Tensor], own: Genotype, budget: Budget, notify: Callable[[str], None]
 ) -> tuple[Genotype, dict[str, Any]]:
     """The genotype within the budget of the largest sum of strengths, and what is worth keeping of how it was found.
 
@@ -51,7 +51,7 @@ def strongest_within_budget(
     never = layout.rule.never_picked if isinstance(layout.rule, StrongestEach) else ()
     allowed = [[k for k, op in enumerate(choice.candidates) if op not in never] for choice in table.choices]
     for i, choice in enumerate(table.choices):
-        tell(f"selection within {shown(kind, limit)}: counting choice {i + 1} of {len(table)}")
+        notify(f"selection within {shown(kind, limit)}: counting choice {i + 1} of {len(table)}")
         costs.append(
             [budget.measure(_with(own, table.name, picks, i, choice.candidates[k]))[kind] - total for k in allowed[i]]
         )

@@ -67,13 +67,13 @@ class SearchTask:
         held: Batches,
         looked: Batches,
         judged: Batches | None = None,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         resource: ResourcePenalty | None = None,
         budget: Budget | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.recipe, self.world, self.about = recipe, world, dict(about or {})
-        self._resource, self._budget, self._tell = resource, budget, tell
+        self._resource, self._budget, self._notify = resource, budget, notify
         supernet.use_drop_path(recipe.drop_path)
         self.supernet, self.method, self.objective = supernet, method, objective
         self._weights, self._validation, self._held = weights, validation, held
@@ -94,28 +94,28 @@ class SearchTask:
             resource,
         )
         self._selection: dict[str, Any] = {}
-        self._tell_doubt = once(tell)
+        self._notify_overfit = once(notify)
         self._tally = Tally(world.device)
-        self._collapse = CollapseWatch(recipe.collapse, method.layout, tell, recipe.epochs)
+        self._collapse = CollapseWatch(recipe.collapse, method.layout, notify, recipe.epochs)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         regions = method.regions()
-        if recipe.engine == "compile" and compile_regions(regions or supernet.regions(), tell) and not regions:
+        if recipe.engine == "compile" and compile_regions(regions or supernet.regions(), notify) and not regions:
             self._cells = modules_only  # the compiler makes its own kernels
         engine = recipe.engine
         if (kinds := method.num_plans()) is not None and kinds > KEPT:
             # A recording pays where it is replayed.
             if engine != "eager" and world.device.type == "cuda":
-                tell(f"steps draw one of {kinds:,} paths, of which hardly one comes twice: they are not recorded")
+                notify(f"steps draw one of {kinds:,} paths, of which hardly one comes twice: they are not recorded")
             engine, self._cells = "eager", modules_only  # nor is a fused cell planned for every path
         if self._cells is nullcontext:
-            explain_modules(recipe, supernet, world, tell)
-        tell_once = once(tell)
-        self._run = prepare_step(learn, engine, world, tell_once)
+            explain_modules(recipe, supernet, world, notify)
+        notify_once = once(notify)
+        self._run = prepare_step(learn, engine, world, notify_once)
         self._plans, self._number = Plans(method), 0
         measured = [held] if looked is held else [held, looked]
         self._measure, *others = (
-            Validation(supernet, own, recipe.engine, world, self._surroundings, tell_once) for own in measured
+            Validation(supernet, own, recipe.engine, world, self._surroundings, notify_once) for own in measured
         )
         self._look = others[0] if others else None
 
@@ -209,7 +209,7 @@ class SearchTask:
                     self.players.architecture(),
                     self._weights.epoch(0),
                     self.world,
-                    self._tell,
+                    self._notify,
                 )
         last = epoch + 1 == self.num_epochs
         readings: dict[str, Any] = {}
@@ -222,7 +222,7 @@ class SearchTask:
             text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), many=many)
             # Early on running statistics fit no method's cells yet; those of many cells will fit none later either.
             if text is not None and (last or many):
-                self._tell_doubt(text)
+                self._notify_overfit(text)
         genotype = self.method.derive()
         every = self.recipe.child_every if self.objective.supervised else 0
         if every and (last or (epoch + 1) % every == 0):
@@ -256,14 +256,22 @@ class SearchTask:
             strengths = self.method.strengths()
             if self._budget is not None and strengths is not None:
                 found, self._selection = strongest_within_budget(
-                    self.method.layout, strengths, own, self._budget, self._tell
+                    self.method.layout, strengths, own, self._budget, self._notify
                 )
                 return found
-            return own if self._budget is None else self._budget.kept(own, self._tell)
+            return own if self._budget is None else self._budget.kept(own, self._notify)
         # What a method learned takes part; one that learns no architecture (SPOS) leaves the choice to chance.
         learned = self.method.learns
         found, self._selection = select(
-            self.recipe, self.supernet, own, learned, self._weights, self._looked, self._budget, self.world, self._tell
+            self.recipe,
+            self.supernet,
+            own,
+            learned,
+            self._weights,
+            self._looked,
+            self._budget,
+            self.world,
+            self._notify,
         )
         return found
 
@@ -281,7 +289,7 @@ class SearchTask:
             judged=self._judged,
             surroundings=self._surroundings,
             recalibrating=self._measuring_norms,
-            tell=self._tell,
+            notify=self._notify,
         )
         own = self.method.derive()
         found, self._selection = selection(folder)
@@ -292,7 +300,7 @@ class SearchTask:
         """What is measured once, after the last epoch, on the architecture found."""
         results: dict[str, Any] = {**self.method.findings(), **self._selection}
         for remark in self.method.remarks():
-            self._tell(remark)
+            self._notify(remark)
         if self.recipe.child_every and self.objective.supervised:
             plain = measure_child(self.supernet, genotype, self._held.epoch(0), self.world)
             anew = measure_child(
@@ -308,7 +316,7 @@ class SearchTask:
             found, message = self._budget.verdict(genotype)
             results |= found
             if message is not None:
-                self._tell(message)
+                self._notify(message)
         return results
 
     def state_dict(self) -> dict[str, Any]:
@@ -446,20 +454,20 @@ class SearchTask:
         """For methods that look at one part of the supernet after the other, each with norms of its own."""
         pairs = self.method.looking_in_turn()
         if pairs:
-            self._tell(f"selection in {len(pairs)} passes over the validation split")
+            self._notify(f"selection in {len(pairs)} passes over the validation split")
         for plain, mix in pairs:
             batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
             with norms_measured_anew(self.supernet, plain, batches, self._measuring_norms):
                 (self._look or self._measure)(mix)
 
 
-def explain_modules(recipe: SearchRecipe, supernet: Supernet, world: World, tell: Callable[[str], None]) -> None:
+def explain_modules(recipe: SearchRecipe, supernet: Supernet, world: World, notify: Callable[[str], None]) -> None:
     """Says why cells that could be fused on this GPU are not, where all that is missing is Triton."""
     wanted = recipe.fused and recipe.engine != "compile" and recipe.precision != "float64" and world.size == 1
     if not wanted or world.device.type != "cuda" or can_fuse():
         return
     if any(isinstance(module, MixedCell) and module.has_fused_form() for module in supernet.modules()):
-        tell(
+        notify(
             "Triton is not installed: cells run module by module, several times slower than fused ones "
             "(`pip install triton`, on Linux)"
         )

@@ -33,7 +33,7 @@ class UntrainedTask:
         world: World,
         *,
         weights: Batches,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         budget: Budget | None = None,
     ) -> None:
         self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
@@ -43,7 +43,7 @@ class UntrainedTask:
         self._scores: list[float] = []
         self._known: dict[Genotype, float] = {}
         if recipe.epochs != 1:
-            tell(f"`epochs` is ignored: {recipe.method} trains nothing; its own settings say how long it runs")
+            notify(f"`epochs` is ignored: {recipe.method} trains nothing; its own settings say how long it runs")
         if budget is not None:
             for kind in budget.out_of_reach():
                 raise UserError(

@@ -30,13 +30,13 @@ class Validation:
         engine: Engine,
         world: World,
         surroundings: Callable[[], AbstractContextManager[object]],
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._supernet, self._held, self._world, self._surroundings = supernet, held, world, surroundings
         self._meter = Meter().to(world.device)
         self._mix: Mix | None = None
         self._kept: dict[Hashable, Mix] = {}
-        self._run = prepare_step(self._look, engine, world, tell)
+        self._run = prepare_step(self._look, engine, world, notify)
 
     @torch.no_grad()
     def __call__(self, mix: Mix) -> Measured:

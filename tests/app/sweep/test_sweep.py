@@ -157,7 +157,7 @@ def jobs(tmp_path: Path, count: int = 3) -> list[Job]:
 def test_failed_jobs_are_retried_and_named_with_their_last_error(tmp_path: Path) -> None:
     fake, told = Fake({"job0": 1, "job1": 9}), []
     outcome = run_sweep(
-        jobs(tmp_path), fake, retries=2, poll=0, tell=lambda *what: told.append((what[0], what[1].name))
+        jobs(tmp_path), fake, retries=2, poll=0, notify=lambda *what: told.append((what[0], what[1].name))
     )
     assert fake.submitted.count("job0") == 2
     assert fake.submitted.count("job1") == 3

@@ -142,10 +142,10 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _tell(str(error))
+        return _print_error(str(error))
     except _UsageError as error:
         text = str(error.format_message())
-        return _tell(f"{text.rstrip('.')}; see `softcell {_command(arguments)}--help`") if text else USAGE
+        return _print_error(f"{text.rstrip('.')}; see `softcell {_command(arguments)}--help`") if text else USAGE
     except (KeyboardInterrupt, _StoppedError, typer.Abort):
         print("stopped; nothing half-written was left, and the same command starts again", file=sys.stderr)
         return INTERRUPTED
@@ -156,12 +156,12 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         # The machine's side: a full disk, a folder without permission.
         place = f"{error.filename}: " if error.filename else ""
-        return _tell(f"{place}{error.strerror or error}")
+        return _print_error(f"{place}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         said = explain(error)
         if said is None:
             raise
-        return _tell(said)
+        return _print_error(said)
 
 
 def _ask_user() -> Callable[[str], bool] | None:
@@ -176,7 +176,7 @@ def _notify(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _tell(text: str) -> int:
+def _print_error(text: str) -> int:
     """Shows an error on one line; under torchrun it says on which rank it happened."""
     rank = os.environ.get("RANK")
     where = f"rank {rank}: " if rank not in (None, "0") else ""

@@ -46,14 +46,14 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
         waiting.daemon = True
         waiting.start()
 
-        def tell(done: int, total: int, next_: str) -> None:
+        def notify(done: int, total: int, next_: str) -> None:
             if done == 0 or time.monotonic() - last[0] > 10:
                 waiting.cancel()
                 last[0] = time.monotonic()
                 console.print(Text(f"{what}: {done} of {total}"))
 
         try:
-            yield tell
+            yield notify
         finally:
             waiting.cancel()
         return

@@ -103,7 +103,7 @@ def sweep(
     if counts["done"]:
         screen.print(f"{counts['done']} finished before and are left alone", markup=False)
 
-    def tell(what: str, job: Job, remark: str) -> None:
+    def notify(what: str, job: Job, remark: str) -> None:
         counts["done"] += what == "done"
         words = {"start": "started", "done": "finished", "retry": "failed, tries again", "failed": "failed"}[what]
         from softcell.app.cli.progress import clock
@@ -121,7 +121,7 @@ def sweep(
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        outcome = run_sweep(every, launcher, at_once=jobs, retries=retries, tell=tell)
+        outcome = run_sweep(every, launcher, at_once=jobs, retries=retries, notify=notify)
     finally:
         signal.signal(signal.SIGTERM, before)
     if not every:

@@ -46,11 +46,11 @@ class Benched:
 
 
 def bench_runs(
-    table: Nb201Table, paths: Sequence[str | Path], tell: Callable[[str], None] = lambda text: None
+    table: Nb201Table, paths: Sequence[str | Path], notify: Callable[[str], None] = lambda text: None
 ) -> list[Benched]:
     """All finished searches in the folders, each experiment once; what else lies in a folder is passed over.
 
-    A run that is named itself is refused where it is none. tell: takes a sentence on what is left out.
+    A run that is named itself is refused where it is none. notify: receives a sentence on what is left out.
     """
     found, passed = [], []
     named = set(map(Path, paths))
@@ -66,10 +66,10 @@ def bench_runs(
     if not found:
         raise UserError(f"no finished search in space {SPACE} in {', '.join(map(str, paths))}")
     if passed:
-        tell(f"passed over: {', '.join(f'{n} × {what}' for what, n in Counter(passed).items())}")
+        notify(f"passed over: {', '.join(f'{n} × {what}' for what, n in Counter(passed).items())}")
     kept, repeats = without_repeats(found)
     for note in repeats:
-        tell(note)
+        notify(note)
     return [_benched(table, run) for run in kept]
 
 

@@ -11,7 +11,7 @@ from softcell.app.sweep.launch import Handle, Launcher
 from softcell.app.sweep.plan import Job
 from softcell.app.sweep.work import last_error
 
-Tell = Callable[[str, Job, str], None]
+Notify = Callable[[str, Job, str], None]
 """Takes what happened (`start`, `done`, `retry`, `failed`), to which job, and a remark."""
 
 
@@ -35,7 +35,7 @@ def run_sweep(
     *,
     at_once: int | None = None,
     retries: int = 1,
-    tell: Tell = lambda what, job, remark: None,
+    notify: Notify = lambda what, job, remark: None,
     poll: float = 0.2,
 ) -> Outcome:
     """Runs what is not finished; Ctrl-C stops all jobs, which save where they are.
@@ -58,14 +58,14 @@ def run_sweep(
                 del running[name]
                 if job.is_finished():
                     finished.append(job)
-                    tell("done", job, "")
+                    notify("done", job, "")
                 elif attempts[name] <= retries:
-                    tell("retry", job, last_error(job.folder))
+                    notify("retry", job, last_error(job.folder))
                     waiting.append(job)
                 else:
                     error = last_error(job.folder) if code else "it ended without finishing its runs"
                     failed[name] = (job, attempts[name], error)
-                    tell("failed", job, error)
+                    notify("failed", job, error)
 
     try:
         while waiting or running:
@@ -73,7 +73,7 @@ def run_sweep(
                 job = waiting.popleft()
                 attempts[job.name] += 1
                 job.write()
-                tell("start", job, "")
+                notify("start", job, "")
                 running[job.name] = (job, launcher.submit(job))
             time.sleep(poll)
             look()
