@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import reference_snas_cells as snas_cells
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from softcell.arch.genotype import alive
 from softcell.arch.notation import from_darts, from_nb201, parse, to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.spaces import build_space
+from tests.reference import reference_snas_cells as snas_cells
 
 DARTS_V1 = (
     "Genotype(normal=[('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('skip_connect', 0), ('sep_conv_3x3', 1), "

@@ -1,7 +1,6 @@
 """Grad-CAM of every candidate of a choice: against its definition, and only through this edge."""
 
 import pytest
-import reference_nos as literal
 import torch
 from PIL import Image
 from torch import Tensor
@@ -14,6 +13,7 @@ from softcell.nn.candidates import get_candidate
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.block import watching
 from softcell.testing.tools import random_weights
+from tests.reference import reference_nos as literal
 
 
 def supernet() -> tuple[Supernet, Tensor]:

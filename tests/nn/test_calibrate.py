@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import reference_nos as literal
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from softcell.nn.calibrate import (
     calibrated,
 )
 from softcell.nn.candidates import Spec, candidate, get_candidate
+from tests.reference import reference_nos as literal
 
 SHAPES = [(3, 6, 7, 5), (2, 33, 4, 4), (2, 1, 5, 6)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import reference_snas_cells as snas_cells
 import torch
 from torch import nn
 
@@ -13,6 +12,7 @@ from softcell.errors import UserError
 from softcell.spaces import build_space
 from softcell.spaces.darts import DartsSpace, plan_cells
 from softcell.testing import one_hot
+from tests.reference import reference_snas_cells as snas_cells
 
 DARTS_V2 = (
     "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "

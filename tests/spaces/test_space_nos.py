@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import reference_nos as literal
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from softcell.spaces.costs import count_candidates
 from softcell.spaces.darts import DartsSpace
 from softcell.spaces.nos import ATTENTIONS, DYNAMICS, FEATURES, NosSpace, check_tiers
 from softcell.spaces.picked_cell import PickedCell
+from tests.reference import reference_nos as literal
 
 SMALL = NosSpace(cells=3, channels=4, nodes=2)
 
