@@ -25,9 +25,11 @@ def build(place: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     pytest.importorskip("mkdocs", reason="a development tool")
+    pytest.importorskip("mkdocstrings", reason="a development tool")
     for name in ("docs", "scripts"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    (tmp_path / "src").symlink_to(ROOT / "src")
     return tmp_path
 
 

@@ -23,7 +23,14 @@ LINK = 1
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The candidates of one edge from node `source` to node `target`."""
+    """The candidates of one edge from node `source` to node `target`.
+
+    Example:
+        >>> from softcell.arch import Choice
+        >>> edge = Choice(source=0, target=2, candidates=("none", "skip_connect", "sep_conv_3x3"))
+        >>> str(edge), len(edge.candidates)
+        ('0->2', 3)
+    """
 
     source: int
     target: int
@@ -46,6 +53,18 @@ class Table:
     `output` lists the nodes that form what a site hands on (concatenated in DARTS cells, one node elsewhere).
     `contests` lists groups of choices, by their indices, that compete with each other: edges into one node, each with
     the candidates `none` and a link, of which the space keeps a fixed number. One softmax runs over their links.
+
+    Example:
+        >>> from softcell.arch import Choice, Table
+        >>> both = ("none", "skip_connect")
+        >>> edges = (Choice(0, 1, both), Choice(0, 2, ("none",)), Choice(1, 2, both))
+        >>> table = Table("cell", edges, output=(2,))
+        >>> table.shape, table.incoming(2)
+        ((3, 2), (1, 2))
+        >>> table.mask()  # the second choice has one candidate; its other entry is padding
+        tensor([[ True,  True],
+                [ True, False],
+                [ True,  True]])
     """
 
     name: str
@@ -112,7 +131,13 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One chosen candidate on one edge."""
+    """One chosen candidate on one edge.
+
+    Example:
+        >>> from softcell.arch import Pick
+        >>> str(Pick(source=0, target=2, op="skip_connect"))
+        'skip_connect(0->2)'
+    """
 
     source: int
     target: int
@@ -131,6 +156,14 @@ class Layout:
     """The tables of a space, and which table each site of a network reads.
 
     `rule` is the space's own way from strengths to an architecture; a method may bring another.
+
+    Example:
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("darts", {"cells": 8}).layout()
+        >>> [table.name for table in layout.tables]
+        ['normal', 'reduce']
+        >>> layout.sites_of("reduce")
+        (2, 5)
     """
 
     space: str

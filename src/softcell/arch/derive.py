@@ -24,7 +24,15 @@ from softcell.errors import UserError
 
 
 class Rule(ABC):
-    """One way to derive the picks of a table."""
+    """One way to derive the picks of a table.
+
+    Example:
+        >>> from softcell.arch import Choice, Rule, StrongestEach, Table
+        >>> table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "conv")),), output=(1,))
+        >>> rule: Rule = StrongestEach()
+        >>> rule.count(table), len(list(rule.enumerate(table)))
+        (3, 3)
+    """
 
     @property
     def never_picked(self) -> tuple[str, ...]:
@@ -54,7 +62,18 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class StrongestEach(Rule):
-    """The strongest candidate of every choice, `none` among them unless excluded (NAS-Bench-201, chains, SNAS)."""
+    """The strongest candidate of every choice, `none` among them unless excluded (NAS-Bench-201, chains, SNAS).
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Choice, StrongestEach, Table
+        >>> table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "conv")),), output=(1,))
+        >>> strengths = torch.tensor([[0.5, 0.2, 0.3]])
+        >>> [str(pick) for pick in StrongestEach()(table, strengths)]
+        ['none(0->1)']
+        >>> [str(pick) for pick in StrongestEach(exclude=("none",))(table, strengths)]
+        ['conv(0->1)']
+    """
 
     exclude: tuple[str, ...] = ()
 
@@ -93,6 +112,15 @@ class TopInputs(Rule):
     """Per node the `inputs` strongest edges, each with its strongest candidate (DARTS: two, `none` excluded).
 
     An edge is as strong as its strongest allowed candidate. A node with fewer incoming edges keeps all of them.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Choice, Table, TopInputs
+        >>> edges = tuple(Choice(source, 3, ("none", "skip_connect")) for source in range(3))
+        >>> table = Table("cell", edges, output=(3,))
+        >>> strengths = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.2, 0.8]])
+        >>> [str(pick) for pick in TopInputs(inputs=2)(table, strengths)]
+        ['skip_connect(0->3)', 'skip_connect(2->3)']
     """
 
     inputs: int = 2
@@ -161,6 +189,13 @@ class Positive(Rule):
     """Every candidate of positive strength, any number of them per edge and node (EnTranNAS-DST, Eq 10).
 
     A node without any keeps its strongest one, so that no architecture has a node without inputs.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Choice, Positive, Table
+        >>> table = Table("cell", (Choice(0, 2, ("pool", "conv")), Choice(1, 2, ("pool", "conv"))), output=(2,))
+        >>> [str(pick) for pick in Positive()(table, torch.tensor([[0.4, 0.6], [0.0, 0.0]]))]
+        ['pool(0->2)', 'conv(0->2)']
     """
 
     exclude: tuple[str, ...] = ("none",)
@@ -216,6 +251,16 @@ def derive(
     """The genotype that `rule` (by default the space's own) makes of every table's strengths [choices, width].
 
     Where the space asks more of its architectures than another rule knows of, its own rule completes them.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import derive
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> strengths = {table.name: torch.zeros(table.shape) for table in layout.tables}
+        >>> strengths["cell"][:, 3] = 1.0
+        >>> {pick.op for pick in derive(layout, strengths).cells["cell"].picks}
+        {'nor_conv_3x3'}
     """
     cells = {
         table.name: Cell(derive_picks(layout, table, strengths[table.name], rule), table.output)
@@ -237,6 +282,15 @@ def derive_cheapest(layout: Layout, costs: Mapping[str, Tensor], rule: Rule | No
 
     costs: per table [choices, width], what a candidate costs on its edge, none below 0. Where a rule may derive `none`
     on an edge, it is one path from an input to an output node: every further edge and node only adds to the cost.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import derive_cheapest
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> costs = {"cell": torch.tensor([[0.0, 1.0, 9.0, 9.0, 9.0]]).expand(layout.tables[0].shape)}
+        >>> [str(pick) for pick in derive_cheapest(layout, costs).cells["cell"].picks if pick.op != "none"]
+        ['skip_connect(0->3)']
     """
     own, strengths = rule or layout.rule, {}
     for table in layout.tables:
@@ -247,7 +301,14 @@ def derive_cheapest(layout: Layout, costs: Mapping[str, Tensor], rule: Rule | No
 
 
 def derives_cheapest(layout: Layout, rule: Rule | None = None) -> bool:
-    """Whether what `derive_cheapest` gives is known to be the minimum: costs are sums over the picks of these rules."""
+    """Whether what `derive_cheapest` gives is known to be the minimum: costs are sums over the picks of these rules.
+
+    Example:
+        >>> from softcell.arch import derives_cheapest
+        >>> from softcell.spaces import build_space
+        >>> derives_cheapest(build_space("nb201").layout()), derives_cheapest(build_space("nos").layout())
+        (True, False)
+    """
     space_rule = layout.rule
     completed = rule is not None and isinstance(space_rule, Rule) and type(space_rule).complete is not Rule.complete
     return isinstance(rule or space_rule, StrongestEach | TopInputs | Positive) and not completed
@@ -283,7 +344,15 @@ def _cheapest_path(table: Table, costs: list[list[float]], exclude: tuple[str, .
 
 
 def sample(layout: Layout, seed: int) -> Genotype:
-    """A uniformly random architecture of the space; the same for the same seed on every machine."""
+    """A uniformly random architecture of the space; the same for the same seed on every machine.
+
+    Example:
+        >>> from softcell.arch import sample
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> sample(layout, seed=1) == sample(layout, seed=1)
+        True
+    """
     rng = random.Random(seed)
     rule = layout.rule
     assert isinstance(rule, Rule)
@@ -292,7 +361,14 @@ def sample(layout: Layout, seed: int) -> Genotype:
 
 
 def count(layout: Layout) -> int:
-    """The number of architectures of the space."""
+    """The number of architectures of the space.
+
+    Example:
+        >>> from softcell.arch import count
+        >>> from softcell.spaces import build_space
+        >>> count(build_space("nb201").layout())
+        15625
+    """
     rule = layout.rule
     assert isinstance(rule, Rule)
     return prod(rule.count(table) for table in layout.tables)

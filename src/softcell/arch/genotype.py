@@ -21,7 +21,14 @@ MOST_EDGES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The picks of one table and the nodes that form its output."""
+    """The picks of one table and the nodes that form its output.
+
+    Example:
+        >>> from softcell.arch import Cell, Pick
+        >>> cell = Cell(picks=(Pick(0, 2, "skip_connect"), Pick(1, 2, "conv")), output=(2,))
+        >>> [pick.op for pick in cell.incoming(2)]
+        ['skip_connect', 'conv']
+    """
 
     picks: tuple[Pick, ...]
     output: tuple[int, ...]
@@ -40,6 +47,13 @@ class Genotype:
 
     `settings` holds what the space must know to rebuild the cells (never sizes such as depth and width); `about` says
     where the architecture came from and takes no part in equality.
+
+    Example:
+        >>> from softcell.arch import Cell, Genotype, Pick
+        >>> genotype = Genotype("nb201", {"cell": Cell((Pick(0, 1, "nor_conv_3x3"),), output=(1,))})
+        >>> genotype.save("genotype.json")
+        >>> Genotype.load("genotype.json") == genotype
+        True
     """
 
     space: str
@@ -187,13 +201,34 @@ def reaches_output(cell: Cell, inputs: int) -> bool:
 
 
 def empty_cells(genotype: Genotype, layout: Layout) -> list[str]:
-    """Names of the cells whose output no input reaches; layout: of the genotype's space."""
+    """Names of the cells whose output no input reaches; layout: of the genotype's space.
+
+    Example:
+        >>> from softcell.arch import empty_cells, notation
+        >>> from softcell.spaces import build_space
+        >>> nothing = notation.parse("|none~0|+|none~0|none~1|+|none~0|none~1|none~2|")
+        >>> empty_cells(nothing, build_space("nb201").layout())
+        ['cell']
+    """
     first = {table.name: min(table.targets) for table in layout.tables}
     return [name for name, cell in genotype.cells.items() if name in first and not reaches_output(cell, first[name])]
 
 
 def check_against(genotype: Genotype, layout: Layout) -> None:
-    """Raises `UserError` unless every cell and edge of the genotype exists in the layout's tables."""
+    """Raises `UserError` unless every cell and edge of the genotype exists in the layout's tables.
+
+    Example:
+        >>> from softcell.arch import check_against, sample
+        >>> from softcell.errors import UserError
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> check_against(sample(layout, seed=0), layout)
+        >>> try:
+        ...     check_against(sample(layout, seed=0), build_space("darts").layout())
+        ... except UserError as error:
+        ...     print(error)
+        genotype of space 'nb201' used where space 'darts' was asked for
+    """
     known = {table.name for table in layout.tables}
     if genotype.space != layout.space:
         raise UserError(f"genotype of space {genotype.space!r} used where space {layout.space!r} was asked for")

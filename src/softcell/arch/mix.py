@@ -37,7 +37,17 @@ def live_where(mask: Tensor) -> Live:
 
 
 class Mix(ABC):
-    """How the outputs of a choice's candidates become one."""
+    """How the outputs of a choice's candidates become one.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Mix
+        >>> class Mean(Mix):
+        ...     def combine(self, site, choice, outputs):
+        ...         return torch.stack([output for output in outputs.values() if output is not None]).mean(0)
+        >>> Mean().combine(site=0, choice=0, outputs={0: torch.tensor([1.0]), 2: torch.tensor([3.0])})
+        tensor([2.])
+    """
 
     @abstractmethod
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
@@ -97,6 +107,17 @@ class WeightMix(Mix):
     lives: per site the candidates that must run; a site that is not named runs all of them.
     picked: per site that runs some candidates, each with a weight of exactly 1, which they are, and the same as a
     tensor [choices, width] of ones and zeros. Such a site takes nothing from `weights`.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import WeightMix
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> mix = WeightMix(layout, {"cell": torch.full(layout.tables[0].shape, 0.2)})
+        >>> mix.weights(site=0).shape
+        torch.Size([6, 5])
+        >>> mix.combine(site=0, choice=0, outputs={1: torch.tensor([5.0]), 3: torch.tensor([10.0])})
+        tensor([3.])
     """
 
     def __init__(

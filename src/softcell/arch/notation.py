@@ -16,6 +16,8 @@ from softcell.errors import UserError
 DARTS_INPUTS = 2  # a DARTS cell has two input nodes, and its notation lists two edges per inner node
 MOST_CHARACTERS = 200_000  # of a notation: Python's parser needs about a thousand times its length in memory
 
+__all__ = ["from_darts", "from_nb201", "parse", "to_darts", "to_nb201"]
+
 T = TypeVar("T")
 
 
@@ -23,6 +25,12 @@ def parse(text: str, name: str | None = None) -> Genotype:
     """Reads any of the notations: our JSON, DARTS, NAS-Bench-201.
 
     name: of several `name = Genotype(...)` in a text, the one to read.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> genotype = notation.parse("|nor_conv_3x3~0|+|none~0|skip_connect~1|")
+        >>> genotype.space, [str(pick) for pick in genotype.cells["cell"].picks]
+        ('nb201', ['nor_conv_3x3(0->1)', 'none(0->2)', 'skip_connect(1->2)'])
     """
     text = text.strip()
     if "Genotype(" in text and not text.startswith(("{", "|")):
@@ -44,6 +52,13 @@ def from_darts(text: str, name: str | None = None) -> Genotype:
 
     A cell lists two edges per inner node or, as the authors of SNAS write theirs (`edge_all`), one edge per pair of
     nodes with `none` among the operations. Of a file that assigns several genotypes, `name` chooses one.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> cell = "[('sep_conv_3x3', 0), ('skip_connect', 1)]"
+        >>> text = f"Genotype(normal={cell}, normal_concat=[2], reduce={cell}, reduce_concat=[2])"
+        >>> [str(pick) for pick in notation.from_darts(text).cells["normal"].picks]
+        ['sep_conv_3x3(0->2)', 'skip_connect(1->2)']
     """
     call = _chosen(_darts_calls(text), name)
     if call.args:
@@ -59,7 +74,15 @@ def from_darts(text: str, name: str | None = None) -> Genotype:
 
 
 def to_darts(genotype: Genotype) -> str:
-    """DARTS notation; only for cells of two inputs per inner node, which is all the notation can say."""
+    """DARTS notation; only for cells of two inputs per inner node, which is all the notation can say.
+
+    Example:
+        >>> from softcell.arch import notation, sample
+        >>> from softcell.spaces import build_space
+        >>> genotype = sample(build_space("darts").layout(), seed=0)
+        >>> notation.from_darts(notation.to_darts(genotype)).cells == genotype.cells
+        True
+    """
     if set(genotype.cells) != {"normal", "reduce"}:
         raise UserError(f"DARTS notation has a normal and a reduce cell, this genotype has {sorted(genotype.cells)}")
     parts = []
@@ -85,7 +108,13 @@ def to_darts(genotype: Genotype) -> str:
 
 
 def from_nb201(text: str) -> Genotype:
-    """`|nor_conv_3x3~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|...|`: for each node its edges by source."""
+    """`|nor_conv_3x3~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|...|`: for each node its edges by source.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> [str(pick) for pick in notation.from_nb201("|nor_conv_3x3~0|").cells["cell"].picks]
+        ['nor_conv_3x3(0->1)']
+    """
     picks = []
     if text.count("+") > MOST_NODES:
         raise UserError(f"NAS-Bench-201 string: a cell must have at most {MOST_NODES} nodes, got {text.count('+') + 1}")
@@ -106,7 +135,13 @@ def from_nb201(text: str) -> Genotype:
 
 
 def to_nb201(genotype: Genotype) -> str:
-    """The NAS-Bench-201 string; every edge of the complete graph must carry exactly one operation."""
+    """The NAS-Bench-201 string; every edge of the complete graph must carry exactly one operation.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> notation.to_nb201(notation.from_nb201("|nor_conv_3x3~0|+|none~0|skip_connect~1|"))
+        '|nor_conv_3x3~0|+|none~0|skip_connect~1|'
+    """
     if set(genotype.cells) != {"cell"}:
         raise UserError(f"a NAS-Bench-201 string has one cell named 'cell', got {sorted(genotype.cells)}")
     cell = genotype.cells["cell"]

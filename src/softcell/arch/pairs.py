@@ -27,6 +27,15 @@ class FeaturePairs(Rule):
 
     A node with one incoming edge (second tier) keeps its strongest candidate, whatever it is. Ties go to the lower
     sources, then to the earlier candidates.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Choice, FeaturePairs, Table
+        >>> both = ("conv", "attention")
+        >>> table = Table("cell", (Choice(0, 2, both), Choice(1, 2, both)), output=(2,))
+        >>> strengths = torch.tensor([[0.1, 0.9], [0.3, 0.7]])  # attention is the strongest on both edges
+        >>> [str(pick) for pick in FeaturePairs(features=("conv",))(table, strengths)]
+        ['attention(0->2)', 'conv(1->2)']
     """
 
     features: tuple[str, ...]

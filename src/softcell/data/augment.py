@@ -44,6 +44,11 @@ class Augment:
     resized_crop: crop 8% to 100% of the area with aspect 3/4 to 4/3 and resize, as in ImageNet training.
     window: take a window of the seen size out of images that are stored larger, anywhere in them.
     jitter: brightness, contrast and saturation are each scaled by a factor from 1 - jitter to 1 + jitter.
+
+    Example:
+        >>> from softcell.data import Augment
+        >>> Augment(crop_padding=4, flip=True, cutout=16)
+        Augment(crop_padding=4, flip=True, cutout=16, resized_crop=False, window=False, jitter=0.0)
     """
 
     crop_padding: int = 0
@@ -90,6 +95,13 @@ def normalise(
     """(images / 255 - mean) / std in `dtype`, [n, C, H, W], for `images` [n, C, H, W] in 0..255.
 
     mean, std: [C], in 0..1 units; the result is computed in at least float32 and then rounded to `dtype`.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import normalise
+        >>> images = torch.tensor([0, 51, 255], dtype=torch.uint8).view(1, 1, 1, 3)
+        >>> normalise(images, mean=(0.2,), std=(0.4,), dtype=torch.float32)
+        tensor([[[[-0.5000,  0.0000,  2.0000]]]])
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     values = images.to(exact)
@@ -220,6 +232,16 @@ def augment(
     size: (H, W) that a resized crop or a window gives, (H', W') when None; other settings never change the size.
 
     Nothing waits for the device. For CUDA-graph capture give `epoch` as a 0-d tensor on the device.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import Augment, augment
+        >>> images = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+        >>> settings = Augment(crop_padding=2, flip=True)
+        >>> both = augment(images, torch.tensor([7, 9]), 0, 1, settings, mean=(0.5,) * 3, std=(0.25,) * 3)
+        >>> alone = augment(images[1:], torch.tensor([9]), 0, 1, settings, mean=(0.5,) * 3, std=(0.25,) * 3)
+        >>> torch.equal(both[1:], alone)  # an image does not depend on the rest of its batch
+        True
     """
     if size is not None and size != tuple(images.shape[2:]) and not settings.from_stored:
         raise UserError(

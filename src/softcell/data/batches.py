@@ -20,7 +20,15 @@ from softcell.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """images: float [n, C, H, W], normalised. labels: int64 [n]. index: int64 [n], numbers in the dataset."""
+    """images: float [n, C, H, W], normalised. labels: int64 [n]. index: int64 [n], numbers in the dataset.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import Batch
+        >>> batch = Batch(images=torch.zeros(4, 1, 8, 8), labels=torch.tensor([0, 1, 2, 3]), index=torch.arange(4))
+        >>> batch.images.shape[0] == len(batch.labels)
+        True
+    """
 
     images: Tensor
     labels: Tensor
@@ -64,6 +72,17 @@ class Batches:
         batch may differ by one and may be empty, so that all ranks make equally many steps.
     workers: processes that decode `Files`; None for one per available core, at most 8; 0 to decode in this
         process. Resident images need none.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import Batches, load
+        >>> digits = load("digits")
+        >>> batches = Batches(
+        ...     digits.train, torch.arange(100), batch_size=32, seed=0, mean=digits.mean, std=digits.std,
+        ...     augment=digits.augment, shuffle=True, device="cpu", drop_last=True,
+        ... )
+        >>> [tuple(batch.images.shape) for batch in batches.epoch(0)]
+        [(32, 1, 8, 8), (32, 1, 8, 8), (32, 1, 8, 8)]
     """
 
     def __init__(

@@ -32,7 +32,13 @@ _DESCRIPTIONS = {
 
 
 def datasets() -> dict[str, str]:
-    """Known dataset names with one line on each."""
+    """Known dataset names with one line on each.
+
+    Example:
+        >>> from softcell.data import datasets
+        >>> "cifar10" in datasets()
+        True
+    """
     return dict(_DESCRIPTIONS)
 
 
@@ -72,6 +78,12 @@ def load(
         each time they are read.
     some: a number of classes to draw at random; None for all.
     A name goes before a path: a folder that is called digits is ./digits.
+
+    Example:
+        >>> from softcell.data import load
+        >>> digits = load("digits")
+        >>> digits.name, digits.classes[:3]
+        ('digits', ('0', '1', '2'))
     """
     if not _kept:
         return _load(name_or_path, root, image_size, memory_limit, scaled_to, some)

@@ -28,6 +28,12 @@ class Dataset:
     test: never read in a search; see `softcell.data.guard`.
     scaled_to: (H', W') that a picture is scaled to before its centre is looked at, None where that is all of it.
     whole: whether all of a picture is scaled to that, whatever its aspect, or a central part of that aspect.
+
+    Example:
+        >>> from softcell.data import load
+        >>> digits = load("digits")
+        >>> digits.shape, digits.num_classes, len(digits.train), len(digits.test)
+        ((1, 8, 8), 10, 1347, 450)
     """
 
     name: str

@@ -17,7 +17,17 @@ _depth = 0
 
 @contextmanager
 def test_set_sealed() -> Iterator[None]:
-    """While this is active, reading images flagged as test raises AssertionError; it may be nested."""
+    """While this is active, reading images flagged as test raises AssertionError; it may be nested.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import load, test_set_sealed
+        >>> digits = load("digits")
+        >>> with test_set_sealed():
+        ...     digits.test.fetch(torch.tensor([0]))
+        Traceback (most recent call last):
+        AssertionError: the test set is sealed: ...
+    """
     global _depth
     with _lock:
         _depth += 1

@@ -24,6 +24,13 @@ class Images(ABC):
     central 224, while a random resized crop draws from all of them.
 
     labels: int64 [N]. shape: (C, H, W) as a network sees them. is_test: see `softcell.data.guard`.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import Images, load
+        >>> images = load("digits").train
+        >>> isinstance(images, Images), images.fetch(torch.tensor([0, 1])).shape
+        (True, torch.Size([2, 1, 8, 8]))
     """
 
     labels: Tensor
@@ -94,6 +101,13 @@ class Resident(Images):
 
     pixels: uint8 [N, C, H', W']. labels: int64 [N], moved to the same device.
     view: the central (H, W) that `fetch` gives; all of the stored image when None.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import Resident
+        >>> images = Resident(torch.zeros(5, 3, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1, 2]))
+        >>> len(images), images.shape, images.device
+        (5, (3, 8, 8), device(type='cpu'))
     """
 
     def __init__(
@@ -154,6 +168,16 @@ class Files(Images):
     size: (H, W) as a network sees them. stored: the size decoded to before that centre is taken.
     boxes: float [N, 4], what of each image is looked at (`softcell.data.decode.Box`); its square fills `size`.
     whole: all of an image is scaled to `stored`, whatever its aspect; else a central part of that aspect.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from PIL import Image
+        >>> from softcell.data import Files
+        >>> Image.new("RGB", (20, 10), "red").save("red.png")
+        >>> images = Files(Path(), ["red.png"], torch.tensor([0]), channels=3, size=(8, 8))
+        >>> images.fetch(torch.tensor([0]))[0, :, 0, 0]
+        tensor([255,   0,   0], dtype=torch.uint8)
     """
 
     def __init__(

@@ -17,7 +17,14 @@ _ROUNDING = 1e-6  # fractions such as 0.1 + 0.2 + 0.7 miss 1 by about 1e-16
 
 
 def fingerprint(indices: Tensor) -> str:
-    """The first 16 hex digits of the SHA-256 of `indices` int64 [n] in their order."""
+    """The first 16 hex digits of the SHA-256 of `indices` int64 [n] in their order.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import fingerprint
+        >>> fingerprint(torch.tensor([0, 1, 2])) == fingerprint(torch.tensor([2, 1, 0]))  # the order counts
+        False
+    """
     words = indices.detach().cpu().numpy().astype("<i8")
     return hashlib.sha256(words.tobytes()).hexdigest()[:16]
 
@@ -103,6 +110,14 @@ def split(images: Images | Tensor, fractions: Mapping[str, float | int], seed: i
         The parts cover everything when the shares sum to one; otherwise the rest is left out.
     Classes are spread proportionally, and a class with at least as many images as there are parts is in
     every part, unless that part has fewer images than there are classes.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import split
+        >>> labels = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        >>> halves = split(labels, {"weights": 0.5, "validation": 0.5}, seed=0)
+        >>> {name: sorted(labels[indices].tolist()) for name, indices in halves.items()}
+        {'weights': [0, 0, 1, 1], 'validation': [0, 0, 1, 1]}
     """
     labels = (images.labels if isinstance(images, Images) else images).cpu().numpy()
     sizes = _part_sizes(fractions, len(labels))

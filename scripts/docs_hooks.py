@@ -1,0 +1,65 @@
+"""Hooks of mkdocs: the menu, the API reference, and links to files that are not pages."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
+REFERENCE = re.compile(r"^<!-- public names of ([\w.]+) -->$", re.MULTILINE)
+
+
+def by_name(page: Path) -> tuple[bool, str]:
+    return page.name != "index.md", page.name
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Lists the pages of `docs/papers` and `docs/api` in the menu, so that a new page needs no other change."""
+    folders = {"Papers": "papers", "API reference": "api"}
+    nav = []
+    for entry in config.nav:
+        (title,) = entry
+        if title in folders:
+            pages = sorted((Path(config.docs_dir) / folders[title]).glob("*.md"), key=by_name)
+            entry = {title: [f"{folders[title]}/{page.name}" for page in pages]}
+        nav.append(entry)
+    config.nav = nav
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Expands the public names of a module, and turns links that lead out of the site into plain text."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def plain(found: re.Match[str]) -> str:
+        text, target = found[1], found[2]
+        if "://" in target:
+            return found[0]
+        place = posixpath.normpath(posixpath.join(folder, target))
+        return text if place.startswith("..") else found[0]
+
+    return REFERENCE.sub(lambda found: reference(found[1]), LINK.sub(plain, markdown))
+
+
+def reference(module: str) -> str:
+    """One block of mkdocstrings for every name in the `__all__` of a module."""
+    homes = public_names(module)
+    return "\n\n".join(f"::: {home}.{name}" for name, home in homes.items())
+
+
+def public_names(module: str) -> dict[str, str]:
+    """The names in `__all__` and the modules that define them, read from the source without importing it."""
+    base = ROOT / "src" / Path(*module.split("."))
+    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    names: list[str] = []
+    homes: dict[str, str] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            homes |= {alias.asname or alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["__all__"]:
+            names = ast.literal_eval(node.value)
+    return {name: homes.get(name, module) for name in names}

@@ -1,0 +1,52 @@
+"""What the repository says about itself is true: versions, badges, the workflow and the first commands."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import softcell
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_one_version_everywhere() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"]
+    assert newest is not None
+    assert {PROJECT["version"], newest[1], cited} == {softcell.__version__}
+
+
+def test_badges_are_true() -> None:
+    badges = dict(re.findall(r"!\[([^\]]+)\]\(https://img\.shields\.io/badge/([^)]+)\)", README))
+    assert set(badges) == {"Python", "Licence", "Types"}
+    assert badges["Python"].startswith(f"python-{PROJECT['requires-python'].removeprefix('>=')}%2B-")
+    assert badges["Licence"].replace("--", "-").startswith(f"licence-{PROJECT['license']}-")
+    strict = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["strict"]
+    assert strict is True and badges["Types"].startswith("types-mypy%20strict-")
+
+
+def test_the_workflow_runs_the_command_that_the_readme_names() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["test"]
+    systems = {entry["os"].partition("-")[0]: entry["torch-index"] for entry in job["strategy"]["matrix"]["include"]}
+    assert set(systems) == {"ubuntu", "macos"} and systems["macos"] == ""
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make test"]
+    assert "$ make test" in README and re.search(r"^test:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (python,) = [step["with"]["python-version"] for step in job["steps"] if "python-version" in step.get("with", {})]
+    assert f">={python}" == PROJECT["requires-python"]
+
+
+def test_issue_templates_are_valid_forms() -> None:
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(forms) >= 2
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form), path.name
+        asked = [part for part in form["body"] if part["type"] != "markdown"]
+        assert asked and all(part["id"] and part["attributes"]["label"] for part in asked), path.name
