@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import DARTS_V2
 from softcell.arch import notation
 from softcell.kernels.backend import triton_kernels
 from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork
+from tests.reference.published_genotypes import DARTS_V2
 
 CASES = {"36": (36, 32, 1), "72": (72, 16, 7), "144": (144, 8, 14), "reduce": (72, 32, 6)}
 """Channels, size of the input, number of the cell in the network."""

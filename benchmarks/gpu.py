@@ -38,6 +38,7 @@ from softcell.search.search import _task as search_task
 from softcell.search.steps import bilevel
 from softcell.spaces import build_space
 from softcell.spaces.fused import modules_only
+from tests.reference.published_genotypes import DARTS_V2
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "modules": {"fused": False, "engine": "graph", "precision": "float32"},
@@ -51,12 +52,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "modules bf16": {"engine": "graph", "precision": "bfloat16", "fused": False},
     "fused bf16": {"engine": "graph", "precision": "bfloat16", "fused": True},
 }
-DARTS_V2 = (
-    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
-    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=[2, 3, 4, 5], "
-    "reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0), "
-    "('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=[2, 3, 4, 5])"
-)
 
 
 @contextmanager

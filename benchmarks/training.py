@@ -18,6 +18,7 @@ from rich.table import Table
 
 from benchmarks.options import machine, step_options
 from studies.runs import write_record
+from tests.reference.published_genotypes import DARTS_V2
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True},
@@ -42,8 +43,6 @@ BEST_201 = "|nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|+|skip_connect~0|nor
 
 def cases() -> dict[str, Case]:
     """The networks of the papers, at the papers' sizes."""
-    from benchmarks.gpu import DARTS_V2
-
     return {
         "darts": Case("darts", "cifar", genotype=DARTS_V2),
         "imagenet": Case("darts", "imagenet", 224, DARTS_V2, {"image_size": 224}),

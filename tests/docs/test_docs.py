@@ -14,8 +14,8 @@ from softcell.app.cli.main import run as softcell
 from softcell.arch import Genotype, notation, sample
 from softcell.engine import RunFolder
 from softcell.spaces import build_space
-from tests.helpers.cli_calls import DARTS_V2
 from tests.helpers.report_runs import make_search, make_training
+from tests.reference.published_genotypes import DARTS_V2
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

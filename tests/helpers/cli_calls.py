@@ -15,12 +15,6 @@ TINY = ("--space", "nb201", "--set", "space.channels=2", "--batch-size", "128", 
 """What a search needs beside `--epochs` to take a fraction of a second."""
 TINY_TRAIN = ("--channels", "2", "--batch-size", "128", "--epochs", "1", "--threads", "1")
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
-DARTS_V2 = (
-    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
-    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=[2, 3, 4, 5], "
-    "reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0), "
-    "('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=[2, 3, 4, 5])"
-)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def results(processes: list[subprocess.Popen[str]], folder: Path, timeout: float
             process.kill()
     codes = [process.returncode for process in processes]
     assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n--- next rank ---\n".join(outputs)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(len(processes))]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(len(processes))]
 
 
 def on_ranks(size: int, module: str, function: str, folder: Path) -> list[Any]:

@@ -23,6 +23,7 @@ from softcell.spaces.fused import fused_networks, literal, modules_only
 from softcell.spaces.fused_plan import Unfit
 from tests.helpers.derived_cells import Cell, states
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
+from tests.reference.published_genotypes import DARTS_V2
 
 FORMS = list(product((1, 2), (False, True), (False, True)))
 
@@ -110,14 +111,6 @@ def test_unknown_modules_are_refused() -> None:
     cell = Cell(4, 1, older_is_larger=False, pool_norm=False)
     with pytest.raises(Unfit, match="Conv2d"):
         plan_derived((cell.older, cell.newer), [Pick(0, 2, nn.Conv2d(4, 4, 3, padding=1))], 1, 4, 1, cell.drop_path)
-
-
-DARTS_V2 = (
-    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
-    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=[2, 3, 4, 5], "
-    "reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), ('max_pool_3x3', 0), "
-    "('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=[2, 3, 4, 5])"
-)
 
 
 def passes(network: Network, images: Tensor, *, fused: bool) -> dict[str, Tensor]:

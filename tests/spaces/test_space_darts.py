@@ -13,13 +13,7 @@ from softcell.spaces import build_space
 from softcell.spaces.darts import DartsSpace, plan_cells
 from softcell.testing import one_hot
 from tests.reference import reference_snas_cells as snas_cells
-
-DARTS_V2 = (
-    "Genotype(normal=[('sep_conv_3x3', 0), ('sep_conv_3x3', 1), ('sep_conv_3x3', 0), ('sep_conv_3x3', 1), "
-    "('sep_conv_3x3', 1), ('skip_connect', 0), ('skip_connect', 0), ('dil_conv_3x3', 2)], normal_concat=range(2, 6), "
-    "reduce=[('max_pool_3x3', 0), ('max_pool_3x3', 1), ('skip_connect', 2), ('max_pool_3x3', 1), "
-    "('max_pool_3x3', 0), ('skip_connect', 2), ('skip_connect', 2), ('max_pool_3x3', 1)], reduce_concat=range(2, 6))"
-)
+from tests.reference.published_genotypes import DARTS_V2
 
 
 def parameters(space: DartsSpace, shape: tuple[int, int, int], classes: int, *, auxiliary: bool = False) -> int:

@@ -14,7 +14,8 @@ import softcell
 from softcell.app.cli.main import app
 from softcell.app.cli.progress import Display, clock, epoch_line
 from softcell.engine.events import EpochEnded, Finished, Note, Started, Stepped
-from tests.helpers.cli_calls import CELL, DARTS_V2, Softcell, process
+from tests.helpers.cli_calls import CELL, Softcell, process
+from tests.reference.published_genotypes import DARTS_V2
 
 COMMANDS = tuple(str(command.name) for command in app.registered_commands)
 

@@ -20,7 +20,8 @@ from softcell.app.report.theme import COLOURS, STROKES, mark
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.notation import from_darts, from_nb201
 from softcell.errors import UserError
-from tests.helpers.report_cells import DARTS_V2, NB201, cells, chain, random_cell
+from tests.helpers.report_cells import NB201, cells, chain, random_cell
+from tests.reference.published_genotypes import DARTS_V2
 
 SVG = "{http://www.w3.org/2000/svg}"
 

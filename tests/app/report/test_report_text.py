@@ -18,7 +18,8 @@ from softcell.app.report.graph import node_numbers
 from softcell.app.report.text import MARKS
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.notation import from_darts, from_nb201
-from tests.helpers.report_cells import DARTS_V2, NB201, cells, chain, random_cell
+from tests.helpers.report_cells import NB201, cells, chain, random_cell
+from tests.reference.published_genotypes import DARTS_V2
 
 
 def printed(genotype: Genotype, columns: int = 80, encoding: str = "utf-8", **options: object) -> str:
