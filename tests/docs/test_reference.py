@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 import softcell
+from softcell.methods import METHODS
+from softcell.nn import candidates
+from softcell.spaces import SPACES
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(softcell.__file__).parent
@@ -68,15 +71,23 @@ def test_every_package_with_public_names_is_in_the_reference() -> None:
     assert (packages | {"softcell.api"}) - WAITING <= set(public_modules())
 
 
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder and registries of its own, since examples write files and register names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(candidates, "_REGISTRY", dict(candidates._REGISTRY))
+    for registry in (METHODS, SPACES):
+        assert list(registry), "discovered before the copy is made"
+        monkeypatch.setattr(registry, "_known", dict(registry._known))
+
+
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(("name", "value"), public_names(), ids=[name for name, _ in public_names()])
-def test_the_example_of_a_public_name_runs(
-    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_of_a_public_name_runs(name: str, value: Any) -> None:
     text = inspect.cleandoc(value.__doc__ or "")
     _, found, example = text.partition("\nExample:\n")
     assert found, f"the docstring of {name} needs an `Example:`"
     test = doctest.DocTestParser().get_doctest(example, {"__name__": "__main__"}, name, None, 0)
     assert any(step.want for step in test.examples), f"the example of {name} must show a result, which is compared"
-    monkeypatch.chdir(tmp_path)
     said: list[str] = []
     assert doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append).failed == 0, "".join(said)

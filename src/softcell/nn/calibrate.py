@@ -35,6 +35,18 @@ class Calibration(nn.Module, ABC):
     """Makes from a node's value what is applied to another map.
 
     The application is linear in what was made: what several edges send is summed and applied once.
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import Calibration
+        >>> class MeanGate(Calibration):
+        ...     def forward(self, x):  # [n, c, h, w] to [n, c, 1, 1]
+        ...         return x.mean((2, 3), keepdim=True).sigmoid()
+        ...     def applied(self, base, made):
+        ...         return base * made
+        >>> gate, x = MeanGate(), torch.ones(1, 2, 4, 4)
+        >>> gate.applied(2 * x, gate(0 * x))[0, 0, 0, 0]
+        tensor(1.)
     """
 
     @abstractmethod

@@ -30,6 +30,12 @@ class Spec:
     `affine`: whether batch-norm learns scale and shift (not in search). `pool_norm`: whether pools are followed by
     batch-norm (DARTS supernets). `channels_in`: the width that comes in where it is another one, as in chains; only
     candidates that say `widens` are built for that. `norm`: whether blocks of attention have batch-norm at all.
+
+    Example:
+        >>> from softcell.nn import Spec, get_candidate
+        >>> conv = get_candidate("nor_conv_3x3").build(Spec(channels=8, stride=2, affine=False))
+        >>> sum(p.numel() for p in conv.parameters())  # 8 * 8 * 3 * 3, no scale and shift
+        576
     """
 
     channels: int
@@ -60,6 +66,12 @@ class Candidate:
 
     `kind` says what its module gives: a feature map; an attention, of a shape that broadcasts to
     [n, c, ⌈h/stride⌉, ⌈w/stride⌉]; a kernel per sample and channel [n, c, k, k].
+
+    Example:
+        >>> from softcell.nn import Spec, get_candidate
+        >>> skip = get_candidate("skip_connect")
+        >>> skip.kind, skip.shared(Spec(channels=8)), get_candidate("none").zero
+        ('feature', True, True)
     """
 
     name: str
@@ -97,7 +109,18 @@ def candidate(
     widens: bool = False,
     multiple: int = 1,
 ) -> Callable[[Builder], Builder]:
-    """Registers the decorated function as the builder of candidate `name`."""
+    """Registers the decorated function as the builder of candidate `name`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from softcell.nn import ReLUConvBN, Spec, candidate, get_candidate
+        >>> @candidate("wide_conv_7x7")
+        ... def wide_conv(spec: Spec) -> nn.Module:
+        ...     return ReLUConvBN(spec.channels, spec.channels, 7, spec.stride, affine=spec.affine)
+        >>> get_candidate("wide_conv_7x7").build(Spec(4))(torch.randn(2, 4, 8, 8)).shape
+        torch.Size([2, 4, 8, 8])
+    """
     if kind not in KINDS:
         raise UserError(f"the kind of candidate {name!r} must be one of {', '.join(KINDS)}, got {kind!r}")
 
@@ -115,10 +138,24 @@ def candidate(
 
 
 def get_candidate(name: str) -> Candidate:
+    """The registered candidate of this name.
+
+    Example:
+        >>> from softcell.nn import get_candidate
+        >>> get_candidate("sep_conv_3x3").name
+        'sep_conv_3x3'
+    """
     if name not in _REGISTRY:
         raise UserError(f"no candidate operation {name!r} (--plugin FILE brings your own); {nearest(name, _REGISTRY)}")
     return _REGISTRY[name]
 
 
 def known_candidates() -> tuple[str, ...]:
+    """Names of all registered candidates, in alphabetical order.
+
+    Example:
+        >>> from softcell.nn import known_candidates
+        >>> {"skip_connect", "sep_conv_3x3"} <= set(known_candidates())
+        True
+    """
     return tuple(sorted(_REGISTRY))

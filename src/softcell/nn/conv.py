@@ -23,7 +23,14 @@ class ReLUFirst(nn.Sequential):
 
 
 class ReLUConvBN(ReLUFirst):
-    """ReLU, k×k convolution without bias, batch-norm: [n, c_in, h, w] to [n, c_out, ⌈h/s⌉, ⌈w/s⌉]."""
+    """ReLU, k×k convolution without bias, batch-norm: [n, c_in, h, w] to [n, c_out, ⌈h/s⌉, ⌈w/s⌉].
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import ReLUConvBN
+        >>> ReLUConvBN(8, 16, kernel=3, stride=2)(torch.randn(4, 8, 7, 7)).shape
+        torch.Size([4, 16, 4, 4])
+    """
 
     def __init__(self, c_in: int, c_out: int, kernel: int, stride: int = 1, *, affine: bool = True) -> None:
         super().__init__(

@@ -84,6 +84,13 @@ class BatchNorm2d(nn.BatchNorm2d):
     N ranks on parts of a batch give what one rank gives on the whole. Where batch statistics are used
     (training, or no running statistics kept), all ranks must run it equally often; a rank without samples
     passes an empty batch.
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import BatchNorm2d
+        >>> y = BatchNorm2d(3)(torch.randn(16, 3, 8, 8) + 5.0)
+        >>> bool(y.mean().abs() < 1e-4), bool((y.std() - 1).abs() < 1e-2)
+        (True, True)
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -24,14 +24,36 @@ class Features(Protocol):
 
 
 class Evaluated(NamedTuple):
-    """The mean loss over the batch [], and logits [n, classes] where the objective makes any."""
+    """The mean loss over the batch [], and logits [n, classes] where the objective makes any.
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import Evaluated
+        >>> evaluated = Evaluated(loss=torch.tensor(0.5), logits=None)  # an objective without classes
+        >>> evaluated.loss
+        tensor(0.5000)
+    """
 
     loss: Tensor
     logits: Tensor | None
 
 
 class Objective(nn.Module, ABC):
-    """`supervised`: whether it learns from labels, so that accuracy means something."""
+    """`supervised`: whether it learns from labels, so that accuracy means something.
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import Evaluated, Objective
+        >>> class SmallFeatures(Objective):
+        ...     supervised = False
+        ...     def forward(self, network, images, labels):
+        ...         return Evaluated(network.features(images)[-1].square().mean(), None)
+        >>> class Doubles:
+        ...     def features(self, x):
+        ...         return [2 * x]
+        >>> SmallFeatures()(Doubles(), torch.ones(1, 1, 2, 2), torch.tensor([0])).loss
+        tensor(4.)
+    """
 
     supervised: ClassVar[bool] = True
 
@@ -48,7 +70,20 @@ class Objective(nn.Module, ABC):
 
 
 class CrossEntropy(Objective):
-    """Classification, with optional label smoothing."""
+    """Classification, with optional label smoothing.
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import CrossEntropy
+        >>> class Untrained:
+        ...     def features(self, x):
+        ...         return [x]
+        ...     def head(self, features):
+        ...         return torch.zeros(len(features), 10)
+        >>> loss, logits = CrossEntropy()(Untrained(), torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))
+        >>> round(loss.item(), 4)  # ln 10: ten equally likely classes
+        2.3026
+    """
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         super().__init__()
