@@ -18,8 +18,7 @@ from softcell.data import load
 from softcell.data.feeds import first_images
 from softcell.engine.provenance import collect, now
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table
-from softcell.evaluate.proxies import PROXIES, indicator
-from softcell.evaluate.ranking import RANKINGS, mean_tau, taus
+from softcell.evaluate.ranking import PROXIES, RANKINGS, mean_tau, taus, zero_cost
 from softcell.search import SearchRecipe
 from softcell.spaces import build_space
 from studies.runs import NOT_MEASURED, Deadline
@@ -61,7 +60,7 @@ def proxies(
         result[f"{name}-{seed}"] = NOT_MEASURED
         if not deadline.passed:
             deadline.log(f"Zero-Cost-PT, {name}, seed {seed}")
-            values = indicator(space, name, images, dataset.num_classes, seed)["cell"].tolist()
+            values = zero_cost(space, name, images, dataset.num_classes, seed)["cell"].tolist()
             result[f"{name}-{seed}"] = {"date": now(), **collect(), "taus": rank(table, {name: values})}
     return result
 

@@ -17,19 +17,18 @@ import torch
 from softcell.arch import Cell, Genotype, Pick, Positive, Rule, StrongestEach, TopInputs, WeightMix
 from softcell.arch.notation import from_nb201
 from softcell.errors import UserError
-from softcell.evaluate.nats import convert
 from softcell.evaluate.nb201 import (
     COLUMNS,
     EDGES,
     OPERATIONS,
     Nb201Table,
     check_search,
+    convert,
     load_table,
     notation,
     write_table,
 )
-from softcell.evaluate.proxies import indicator, naswot, synflow
-from softcell.evaluate.ranking import kendall, mean_tau, taus
+from softcell.evaluate.ranking import kendall, mean_tau, score_supernet, taus, zero_cost
 from softcell.spaces import build_space
 from tests.helpers.bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 
@@ -296,7 +295,7 @@ def test_naswot_is_the_log_determinant_of_agreeing_relus() -> None:
         patch.setattr(torch.nn.functional, "relu", lambda value, inplace=False: noted(value))
         supernet(x, mix)
     kernel = sum(c @ c.T + (1 - c) @ (1 - c).T for c in codes)
-    assert naswot(supernet, mix, x) == pytest.approx(float(torch.linalg.slogdet(kernel).logabsdet))
+    assert score_supernet("naswot", supernet, mix, x) == pytest.approx(float(torch.linalg.slogdet(kernel).logabsdet))
 
 
 def test_synflow_is_the_sum_of_weight_times_gradient_of_absolute_weights() -> None:
@@ -307,7 +306,7 @@ def test_synflow_is_the_sum_of_weight_times_gradient_of_absolute_weights() -> No
     mix = WeightMix(space.layout(), {"cell": torch.ones(1, 1, dtype=torch.float64)})
     ones = torch.ones(1, 1, 4, 4, dtype=torch.float64)
     base = float(supernet(ones, mix).sum().detach())
-    found = synflow(supernet, mix, torch.zeros(2, 1, 4, 4, dtype=torch.float64))
+    found = score_supernet("synflow", supernet, mix, torch.zeros(2, 1, 4, 4, dtype=torch.float64))
     total, step = 0.0, 1e-6
     for p in supernet.parameters():  # θ · ∂R/∂θ of a whole tensor is how R answers to scaling it
         kept = p.data.clone()
@@ -323,9 +322,9 @@ def test_zero_cost_indicators_rank_a_convolution_above_nothing() -> None:
     )
     x = torch.randn(8, 3, 8, 8)
     for proxy in ("naswot", "synflow"):
-        found = indicator(space, proxy, x, 10)["cell"]  # type: ignore[arg-type]
+        found = zero_cost(space, proxy, x, 10)["cell"]  # type: ignore[arg-type]
         assert found[0, 1] > found[0, 0]
-        assert torch.equal(found, indicator(space, proxy, x, 10)["cell"])  # type: ignore[arg-type]
+        assert torch.equal(found, zero_cost(space, proxy, x, 10)["cell"])  # type: ignore[arg-type]
 
 
 def test_the_real_table_does_not_know_a_smaller_cell(real: Nb201Table) -> None:

@@ -1,8 +1,8 @@
 """What comes after a search: training from scratch and counting."""
 
-from softcell.evaluate.count import Cost, count_genotype, count_module
 from softcell.evaluate.recipe import RECIPES, TrainRecipe, resolve
 from softcell.evaluate.train import TrainResult, load_network, stored_training, train
+from softcell.spaces.count import Cost, count_genotype, count_module
 
 __all__ = [
     "RECIPES",

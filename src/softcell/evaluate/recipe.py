@@ -7,15 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from softcell.arch import Genotype
+from softcell.arch import Cell, Genotype, Table
 from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
-from softcell.evaluate.fixed import settled
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
-from softcell.spaces import SPACES, build_space
+from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.count import evaluation_scale, evaluation_sizes
 
 Schedule = Literal["cosine", "linear", "exponential"]
@@ -256,8 +255,47 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
     full = to_dict(recipe)
     explicit = named[-1].get("space_settings", {}) if named else {}
-    full["space_settings"] = to_dict(settled(genotype, build_space(genotype.space, recipe.space_settings), explicit))
+    full["space_settings"] = to_dict(fit_space(genotype, build_space(genotype.space, recipe.space_settings), explicit))
     return build(TrainRecipe, full, where="recipe")
 
 
 _LONG = {"space": "space_settings"}
+
+
+FIXED = ("nodes", "layers")
+"""Settings of a space that a genotype determines: the number of nodes of its cells."""
+
+
+def fixed_by(genotype: Genotype, space: Space) -> dict[str, Any]:
+    """The values of the settings in `FIXED` for which cells of `space` have the nodes of `genotype`."""
+    last = max(map(_last, genotype.cells.values()))
+    found = {}
+    for name in {one.name for one in fields(space)} & set(FIXED):  # type: ignore[arg-type]
+        for value in range(1, last + 2):
+            try:
+                layout = replace(space, **{name: value}).layout()  # type: ignore[type-var]
+            except UserError:
+                continue  # a number of nodes that this space does not have
+            alike = all(layout.settings.get(key, own) == own for key, own in genotype.settings.items())
+            if alike and max(map(_last, layout.tables)) == last:
+                found[name] = value
+                break
+    return found
+
+
+def fit_space(genotype: Genotype, space: Space, asked: Mapping[str, Any]) -> Space:
+    """`space` with the settings that the genotype determines; those in `asked` must not contradict it."""
+    fixed = fixed_by(genotype, space)
+    for name, value in fixed.items():
+        if name in asked and getattr(space, name) != value:
+            raise UserError(
+                f"the number of {name} must be that of the genotype, {value}, but got {name}={getattr(space, name)}; "
+                f"leave it out, or search with space.{name}={getattr(space, name)}"
+            )
+    return replace(space, **fixed)  # type: ignore[type-var]
+
+
+def _last(cell: Cell | Table) -> int:
+    """The highest node number."""
+    edges = cell.picks if isinstance(cell, Cell) else cell.choices
+    return max(*cell.output, *(edge.target for edge in edges), 0)

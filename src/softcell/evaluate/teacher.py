@@ -20,14 +20,13 @@ from softcell.engine.lock import occupied
 from softcell.engine.meter import Measured, measure
 from softcell.engine.session import Session, open_session
 from softcell.errors import UserError
-from softcell.evaluate.count import Cost, count_module
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import facts_of, finish, prepare, save_weights
 from softcell.nn.classifiers import Classifier, build_classifier, get_architecture
 from softcell.registry import load_plugins
 from softcell.settings import build, convert, merge, refuse_changes, to_dict, without_auto
 from softcell.spaces import Shape
-from softcell.spaces.count import evaluation_scale
+from softcell.spaces.count import Cost, count_module, evaluation_scale
 from softcell.spaces.teacher import classifier_metadata
 
 

@@ -29,11 +29,9 @@ from softcell.engine.meter import Measured
 from softcell.engine.session import Session, open_session
 from softcell.engine.tuned import choose_precision
 from softcell.errors import UserError
-from softcell.evaluate.count import Cost, count_genotype
-from softcell.evaluate.fixed import settled
 from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, resolve
+from softcell.evaluate.recipe import TrainRecipe, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
@@ -42,6 +40,7 @@ from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Network, build_space
+from softcell.spaces.count import Cost, count_genotype
 from softcell.spaces.pretrained import WEIGHTS
 
 R = TypeVar("R", bound=TrainRecipe)
@@ -111,7 +110,9 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
-    space = settled(genotype, build_space(genotype.space, recipe.space_settings), {})  # earlier versions stored others
+    space = fit_space(
+        genotype, build_space(genotype.space, recipe.space_settings), {}
+    )  # earlier versions stored others
     recipe = replace(recipe, space_settings=to_dict(space))
     wanted = resolve(genotype, manifest["recipe"], without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())

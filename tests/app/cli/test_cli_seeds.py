@@ -11,7 +11,7 @@ import torch
 from softcell import api
 from softcell.engine import seed_everything
 from softcell.errors import UserError
-from softcell.evaluate.proxies import indicator
+from softcell.evaluate.ranking import zero_cost
 from softcell.evaluate.recipe import resolve as resolve_training
 from softcell.evaluate.teacher import TeacherRecipe
 from softcell.search import resolve
@@ -61,7 +61,7 @@ def test_python_is_told_too(tmp_path: Path) -> None:
             lambda seed=seed: api.train(genotype, seed=seed, out=tmp_path / "run"),
             lambda seed=seed: api.search_seeds("darts", space="nb201", seed=seed, seeds=1, out=tmp_path / "run"),
             lambda seed=seed: TeacherRecipe(seed=seed),
-            lambda seed=seed: indicator(build_space("nb201"), "synflow", torch.zeros(1, 3, 8, 8), 2, seed),
+            lambda seed=seed: zero_cost(build_space("nb201"), "synflow", torch.zeros(1, 3, 8, 8), 2, seed),
         ):
             with pytest.raises(UserError, match="seed < 2"):
                 ask()

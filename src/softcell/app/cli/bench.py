@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from softcell.app.report.bench201 import Benched
     from softcell.arch import Genotype
     from softcell.evaluate.nb201 import Accuracies, Nb201Table
-    from softcell.evaluate.proxies import Proxy
+    from softcell.evaluate.ranking import Proxy
 
 EPILOG = o.examples(
     "softcell bench nb201 --table nb201.csv.gz runs/darts-nb201-cifar10-1/genotype.json",
@@ -139,8 +139,7 @@ def _table(given: Path | None) -> Path:
 
 def _convert(screen: Console, source: Path, path: Path, overwrite: bool) -> int:
     from softcell.app.cli.results import facts
-    from softcell.evaluate.nats import convert
-    from softcell.evaluate.nb201 import COMPLETE, load_table, write_table
+    from softcell.evaluate.nb201 import COMPLETE, convert, load_table, write_table
 
     check_absent(path, overwrite)
     write_table(path, convert(source))
@@ -281,7 +280,7 @@ _RANKED = {
 
 
 def _proxies(names: Sequence[str]) -> list[Proxy]:
-    from softcell.evaluate.proxies import PROXIES
+    from softcell.evaluate.ranking import PROXIES
 
     for name in names:
         if name not in PROXIES:
@@ -297,14 +296,13 @@ def _proxy(
     from softcell.data import load
     from softcell.data.feeds import first_images
     from softcell.evaluate.nb201 import OPERATIONS
-    from softcell.evaluate.proxies import indicator
-    from softcell.evaluate.ranking import RANKINGS, taus
+    from softcell.evaluate.ranking import RANKINGS, taus, zero_cost
     from softcell.spaces import build_space
 
     dataset = load(data, data_root, None)
     images = first_images(dataset, 32)
     space = build_space("nb201", {"candidates": OPERATIONS})
-    found = indicator(space, name, images, dataset.num_classes, seed)
+    found = zero_cost(space, name, images, dataset.num_classes, seed)
     genotype = derive(space.layout(), found)
     rows: list[tuple[str, str, str, list[float]]] = []
     for split in ("valid", "test"):

@@ -63,7 +63,7 @@ def describe_network(
     from softcell.app.cli import inputs
     from softcell.app.cli.results import facts
     from softcell.evaluate import count_genotype
-    from softcell.evaluate.fixed import settled
+    from softcell.evaluate.recipe import fit_space
     from softcell.registry import refused
     from softcell.search.history import named_epoch
     from softcell.settings import merge
@@ -76,7 +76,7 @@ def describe_network(
         return
     own, own_image, own_classes = inputs.own_network(what, manifest)
     base = dict(SPACES.get(found.space).evaluation.get("cifar", {})) if own is None else own
-    space = settled(found, build_space(found.space, merge(base, settings)), settings)
+    space = fit_space(found, build_space(found.space, merge(base, settings)), settings)
     image, classes = image or own_image or (3, 32, 32), classes or own_classes or 10
     cost = count_genotype(space, found, image, classes)
     _describe_genotype(out, found)

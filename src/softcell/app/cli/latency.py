@@ -235,7 +235,7 @@ def _network(
     one of the recipe's size.
     """
     from softcell.app.cli import inputs
-    from softcell.evaluate.fixed import settled
+    from softcell.evaluate.recipe import fit_space
     from softcell.settings import merge
     from softcell.spaces import SPACES, build_space
 
@@ -248,7 +248,7 @@ def _network(
     elif own is not None:
         base = merge({key: value for key, value in own.items() if key not in kind.sizes()}, base)
     classes = classes or own_classes
-    space = settled(found, build_space(found.space, merge(base, settings)), settings)
+    space = fit_space(found, build_space(found.space, merge(base, settings)), settings)
     return space, space.network(found, image or INPUTS[recipe or CIFAR], classes or CLASSES)
 
 

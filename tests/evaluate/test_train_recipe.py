@@ -12,7 +12,7 @@ from softcell.arch import Cell, Genotype, Pick, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.errors import UserError
 from softcell.evaluate import resolve, stored_training
-from softcell.evaluate.fixed import fixed_by
+from softcell.evaluate.recipe import fixed_by
 from softcell.spaces import build_space
 
 CASES = [
