@@ -12,7 +12,7 @@ from torch import nn
 
 from softcell.engine import compiled
 from softcell.kernels.mix import weighted_sum
-from softcell.nn.lite_transformer import LiteTransformer
+from softcell.methods.itnas.transformer import LiteTransformer
 from softcell.search import resolve, search
 
 PATIENCE = "engine=compile: the first steps take minutes, in which cells are compiled"

@@ -22,7 +22,7 @@ from softcell.errors import UserError
 from softcell.evaluate import RECIPES, load_network, resolve, train
 from softcell.evaluate.retrieval import recall_at, zero_shot
 from softcell.evaluate.train import augment_of
-from softcell.nn.proxy import ProxyNCA
+from softcell.nn.objective import ProxyNCA
 from softcell.spaces import SPACES, build_space
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, Plan
-from softcell.arch.aggregate import AGGREGATES, Aggregate
-from softcell.arch.margins import margins
 from softcell.errors import UserError
 from softcell.methods import fitted
 from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
-from softcell.nn.lite_ensemble import LiteEnsemble
-from softcell.nn.moments import Moments
+from softcell.methods.itnas.attention import Moments
+from softcell.methods.itnas.ensemble import LiteEnsemble
+from softcell.methods.itnas.margins import AGGREGATES, Aggregate, margins
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.shapes import output_shapes
 from tests.reference.reference_itnas import encoder

@@ -1,6 +1,6 @@
 """The Lite-Transformer written out: every token, every row of the attention, values token by token.
 
-Slow and literal; `softcell.nn.lite_transformer` computes the indicator token's row alone and the value map once.
+Slow and literal; `softcell.methods.itnas.transformer` computes the indicator token's row alone and the value map once.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.nn.lite_transformer import LiteTransformer
+from softcell.methods.itnas.transformer import LiteTransformer
 
 
 def encoder(module: LiteTransformer, outputs: Mapping[int, Tensor | None]) -> tuple[Tensor, Tensor]:

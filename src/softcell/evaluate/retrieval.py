@@ -20,7 +20,7 @@ from softcell.data.images import gathered
 from softcell.engine.distributed import World
 from softcell.engine.optim import apply_gradients
 from softcell.errors import UserError
-from softcell.nn.proxy import ProxyNCA
+from softcell.nn.objective import ProxyNCA
 
 RANKS = (1, 2, 4, 8)
 _BLOCK = 512  # queries whose distances to all others are held at once

@@ -24,7 +24,7 @@ from softcell.engine.watch import Failure
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
 from softcell.nn.classifiers import Classifier
-from softcell.nn.proxy import ProxyNCA
+from softcell.nn.objective import ProxyNCA
 from softcell.spaces import Network
 from softcell.spaces.fused import fused_networks
 

@@ -35,7 +35,7 @@ from softcell.evaluate.recipe import TrainRecipe, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
-from softcell.nn.proxy import ProxyNCA
+from softcell.nn.objective import ProxyNCA
 from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto

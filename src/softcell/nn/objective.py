@@ -9,8 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from softcell.errors import UserError
 
 
 class Features(Protocol):
@@ -92,3 +95,30 @@ class CrossEntropy(Objective):
     def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
         logits = network.head(network.features(images)[-1])
         return Evaluated(F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing), logits)
+
+
+class ProxyNCA(nn.Module):
+    """Proxy-NCA: pulls images to the proxy of their class and away from all others.
+
+    Movshovitz-Attias et al.: No Fuss Distance Metric Learning using Proxies, ICCV 2017. With embeddings x and proxies
+    p, all normalised to length 1, and squared distances d, Eq 6:
+
+        L(x, y) = -log( exp(-d(x, p_y)) / Σ_{z ≠ y} exp(-d(x, p_z)) )
+
+    The right class is not in the denominator, so the loss can be negative. One proxy [d] per class.
+    """
+
+    def __init__(self, num_classes: int, embedding: int) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise UserError(f"Proxy-NCA needs at least 2 classes, but got {num_classes}")
+        self.proxies = nn.Parameter(torch.randn(num_classes, embedding))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Embeddings [n, d] and labels [n] to the mean loss []."""
+        exact = torch.promote_types(embeddings.dtype, torch.float32)
+        x, proxies = F.normalize(embeddings.to(exact), dim=1), F.normalize(self.proxies.to(exact), dim=1)
+        near = 2.0 * (x @ proxies.T) - 2.0  # -d(x, p) of vectors of length 1
+        own = F.one_hot(labels, proxies.shape[0]).bool()
+        others = near.masked_fill(own, -torch.inf)
+        return (torch.logsumexp(others, 1) - near.masked_fill(~own, 0.0).sum(1)).mean()

@@ -9,13 +9,14 @@ the oracle in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from softcell.kernels.indicator import Form, Laid, indicate, indicate_by, normalised_tokens
-from softcell.nn.lite_transformer import LiteTransformer, summaries, summary, taken
+from softcell.methods.itnas.transformer import LiteTransformer, Shape, order_of, summaries, summary, taken
 from softcell.nn.stack import LARGEST
 
 
@@ -116,3 +117,40 @@ def _turned(weight: Tensor) -> Tensor:
 def _norm(p: dict[str, Tensor], name: str, dtype: torch.dtype) -> list[Tensor]:
     """Scale and shift of group norms, each [f, 1, 1, c]."""
     return [p[f"{name}.{part}"][:, None, None].to(dtype) for part in ("weight", "bias")]
+
+
+class Member(NamedTuple):
+    """The Lite-Transformer of one edge, and the shapes [c, h, w] of what it attends to by candidate; None for zeros."""
+
+    site: int
+    source: int
+    choice: int
+    module: LiteTransformer
+    outputs: Mapping[int, Shape | None]
+
+
+class Group(NamedTuple):
+    """Choices of one site that leave one node: group number `place` of an ensemble."""
+
+    choices: tuple[int, ...]
+    ensemble: int
+    place: int
+
+
+def form_groups(members: Iterable[Member]) -> tuple[list[LiteEnsemble], dict[int, list[Group]]]:
+    """The ensembles, and the groups of every site; edges whose maps are not all of one shape are left out."""
+    kinds: dict[tuple[Shape, int, tuple[int, ...], int], dict[tuple[int, int], list[Member]]] = {}
+    for member in members:
+        module = member.module
+        maps = [shape for shape in member.outputs.values() if shape is not None]
+        if any(shape != module.shape for shape in maps):
+            continue
+        kind = (module.shape, module.tokens, tuple(order_of(member.outputs)), len(maps))
+        kinds.setdefault(kind, {}).setdefault((member.site, member.source), []).append(member)
+    ensembles: list[LiteEnsemble] = []
+    groups: dict[int, list[Group]] = {}
+    for (_, _, order, num_maps), alike in kinds.items():
+        for place, ((site, _), own) in enumerate(alike.items()):
+            groups.setdefault(site, []).append(Group(tuple(m.choice for m in own), len(ensembles), place))
+        ensembles.append(LiteEnsemble([[m.module for m in own] for own in alike.values()], order, num_maps))
+    return ensembles, groups

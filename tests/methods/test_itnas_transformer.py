@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.nn.lite_transformer import LiteTransformer, normalised
+from softcell.methods.itnas.transformer import LiteTransformer, normalised
 from softcell.nn.pool import adaptive_windows
 from tests.reference.reference_itnas import encoder
 
