@@ -28,7 +28,7 @@ from softcell.arch import Genotype, notation
 from softcell.data import load
 from softcell.data.feeds import Feeds
 from softcell.engine.capture import WARMUP
-from softcell.engine.lanes import Lane
+from softcell.engine.interleave import Lane
 from softcell.engine.session import Session, open_session
 from softcell.engine.task import Task
 from softcell.evaluate import resolve as resolve_training

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from softcell.engine.device import resolve_device, set_threads
+from softcell.engine.session import resolve_device, set_threads
 from softcell.errors import UserError
 
 

@@ -17,7 +17,7 @@ from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.distributed import World
 from softcell.engine.files import atomic_write_text
-from softcell.engine.meter import measure
+from softcell.engine.metrics import measure
 from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.restored import restore
 from studies.runs import NOT_MEASURED, Deadline

@@ -14,7 +14,7 @@ from typing import Any
 from softcell.app.report.svg import to_svg
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
-from softcell.engine.lanes import Running
+from softcell.engine.interleave import Running
 from softcell.errors import UserError
 from softcell.evaluate import resolve as resolve_training
 from softcell.search import SearchRecipe, resolve

@@ -22,11 +22,11 @@ from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
-from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Stepped
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interrupt import Interrupt
-from softcell.engine.lanes import Running, drain, interleave
-from softcell.engine.provenance import collect, now
+from softcell.engine.interleave import Running, drain, interleave
+from softcell.engine.manifest import collect, now
+from softcell.engine.session import Interrupt
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training

@@ -23,10 +23,10 @@ from softcell.app.export import export
 from softcell.app.report.html import REPORT, write_report
 from softcell.arch import Genotype, empty_cells
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
-from softcell.engine.events import OnEvent
 from softcell.engine.lock import occupied
-from softcell.engine.migrate import FORMAT
+from softcell.engine.manifest import FORMAT
 from softcell.engine.seeds import read_seeds, seed_folder
+from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_training
 from softcell.evaluate import resolve as resolve_training

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.engine.capture import TRIED, CapturedStep, Engine, once, prepare_step
+from softcell.engine.capture import POOL, PRIORITIES, TRIED, CapturedStep, Engine, Readback, once, prepare_step
 from softcell.engine.distributed import World
-from softcell.engine.readback import Readback
-from softcell.engine.streams import POOL, PRIORITIES
 from softcell.errors import UserError
 
 

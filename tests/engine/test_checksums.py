@@ -16,7 +16,7 @@ from softcell.app.report.live import LivePage
 from softcell.app.report.runs import read_run
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
-from softcell.engine.checksums import checksum
+from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from tests.helpers.unsealed import unseal

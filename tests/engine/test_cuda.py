@@ -10,11 +10,10 @@ from torch import nn
 
 from softcell.engine import checkpoint, loop
 from softcell.engine.capture import CapturedStep
-from softcell.engine.device import resolve_device, set_deterministic
 from softcell.engine.distributed import World
-from softcell.engine.rng import rng_state, set_rng_state
+from softcell.engine.metrics import DivergedError, LossWatch
+from softcell.engine.session import resolve_device, rng_state, set_deterministic, set_rng_state
 from softcell.engine.timing import Stopwatch
-from softcell.engine.watch import DivergedError, LossWatch
 from softcell.nn.drop import DropPath
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import CASES, norm_case

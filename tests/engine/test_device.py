@@ -7,8 +7,15 @@ import numpy
 import pytest
 import torch
 
-from softcell.engine.device import resolve_device, set_deterministic, set_tf32, set_threads
-from softcell.engine.rng import rng_state, seed_everything, set_rng_state
+from softcell.engine.session import (
+    resolve_device,
+    rng_state,
+    seed_everything,
+    set_deterministic,
+    set_rng_state,
+    set_tf32,
+    set_threads,
+)
 from softcell.engine.timing import Stopwatch
 from softcell.errors import UserError
 

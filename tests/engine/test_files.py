@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from softcell.engine.files import atomic_write_bytes, atomic_write_text
-from softcell.engine.history import History
+from softcell.engine.loop import History
 from softcell.errors import UserError
 
 

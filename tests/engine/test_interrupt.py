@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from softcell.engine.interrupt import Interrupt, exit_code
+from softcell.engine.session import Interrupt, exit_code
 
 
 def send(number: int) -> None:

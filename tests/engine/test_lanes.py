@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from softcell.engine import lanes
-from softcell.engine.lanes import Running, interleave
-from softcell.engine.streams import AT_ONCE, POOL, PRIORITIES
+from softcell.engine import interleave as lanes
+from softcell.engine.capture import AT_ONCE, POOL, PRIORITIES
+from softcell.engine.interleave import Running, interleave
 
 
 class Lane:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from softcell.engine import checkpoint, loop
 from softcell.engine.distributed import World
-from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
-from softcell.engine.watch import DivergedError
+from softcell.engine.metrics import DivergedError
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
 from softcell.errors import UserError
 from tests.helpers.engine_toy import ALONE, Toy, final_state, same, untimed
 

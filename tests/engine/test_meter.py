@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from softcell.engine.distributed import World
-from softcell.engine.meter import Meter, among_top
-from softcell.engine.tally import Tally
+from softcell.engine.metrics import Meter, Tally, among_top
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.engine.optim import _laid_out_like, _owned, fill_momenta, load_optimiser, rmsprop, sgd
-from softcell.engine.schedule import set_lr
+from softcell.engine.optim import _laid_out_like, _owned, fill_momenta, load_optimiser, rmsprop, set_lr, sgd
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import softcell
-from softcell.engine import provenance
+from softcell.engine import manifest as provenance
 from softcell.engine.files import LISTED, atomic_write_text, made_in
-from softcell.engine.migrate import VERSION, migrate
-from softcell.engine.runfolder import MANIFEST, RunFolder, new_manifest
+from softcell.engine.manifest import VERSION, migrate, new_manifest
+from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
 
 RECIPE = {"method": "x", "weights": {"learning_rate": 0.025}}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from softcell.engine import tuned
+from softcell.engine import timing
 from softcell.engine.distributed import World
 from softcell.search import resolve, search
 from softcell.search.search import stored_recipe
@@ -25,7 +25,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: torch.no_grad())
-    monkeypatch.setattr(tuned, "time_steps", lambda task, device: seconds[task])
+    monkeypatch.setattr(timing, "time_steps", lambda task, device: seconds[task])
     return seconds
 
 
@@ -34,7 +34,7 @@ ALONE = World(0, 1, 0, CUDA)
 
 def choose(world: World = ALONE, told: list[str] | None = None, job: str = "job") -> str:
     make: Any = lambda precision: precision  # noqa: E731
-    return tuned.choose_precision(job, world, make, (told if told is not None else []).append)
+    return timing.choose_precision(job, world, make, (told if told is not None else []).append)
 
 
 def test_the_faster_one_is_chosen_told_and_remembered(device: dict[str, float]) -> None:
@@ -44,7 +44,7 @@ def test_the_faster_one_is_chosen_told_and_remembered(device: dict[str, float]) 
     device["bfloat16"] = 100.0
     assert choose(told=told) == "bfloat16" and len(told) == 1, "not timed again"
     assert choose(job="another") == "float32"
-    assert set(json.loads(tuned.cache_file().read_text()).values()) == {"bfloat16", "float32"}
+    assert set(json.loads(timing.cache_file().read_text()).values()) == {"bfloat16", "float32"}
 
 
 def test_a_small_gain_is_no_reason(device: dict[str, float]) -> None:
@@ -61,8 +61,8 @@ def test_several_processes_do_not_try_but_use_what_is_known(device: dict[str, fl
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "float8"}', "\x00"])
 def test_a_broken_memory_counts_for_nothing(device: dict[str, float], content: str) -> None:
-    tuned.cache_file().parent.mkdir(parents=True)
-    tuned.cache_file().write_text(content)
+    timing.cache_file().parent.mkdir(parents=True)
+    timing.cache_file().write_text(content)
     assert choose() == "bfloat16" and choose() == "bfloat16"
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softcell.engine import checkpoint
-from softcell.engine.watch import DivergedError, Failure, LossWatch
+from softcell.engine.metrics import DivergedError, Failure, LossWatch
 
 
 @given(losses=st.lists(st.floats(width=32) | st.sampled_from([1.0, math.nan, math.inf, -math.inf]), max_size=8))

@@ -12,7 +12,7 @@ from torch import Tensor
 from softcell.arch import sample
 from softcell.data import Batch, load
 from softcell.engine import RunFolder, distributed
-from softcell.engine.meter import measure
+from softcell.engine.metrics import measure
 from softcell.errors import UserError
 from softcell.evaluate import load_network, resolve, train
 from softcell.evaluate.gradcam import grad_cam

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from softcell.arch import sample
 from softcell.data import Augment, load, test_set_sealed
-from softcell.engine.events import Event, Stepped
+from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import RECIPES, load_network, resolve, train
 from softcell.evaluate.retrieval import recall_at, zero_shot

@@ -16,9 +16,8 @@ from softcell.data import Dataset, Images, load, split
 from softcell.data.feeds import Feeds
 from softcell.engine import DivergedError
 from softcell.engine.checkpoint import load_latest
-from softcell.engine.classify import classification_step
-from softcell.engine.events import EpochEnded
-from softcell.engine.optim import sgd
+from softcell.engine.optim import classification_step, sgd
+from softcell.engine.task import EpochEnded
 from softcell.errors import UserError
 from softcell.evaluate import RECIPES, TrainRecipe, TrainResult, load_network, resolve, stored_training, train
 from softcell.evaluate.task import TrainTask, learning_rate

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from softcell.engine import distributed, loop
-from softcell.engine.interrupt import Interrupt, agree
-from softcell.engine.watch import DivergedError
+from softcell.engine.distributed import agree
+from softcell.engine.metrics import DivergedError
+from softcell.engine.session import Interrupt
 from softcell.errors import UserError
 from softcell.nn.drop import Dropout, DropPath, batch_slice
 from softcell.nn.norm import BatchNorm2d

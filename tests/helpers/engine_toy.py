@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from softcell.engine.distributed import World, average_, sum_
-from softcell.engine.rng import seed_everything
-from softcell.engine.watch import Failure, LossWatch
+from softcell.engine.metrics import Failure, LossWatch
+from softcell.engine.session import seed_everything
 from softcell.nn.drop import DropPath, set_drop_fraction
 from softcell.nn.norm import BatchNorm2d
 

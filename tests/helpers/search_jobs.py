@@ -12,7 +12,7 @@ import torch
 
 from softcell.arch import Genotype, sample
 from softcell.engine.distributed import same_everywhere
-from softcell.engine.events import Event, Note, Stepped
+from softcell.engine.task import Event, Note, Stepped
 from softcell.evaluate import count_genotype, stored_training, train
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask

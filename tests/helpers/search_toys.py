@@ -14,8 +14,8 @@ from torch import Tensor
 
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.distributed import World
-from softcell.engine.events import Event, Stepped
 from softcell.engine.optim import adam, sgd
+from softcell.engine.task import Event, Stepped
 from softcell.methods import METHODS, fitted
 from softcell.nn.objective import CrossEntropy
 from softcell.search import SearchRecipe, search

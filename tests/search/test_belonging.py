@@ -16,9 +16,9 @@ from PIL import Image
 from softcell.api import search, train
 from softcell.data import load
 from softcell.data.contents import content_of
-from softcell.engine import checkpoint, identity
-from softcell.engine.events import EpochEnded, Event, Note
-from softcell.engine.identity import KEY, amend
+from softcell.engine import checkpoint
+from softcell.engine.checkpoint import KEY, amend
+from softcell.engine.task import EpochEnded, Event, Note
 from softcell.errors import UserError
 from softcell.search.restored import restore
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_a_note(place: Path, kin
 
 
 def test_other_code_is_a_note_with_both_versions(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "code_digest", lambda: "0123456789ab")
+    monkeypatch.setattr(checkpoint, "code_digest", lambda: "0123456789ab")
     (note,) = resume(place / "search")
     assert "another version of the code" in note and "'0123456789ab' now" in note
 
@@ -226,8 +226,8 @@ def test_files_are_told_by_names_sizes_and_samples_and_times_are_only_a_note(tmp
     file.write_bytes(bytes_)
     found = content()
     assert [key for key in before if before[key] != found[key]] == ["train_times"]
-    (note,) = identity.check_data(before, found, root)
+    (note,) = checkpoint.check_data(before, found, root)
     assert "modification times" in note
     file.write_bytes(bytes_[:-1] + bytes([bytes_[-1] ^ 1]))
     with pytest.raises(UserError, match="train files"):
-        identity.check_data(before, content(), root)
+        checkpoint.check_data(before, content(), root)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.data import Batch
-from softcell.engine.events import Event, Note, Stepped
+from softcell.engine.task import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.kernels.backend import runs_triton

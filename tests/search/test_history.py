@@ -9,8 +9,8 @@ import pytest
 
 from softcell.api import read_genotype, search, train_recipe
 from softcell.arch import Genotype, sample
-from softcell.engine.events import EpochEnded, Event
-from softcell.engine.interrupt import Interrupt
+from softcell.engine.session import Interrupt
+from softcell.engine.task import EpochEnded, Event
 from softcell.errors import UserError
 from softcell.search import resolve
 from softcell.search.history import FILE, about_of, best_so_far, genotype_of, line, named_epoch

@@ -16,7 +16,7 @@ from softcell.api import read_genotype
 from softcell.app.report.runs import read_run
 from softcell.arch import Cell, Genotype
 from softcell.data import load, split
-from softcell.engine.events import Note, Stepped
+from softcell.engine.task import Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import METHODS, fitted
 from softcell.nn.candidates import candidate

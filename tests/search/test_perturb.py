@@ -15,7 +15,7 @@ from softcell.arch import Choice, Genotype, Layout, Mix, Rule, StrongestEach, Ta
 from softcell.data.batches import Batch
 from softcell.data.hashing import permutation
 from softcell.engine import checkpoint
-from softcell.engine.events import Event, Note
+from softcell.engine.task import Event, Note
 from softcell.errors import UserError
 from softcell.methods import METHODS
 from softcell.nn.objective import CrossEntropy

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from softcell.engine.events import Event, Note, Stepped
+from softcell.engine.task import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import Method, fitted
 from softcell.search import resolve, search

@@ -16,7 +16,7 @@ from softcell.arch import Cell, Choice, Genotype, Layout, Mix, StrongestEach, Ta
 from softcell.arch.cost import CostTables
 from softcell.arch.genotype import reaches_output
 from softcell.arch.simplex import masked_softmax
-from softcell.engine.events import Note
+from softcell.engine.task import Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.methods.snas import Snas, concrete

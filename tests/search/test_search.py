@@ -13,9 +13,9 @@ from softcell.arch import Genotype
 from softcell.data import Dataset, Images, load, split
 from softcell.engine import DivergedError
 from softcell.engine.checkpoint import load_latest
-from softcell.engine.events import Note
-from softcell.engine.meter import Measured
+from softcell.engine.metrics import Measured
 from softcell.engine.session import open_session
+from softcell.engine.task import Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, UntrainedSampler
 from softcell.search import resolve, search

@@ -13,7 +13,7 @@ import torch
 
 from softcell.arch import Plan
 from softcell.engine.capture import CapturedStep
-from softcell.engine.events import Stepped
+from softcell.engine.task import Stepped
 from softcell.methods.darts import Darts, DartsSettings
 from softcell.methods.entrannas import EnTranNas, EnTranNasSettings
 from softcell.search import resolve, search

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from softcell.engine.checkpoint import load_latest
-from softcell.engine.events import Event, Stepped
-from softcell.engine.lanes import Lane, drain, interleave
+from softcell.engine.interleave import Lane, drain, interleave
+from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
 from softcell.search.several import search_seeds

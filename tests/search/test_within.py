@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from softcell.arch import Genotype, sample
-from softcell.engine.events import Note
+from softcell.engine.task import Note
 from softcell.errors import UserError
 from softcell.methods.random import RandomSearch
 from softcell.search import resolve, search

@@ -14,9 +14,9 @@ import pytest
 
 from softcell.app.cli.main import run as softcell
 from softcell.data.guard import check_readable, test_set_sealed
-from softcell.engine.device import resolve_device
-from softcell.engine.events import Event, OnEvent, Stepped
-from softcell.engine.lanes import interleave
+from softcell.engine.interleave import interleave
+from softcell.engine.session import resolve_device
+from softcell.engine.task import Event, OnEvent, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
 from studies import fullattention, recorded

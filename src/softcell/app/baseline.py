@@ -12,8 +12,8 @@ from softcell.api import is_main, joined, train_with
 from softcell.app.report.html import REPORT, write_report
 from softcell.arch import Genotype, Layout, check_against, sample
 from softcell.engine import RunFolder
-from softcell.engine.events import OnEvent
 from softcell.engine.runfolder import MANIFEST
+from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.search.budget import shown

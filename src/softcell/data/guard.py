@@ -4,7 +4,7 @@
         search(...)          # any read of test pixels raises AssertionError
 
 The seal counts for the whole process, all threads included: a loader thread must not be a way around it. Only runs that
-take turns in one process (`softcell.engine.lanes`) have each their own (`exchange_seal`).
+take turns in one process (`softcell.engine.interleave`) have each their own (`exchange_seal`).
 """
 
 from collections.abc import Iterator

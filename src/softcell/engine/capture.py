@@ -10,6 +10,7 @@ one recording per key. Recordings share their memory; when there are too many, a
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from softcell.engine.distributed import World
-from softcell.engine.streams import own_stream
+from softcell.errors import UserError
 
 Step = Callable[..., None]
 Engine = Literal["auto", "eager", "graph", "compile"]
@@ -30,6 +31,11 @@ WARMUP = 3
 TRIED = 2
 KEPT = 16
 REMEMBERED = 1024
+POOL = 32
+"""Streams of one priority that torch deals out."""
+PRIORITIES = (0, -1)
+AT_ONCE = POOL * len(PRIORITIES) // 4
+"""Runs that can share a device: each has a stream, and one for each of its recorders (steps, validation, selection)."""
 
 
 class CapturedStep:
@@ -97,7 +103,7 @@ class CapturedStep:
         self._known_failures = CapturedStep.failures
 
     def _drop(self) -> None:
-        """Lets all recordings go: the end of one may free what others of the same stream work with (`streams`)."""
+        """Delete all recordings: the end of one may free what others of the same stream use (`own_stream`)."""
         if self._graphs:
             torch.cuda.synchronize()  # they may still be running
         for graph in self._graphs.values():
@@ -158,18 +164,6 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
             gc.enable()
 
 
-def once(notify: Callable[[str], None]) -> Callable[[str], None]:
-    """Pass only the first text on to `notify`: one reason is enough for the several steps of a run."""
-    sent: list[str] = []
-
-    def notify_first(text: str) -> None:
-        if not sent:
-            sent.append(text)
-            notify(text)
-
-    return notify_first
-
-
 def prepare_step(step: Step, engine: Engine, world: World, notify: Callable[[str], None]) -> Step:
     """`step` as the chosen engine runs it; `auto` and `compile` record on a single CUDA device and not elsewhere.
 
@@ -187,3 +181,86 @@ def prepare_step(step: Step, engine: Engine, world: World, notify: Callable[[str
     if engine == "graph" or world.device.type == "cuda":
         notify(f"engine={engine}: {reason}; using the eager engine")
     return step
+
+
+def once(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """Pass only the first text on to `notify`: one reason is enough for the several steps of a run."""
+    sent: list[str] = []
+
+    def notify_first(text: str) -> None:
+        if not sent:
+            sent.append(text)
+            notify(text)
+
+    return notify_first
+
+
+_taken: set[int] = set()
+
+
+def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
+    """A CUDA stream that belongs to `owner` alone as long as it lives.
+
+    torch hands out streams from a pool of 32 and then starts over. Sharing one keeps the order of work but breaks
+    recordings: cuBLAS has one workspace per stream, whose address is recorded. Recordings of two runs that were made on
+    one stream and are replayed at once would write into the same workspace; and since torch 2.12 the end of one
+    recording frees the workspace of all that were made on its stream (pytorch issue 193402).
+    """
+    stream = _free(device)
+    if stream is None:
+        gc.collect()  # tasks and their steps know each other: they end when garbage is collected
+        stream = _free(device)
+    if stream is None:
+        raise UserError(
+            f"at most {POOL * len(PRIORITIES)} CUDA streams can be had at once, and all are taken: every run that "
+            "shares the device needs three or four; let fewer run at once (`--at-once`)"
+        )
+    handle = int(stream.cuda_stream)
+    _taken.add(handle)
+    weakref.finalize(owner, _taken.discard, handle)
+    return stream
+
+
+def _free(device: int | None) -> torch.cuda.Stream | None:
+    """One that nobody has, None if there is none."""
+    for priority in PRIORITIES:
+        for _ in range(POOL):
+            stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+            if int(stream.cuda_stream) not in _taken:
+                return stream
+    return None
+
+
+class Readback:
+    """Copies small tensors to the host without stalling the device: each copy arrives one call later.
+
+    `exchange` queues a copy of a tensor and gives the one before. By then the device has long begun the work queued
+    behind that earlier copy, so waiting for it keeps the host at most one step ahead and never leaves the device idle.
+    """
+
+    def __init__(self) -> None:
+        self._sent: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def exchange(self, value: Tensor) -> Tensor | None:
+        """Queues a copy of `value`; gives the copy queued by the call before, or None at the first call."""
+        before = self.pending()
+        value = value.detach()
+        if value.device.type == "cuda":
+            self._sent = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+            self._sent.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._sent, self._event = value.clone(), None
+        return before
+
+    def pending(self) -> Tensor | None:
+        """The copy that the next `exchange` will give; waits until it has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._sent
+
+    def restore(self, pending: Tensor | None) -> None:
+        """Makes `pending` what the next `exchange` gives: for a run that is resumed."""
+        self._sent, self._event = pending, None

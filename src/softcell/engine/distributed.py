@@ -8,7 +8,7 @@ says `average_`.
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from softcell.errors import UserError
 
 T = TypeVar("T")
-
 # Bounds the extra memory of a collective, while a whole supernet still goes in one or two.
 BUCKET_BYTES = 64 * 2**20
 # Rank 0 may evaluate or write a large checkpoint while the others wait for it.
@@ -194,6 +193,15 @@ def barrier(world: World) -> None:
     """Wait until every rank has come here."""
     if world.size > 1:
         dist.barrier()
+
+
+def agree(flags: Sequence[int], world: World) -> list[int]:
+    """Return the largest value of each flag over the ranks: all decide alike and none is left waiting."""
+    if world.size == 1:
+        return list(flags)
+    shared = torch.tensor(flags, dtype=torch.int64, device=world.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return [int(value) for value in shared.tolist()]
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from softcell.engine.distributed import World, on_main
-from softcell.engine.provenance import now
+from softcell.engine.manifest import now
 from softcell.errors import UserError
 
 LOCK = ".lock"

@@ -5,8 +5,13 @@ are the `.jsonl` files written from it. Where no checkpoint is due the files are
 killed may find its files behind its checkpoint or ahead of it, and rewrites them when it is resumed.
 """
 
+from __future__ import annotations
+
 import itertools
+import json
+import math
 import os
+import re
 import signal as signals
 import time
 from collections.abc import Mapping
@@ -17,24 +22,22 @@ from typing import Any, Literal
 import torch
 
 from softcell.engine import checkpoint
-from softcell.engine.distributed import World, gather_objects, on_main, same_everywhere
-from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
-from softcell.engine.history import METRICS, History
-from softcell.engine.identity import KEY, check_identity
-from softcell.engine.interrupt import Interrupt, agree, exit_code
-from softcell.engine.lanes import Running, drain
-from softcell.engine.pace import Pace
-from softcell.engine.rng import rng_state, set_rng_state
-from softcell.engine.task import Task
-from softcell.engine.watch import DivergedError
+from softcell.engine.checkpoint import KEY, check_identity
+from softcell.engine.distributed import World, agree, gather_objects, on_main, same_everywhere
+from softcell.engine.files import atomic_write_text
+from softcell.engine.interleave import Running, drain
+from softcell.engine.metrics import DivergedError
+from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
 from softcell.errors import UserError
 from softcell.settings import MOST_EPOCHS, at_most
 
+METRICS = "metrics"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Asking a CUDA device for a flag makes the host wait for it, so it is asked rarely there.
 _LOOK_EVERY = 50
 # Ranks talk about stopping this often on CUDA: soon enough for the 30 s that torchrun grants after a signal.
 _AGREE_EVERY = 10
-
 SAVING = 0.05
 """The share of a run's time that checkpoints at the ends of epochs may take, where one takes longer than this:"""
 SAVED_IN = 0.5
@@ -51,17 +54,6 @@ class Outcome:
     exit_code: int
     reason: str | None
     metrics: list[dict[str, Any]]
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Where the run is, apart from the task's own state."""
-
-    epoch: int = 0
-    step: int = 0
-    seconds: float = 0.0  # spent in the current epoch, by earlier processes too
-    stopped: str | None = None
-    history: History = field(default_factory=History)
 
 
 def run(
@@ -84,7 +76,7 @@ def run(
         on_event: called on rank 0 for each event.
         save_every_epochs: epochs between checkpoints, more where saving takes long (`SAVING`); the last epoch is always
             saved.
-        identity: what checkpoints belong to (`softcell.engine.identity`); a checkpoint of another run is refused.
+        identity: what checkpoints belong to (`softcell.engine.checkpoint`); a checkpoint of another run is refused.
     """
     run_ = running(
         task,
@@ -112,6 +104,101 @@ def running(
     if save_every_epochs < 1:
         raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
     return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity).run(resume)
+
+
+class History:
+    """Lines of JSON by file name (without `.jsonl`).
+
+    Kept as text, so that what the checkpoint holds and what the files say cannot differ.
+    """
+
+    def __init__(self, lines: dict[str, list[str]] | None = None) -> None:
+        self.lines = {name: list(texts) for name, texts in (lines or {METRICS: []}).items()}
+
+    def append(self, name: str, value: Any) -> list[str]:
+        """Add `value` as a line of `<name>.jsonl`; return the places of non-finite numbers, now null."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a record's name must be usable as a file name, but got {name!r}")
+        lost: list[str] = []
+        text = json.dumps(_finite(value, "", lost), allow_nan=False, ensure_ascii=False)
+        self.lines.setdefault(name, []).append(text)
+        return lost
+
+    def rows(self, name: str = METRICS) -> list[Any]:
+        """Return the lines of `name`, parsed."""
+        return [json.loads(text) for text in self.lines.get(name, [])]
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Make the `.jsonl` files in `folder` say exactly this."""
+        for name, texts in self.lines.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):  # of a checkpoint, which may come from anybody
+                raise UserError(f"a record of a checkpoint must be named like a file, got {name!r}; start a new run")
+            atomic_write_text(Path(folder) / f"{name}.jsonl", "".join(f"{text}\n" for text in texts))
+
+
+def _finite(value: Any, where: str, lost: list[str]) -> Any:
+    """Copy `value` with null for NaN and infinities, which JSON has no word for, noting where they were."""
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(f"{where} is {value}")
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{where}.{key}" if where else str(key), lost) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{where}[{index}]", lost) for index, item in enumerate(value)]
+    return value
+
+
+class Pace:
+    """Mean duration of steps and of what lies between epochs, as measured in this process."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._in_steps = 0.0
+        self._ends = 0
+        self._in_ends = 0.0
+        self._warm = False
+        self._last = time.perf_counter()
+
+    def mark(self) -> None:
+        """Start measuring from now."""
+        self._last = time.perf_counter()
+
+    def stepped(self) -> None:
+        """A step has ended. The first one is left out: it pays for allocation, tuning or compilation."""
+        seconds = self._since()
+        if self._warm:
+            self._steps += 1
+            self._in_steps += seconds
+        self._warm = True
+
+    def ended_epoch(self) -> None:
+        """The work after an epoch's last step, evaluation and saving, has ended."""
+        self._ends += 1
+        self._in_ends += self._since()
+
+    def seconds_left(self, steps: int, epochs: int) -> float | None:
+        """Return the time for `steps` more steps and `epochs` more ends of epochs; None while unknown."""
+        if self._steps == 0:
+            return None
+        per_end = self._in_ends / self._ends if self._ends else 0.0
+        return steps * self._in_steps / self._steps + epochs * per_end
+
+    def _since(self) -> float:
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        return seconds
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where the run is, apart from the task's own state."""
+
+    epoch: int = 0
+    step: int = 0
+    seconds: float = 0.0  # spent in the current epoch, by earlier processes too
+    stopped: str | None = None
+    history: History = field(default_factory=History)
 
 
 class _Loop:

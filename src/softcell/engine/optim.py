@@ -1,12 +1,17 @@
-"""Optimisers set up so that a step can be recorded: learning rates live on the device and are filled in place."""
+"""Optimisers, learning-rate schedules and the plain training step.
+
+A step can be recorded as a CUDA graph: learning rates live on the device and are filled in place.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.engine.distributed import World, average_
@@ -198,3 +203,81 @@ def rmsprop(
     """`RMSpropTF`; on CUDA its learning rate is a tensor."""
     rate = torch.tensor(lr, device=device) if device.type == "cuda" else lr
     return RMSpropTF(parameters, lr=rate, momentum=momentum, weight_decay=weight_decay)
+
+
+Fall = Literal["cosine", "linear", "exponential"]
+
+
+def cosine(epoch: float, num_epochs: int, first: float, last: float) -> float:
+    """From `first` at epoch 0 along half a cosine to `last` at `num_epochs`."""
+    return last + 0.5 * (first - last) * (1.0 + math.cos(math.pi * epoch / num_epochs))
+
+
+def linear(epoch: float, num_epochs: int, first: float, last: float) -> float:
+    return first + (last - first) * epoch / num_epochs
+
+
+def exponential(epoch: float, first: float, factor: float) -> float:
+    """`first` times `factor` for every epoch."""
+    return float(first * factor**epoch)
+
+
+def rate_at(
+    epoch: int,
+    num_epochs: int,
+    first: float,
+    last: float,
+    schedule: Fall,
+    *,
+    warmup: int = 0,
+    factor: float = 1.0,
+    every: int = 1,
+) -> float:
+    """The rate of an epoch: a linear rise to `first` over `warmup` epochs, then the schedule over those that are left.
+
+    `exponential` multiplies by `factor` every `every` epochs and has no `last`.
+    """
+    if epoch < warmup:
+        return first * (epoch + 1) / warmup
+    past, length = epoch - warmup, num_epochs - warmup
+    match schedule:
+        case "cosine":
+            return cosine(past, length, first, last)
+        case "linear":
+            return linear(past, length, first, last)
+        case "exponential":
+            return exponential(past // every, first, factor)
+
+
+def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimiser.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)  # in place, so that a captured step sees it
+        else:
+            group["lr"] = lr
+
+
+def classification_step(
+    network: Any,
+    optimiser: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    world: World,
+    *,
+    clip: float,
+    label_smoothing: float = 0.0,
+    auxiliary: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy plus `auxiliary` times that of the tower; gives loss [] (of the main head) and logits [n, classes].
+
+    network: a module whose `forward_with_auxiliary` gives both logits, the second None without a tower.
+    """
+    logits, extra = network.forward_with_auxiliary(images)
+    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+    total = loss
+    if extra is not None and auxiliary > 0:
+        total = loss + auxiliary * F.cross_entropy(extra, labels, label_smoothing=label_smoothing)
+    parameters = list(network.parameters())
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    apply_gradients(optimiser, parameters, gradients, world, clip)
+    return loss.detach(), logits.detach()

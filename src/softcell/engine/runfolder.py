@@ -1,24 +1,38 @@
-"""The folder of one run, described by its `run.json`; everything after a run reads it from there."""
+"""The folder of one run: its `run.json`, its files and their checksums, and a task that runs in it."""
+
+from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from softcell.engine.checksums import DIGEST, check_digest, checksums_of, digest_of, mismatch
+from softcell.engine import checkpoint
+from softcell.engine.checkpoint import check_data, identity_of
+from softcell.engine.distributed import World, on_main
 from softcell.engine.files import HEADING, LISTED, TEMPORARY, atomic_write_text, made_in
-from softcell.engine.lock import LOCK
-from softcell.engine.migrate import FORMAT, VERSION, migrate
-from softcell.engine.provenance import collect, now
-from softcell.engine.schema import check_types
+from softcell.engine.interleave import Running
+from softcell.engine.lock import LOCK, free_reserve
+from softcell.engine.loop import Outcome, running
+from softcell.engine.manifest import (
+    DIGEST,
+    check_digest,
+    check_kind_and_status,
+    check_types,
+    digest_of,
+    migrate,
+    now,
+)
+from softcell.engine.task import Note, OnEvent, Task
 from softcell.errors import UserError
 from softcell.reading import Fields, read_json
 
 MANIFEST = "run.json"
-KINDS = ("search", "train", "teacher")
-STATUSES = ("running", "interrupted", "finished", "failed")
 _KINDS_OF_FILES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")
 """What Softcell writes. A list that names anything else was not written by it."""
 _KNOWN = [
@@ -46,23 +60,9 @@ _KNOWN = [
 """What runs of earlier versions, which kept no list, are known to have written."""
 _PARTS = ("phase-1", "random-*", "tensorboard", "export")
 """Folders inside a run; those that are runs have lists of their own."""
-
-
-def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return the manifest of a run that starts now on this machine, from its resolved recipe."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": kind,
-        "status": "running",
-        "recipe": recipe,
-        "seed": seed,
-        "created": now(),
-        "finished": None,
-        **collect(),
-        "results": {},
-        "checksums": {},
-    }
+_NAMES = ("genotype.json",)
+_SUFFIXES = (".jsonl", ".safetensors")
+_BLOCK = 1 << 20
 
 
 class RunFolder:
@@ -80,7 +80,7 @@ class RunFolder:
         there stays, and a folder that holds something else than a run is refused still.
         """
         path = Path(path)
-        _check(manifest)
+        check_kind_and_status(manifest)
         if path.exists() and not path.is_dir():
             raise UserError(f"a run needs a folder, but {path} is a file; give another --out")
         there = entries(path)
@@ -120,7 +120,7 @@ class RunFolder:
         if isinstance(manifest, dict):
             check_digest(manifest, file)
         manifest = migrate(manifest, str(file))
-        _check(manifest)
+        check_kind_and_status(manifest)
         if not lenient:
             check_types(manifest, str(file))
         if not isinstance(manifest.get("checksums"), dict):
@@ -141,7 +141,7 @@ class RunFolder:
         changed = {**self._manifest, **copy.deepcopy(fields)}
         if changed["status"] != "finished":
             changed["checksums"] = {}  # the files of a run that continues change
-        _check(changed)
+        check_kind_and_status(changed)
         self._manifest = changed
         self._write()
 
@@ -166,12 +166,6 @@ class RunFolder:
             manifest = {**manifest, DIGEST: digest_of(json.loads(json.dumps(manifest, allow_nan=False)))}
         text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
         atomic_write_text(self.path / MANIFEST, text + "\n")
-
-
-def _check(manifest: dict[str, Any]) -> None:
-    for name, allowed in (("kind", KINDS), ("status", STATUSES)):
-        if manifest.get(name) not in allowed:
-            raise UserError(f"a run's {name} must be one of {', '.join(allowed)}, but got {manifest.get(name)!r}")
 
 
 def entries(path: Path) -> list[Path]:
@@ -230,3 +224,112 @@ def _check_own(path: Path) -> None:
             f"only a folder that Softcell made may be overwritten, but {path / MANIFEST} is not that of a run "
             f"({error}). Give another --out, or remove the folder yourself."
         ) from error
+
+
+def checksum(file: Path) -> str:
+    """The SHA-256 of a file's content, in hex."""
+    total = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            total.update(block)
+    return total.hexdigest()
+
+
+def checksums_of(folder: Path) -> dict[str, str]:
+    """The checksums of the results in a run's folder, by file name.
+
+    They are recorded in `run.json` and verified wherever a file is read: a flipped bit in trained weights, or another
+    architecture in `genotype.json`, would otherwise pass for the run's result. Checkpoints carry a checksum of their
+    own. Runs of earlier versions have no checksums and are not verified.
+    """
+    results = (file for file in folder.iterdir() if file.name in _NAMES or file.suffix in _SUFFIXES)
+    return {file.name: checksum(file) for file in sorted(results) if file.is_file()}
+
+
+def mismatch(folder: Path, known: Mapping[str, Any], name: str) -> str | None:
+    """A sentence where `name` in `folder` is not the file whose checksum is in `known`; None where nothing is wrong.
+
+    A file without a checksum, or one that is gone, is left to whoever reads it.
+    """
+    wanted, file = known.get(name), folder / name
+    if wanted is None or not file.is_file() or checksum(file) == wanted:
+        return None
+    copied = (
+        "to use your own version of it, copy it out of the run folder and give that file"
+        if name in _NAMES
+        else "restore it from a backup, or repeat the run"
+    )
+    return f"{file} is not what the run wrote: its SHA-256 differs from the one in run.json; {copied}."
+
+
+def run_in_folder(
+    task: Task,
+    out: Path,
+    world: World,
+    manifest: Callable[[], dict[str, Any]],
+    *,
+    files: Mapping[str, str],
+    resume: bool,
+    overwrite: bool,
+    on_event: OnEvent | None,
+    made: bool = False,
+) -> Running[tuple[RunFolder, Outcome]]:
+    """Makes (or reopens) the folder, runs `task` in it and records a failure or an interruption.
+
+    manifest: makes that of a new run. files: texts by name that the folder must hold before the first step. made: the
+    folder of a new run is there already.
+    """
+
+    def prepare() -> tuple[RunFolder, dict[str, Any]]:
+        fresh = manifest()
+        if not (resume or made):
+            return RunFolder.create(out, fresh, overwrite), identity_of(fresh)
+        opened = RunFolder.open(out)
+        if not checkpoint.exists(out):  # otherwise that says what the run began with
+            check_data(identity_of(opened.manifest)["data"], identity_of(fresh)["data"], out)
+        opened.update(status="running")
+        return opened, identity_of(fresh)
+
+    folder, identity = on_main(prepare, world)
+    for name, text in files.items():
+        on_main(lambda name=name, text=text: atomic_write_text(out / name, text), world)  # type: ignore[misc]
+    try:
+        outcome = yield from running(task, out, world, resume=resume, on_event=on_event, identity=identity)
+    except Exception:
+        record_failure(folder, world)
+        raise
+    if outcome.status == "interrupted":
+        on_main(lambda: folder.finish("interrupted"), world)
+    return folder, outcome
+
+
+def record_failure(folder: RunFolder, world: World) -> None:
+    """Notes in the manifest that the run failed, without the other ranks: it may be one alone that did.
+
+    On a full disk the space that the lock keeps is used for it. What went wrong at first is what matters to the user,
+    so that a manifest which still cannot be written is no second error.
+    """
+    if world.is_main:
+        free_reserve(folder.path)
+        with suppress(UserError, OSError):
+            folder.finish("failed")
+
+
+@contextmanager
+def failure_recorded(folder: RunFolder, world: World) -> Iterator[None]:
+    """Around what a run does after its last epoch, which may fail too."""
+    try:
+        yield
+    except Exception:
+        record_failure(folder, world)
+        raise
+
+
+def notifier(on_event: OnEvent | None, world: World) -> Callable[[str], None]:
+    """Passes a text on as a `Note`, from the process that speaks."""
+
+    def notify(text: str) -> None:
+        if on_event is not None and world.is_main:
+            on_event(Note(text))
+
+    return notify

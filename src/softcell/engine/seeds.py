@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interrupt import Interrupt, exit_code
-from softcell.engine.lanes import Running, interleave
+from softcell.engine.interleave import Running, interleave
 from softcell.engine.lock import occupied
 from softcell.engine.runfolder import entries
+from softcell.engine.session import Interrupt, exit_code
 from softcell.errors import UserError
 from softcell.reading import read_json
 

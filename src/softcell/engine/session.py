@@ -1,19 +1,198 @@
-"""What a run sets up before anything else: device, processes, threads, numeric switches, seeds."""
+"""What a process sets up for a run: device, numeric switches, threads, seeds, process group, signals."""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, Self, TypeVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from softcell.engine import distributed
-from softcell.engine.device import resolve_device, set_deterministic, set_tf32, set_threads
 from softcell.engine.distributed import World
-from softcell.engine.rng import seed_everything
+from softcell.errors import UserError
+from softcell.settings import at_most
+
+# The two workspaces for which cuBLAS promises repeatable results; the larger one costs 24 MiB and no speed.
+_CUBLAS_WORKSPACE = ":4096:8"
+MOST_THREADS = 64  # or as many as there are cores: more wait for each other for ever
+
+
+def resolve_device(name: str) -> torch.device:
+    """Turn "cpu", "cuda", "cuda:1" or "auto" (CUDA where there is one) into a device that exists here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f'the device must be "auto", "cpu", "cuda" or "cuda:N", but got {name!r}')
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise UserError(
+                f"device {name!r} needs more than {device.index or 0} usable CUDA device(s), but torch "
+                f"{torch.__version__} finds {count}. Use 'cpu' or 'auto', or install a CUDA build of torch and check "
+                f"the driver and CUDA_VISIBLE_DEVICES."
+            )
+    return device
+
+
+def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
+    """Make every operation repeatable bit by bit, or (off) let torch take its fastest ones.
+
+    Operations without a repeatable form raise torch's own error, or warn if `warn_only`.
+    """
+    if on and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (_CUBLAS_WORKSPACE, ":16:8"):
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # cuBLAS has read the variable already when it made its handle.
+            warnings.warn(
+                "CUBLAS_WORKSPACE_CONFIG is set after CUDA was started, so matrix products may still differ between "
+                "runs. Call set_deterministic before the first CUDA operation.",
+                stacklevel=2,
+            )
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = _CUBLAS_WORKSPACE
+    # Only where it changes something: torch imports its compiler to say it, which takes seconds.
+    if (on, on and warn_only) != (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    ):
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = on
+    # Timing candidates is what makes cuDNN choose differently from run to run.
+    torch.backends.cudnn.benchmark = not on
+
+
+def set_tf32(allowed: bool) -> None:
+    """Allow or forbid TensorFloat-32 (10-bit mantissa) in float32 matrix products and convolutions on CUDA.
+
+    torch's own default differs between the two (products exact, convolutions TF32); here it is one policy.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: a container or a scheduler may grant fewer than the machine has."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_threads(count: int) -> int:
+    """Use `count` CPU threads per operation (0 leaves torch's choice) and return how many are in use."""
+    if count < 0:
+        raise UserError(f"`threads >= 0` must hold, but got threads={count}; 0 leaves the choice to torch")
+    cores = usable_cores()
+    at_most("threads", count, max(MOST_THREADS, cores))
+    if count > cores:
+        warnings.warn(
+            f"threads={count} is more than the {cores} cores that this process may use, which makes it slower; lower "
+            "--threads",
+            stacklevel=2,
+        )
+    if count > 0:
+        torch.set_num_threads(count)
+    return torch.get_num_threads()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (CPU and every CUDA device), numpy's and Python's global generators.
+
+    Softcell draws from torch's generators only, so checkpoints keep only those; the others are seeded for user code.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)  # numpy accepts 32 bits only
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of torch's CPU generator and, for a CUDA `device`, of that device's one.
+
+    Returns:
+        `{"cpu": [bytes] uint8, "cuda": [bytes] uint8 or None}`
+    """
+    cuda: Tensor | None = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what `rng_state` returned; warns when the run has moved between CPU and CUDA."""
+    torch.set_rng_state(state["cpu"].cpu())
+    if (device.type == "cuda") != (state["cuda"] is not None):
+        before = "a CUDA device" if state["cuda"] is not None else "the CPU"
+        warnings.warn(
+            f"the random state was saved on {before} and is restored on {device}: the run goes on with other random "
+            f"numbers than it would have had. Resume on the same kind of device for an exact repetition.",
+            stacklevel=2,
+        )
+    elif device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+class Interrupt:
+    """Context in which the first SIGINT or SIGTERM is only remembered, in `signal`; 0 means none came.
+
+    A SIGINT after that raises KeyboardInterrupt at once, for whoever cannot wait. Outside the main thread,
+    where Python allows no handlers, nothing is caught. Inside another such context, that one catches for both: a signal
+    stops all runs that share a process.
+    """
+
+    _active: ClassVar[Interrupt | None] = None
+
+    def __init__(self) -> None:
+        self._caught = 0
+        self._before: dict[int, Any] = {}
+        self._outer: Interrupt | None = None
+
+    @property
+    def signal(self) -> int:
+        return self._caught if self._outer is None else self._outer.signal
+
+    def __enter__(self) -> Self:
+        if Interrupt._active is not None:
+            self._outer = Interrupt._active
+        elif threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+            Interrupt._active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._outer is not None:
+            self._caught, self._outer = self._outer.signal, None
+            return
+        if Interrupt._active is self:
+            Interrupt._active = None
+        for number, handler in self._before.items():
+            # None stands for a handler that was not installed from Python and cannot be put back from it.
+            if handler is not None:
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._caught:
+            raise KeyboardInterrupt
+        self._caught = self._caught or number
+
+
+def exit_code(number: int) -> int:
+    """The exit code by which shells report an end by signal `number`: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + number
+
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """What weights, optimisers and statistics are kept in: with `bfloat16` only the computing between them is short."""

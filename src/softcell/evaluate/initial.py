@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from softcell.engine.checksums import checksum
+from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
 from softcell.spaces.pretrained import WEIGHTS, read_description
 

@@ -22,7 +22,7 @@ from softcell.data.feeds import Feeds
 from softcell.data.images import Images
 from softcell.engine.distributed import World, sum_
 from softcell.engine.files import atomic_write_bytes
-from softcell.engine.meter import Measured, Meter
+from softcell.engine.metrics import Measured, Meter
 from softcell.errors import UserError
 from softcell.evaluate.gradcam import grad_cam
 from softcell.spaces import Network

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from softcell.arch import Genotype
 from softcell.engine import resolve_device
-from softcell.engine.events import OnEvent
-from softcell.engine.lanes import Running
+from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
+from softcell.engine.task import OnEvent
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import TrainResult, finished_training, training
 

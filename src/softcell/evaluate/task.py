@@ -12,15 +12,11 @@ from torch import Tensor, nn
 from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import prepare_step
-from softcell.engine.classify import classification_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, broadcast_module
-from softcell.engine.meter import measure
-from softcell.engine.optim import adam, load_optimiser, rmsprop, sgd
-from softcell.engine.schedule import rate_at, set_lr
+from softcell.engine.metrics import Failure, Tally, measure
+from softcell.engine.optim import adam, classification_step, load_optimiser, rate_at, rmsprop, set_lr, sgd
 from softcell.engine.session import in_precision
-from softcell.engine.tally import Tally
-from softcell.engine.watch import Failure
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
 from softcell.nn.classifiers import Classifier

@@ -13,12 +13,12 @@ from softcell.data import load
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
-from softcell.engine.events import OnEvent
-from softcell.engine.hosted import failure_recorded, run_in_folder
-from softcell.engine.lanes import drain
+from softcell.engine.interleave import drain
 from softcell.engine.lock import occupied
-from softcell.engine.meter import Measured, measure
+from softcell.engine.metrics import Measured, measure
+from softcell.engine.runfolder import failure_recorded, run_in_folder
 from softcell.engine.session import Session, open_session
+from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import facts_of, finish, prepare, save_weights

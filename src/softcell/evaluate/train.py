@@ -19,15 +19,15 @@ from softcell.data.feeds import Feeds
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, on_main
-from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_bytes
-from softcell.engine.hosted import failure_recorded, notifier, run_in_folder
-from softcell.engine.lanes import EXCHANGED, Running, drain
+from softcell.engine.interleave import EXCHANGED, Running, drain
 from softcell.engine.lock import occupied
 from softcell.engine.loop import Outcome
-from softcell.engine.meter import Measured
+from softcell.engine.metrics import Measured
+from softcell.engine.runfolder import failure_recorded, notifier, run_in_folder
 from softcell.engine.session import Session, open_session
-from softcell.engine.tuned import choose_precision
+from softcell.engine.task import OnEvent
+from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions

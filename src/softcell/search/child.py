@@ -14,7 +14,7 @@ from torch import nn
 from softcell.arch import Genotype, Mix
 from softcell.data import Batch
 from softcell.engine.distributed import World
-from softcell.engine.meter import Measured, measure
+from softcell.engine.metrics import Measured, measure
 from softcell.nn.drop import Dropout, DropPath
 from softcell.spaces import Network, Supernet
 

@@ -13,12 +13,9 @@ from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import Step, once, prepare_step
 from softcell.engine.distributed import broadcast_module
-from softcell.engine.meter import measure
-from softcell.engine.optim import apply_gradients, load_optimiser, sgd
-from softcell.engine.schedule import rate_at, set_lr
+from softcell.engine.metrics import Failure, Tally, measure
+from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import Session, computing_in, in_precision
-from softcell.engine.tally import Tally
-from softcell.engine.watch import Failure
 from softcell.methods import Sampler
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Evaluated, Objective

@@ -30,8 +30,7 @@ from softcell.arch.derive import rows
 from softcell.data import Batch, Batches
 from softcell.engine.capture import prepare_step
 from softcell.engine.distributed import World
-from softcell.engine.optim import adam, apply_gradients, sgd
-from softcell.engine.schedule import rate_at, set_lr
+from softcell.engine.optim import adam, apply_gradients, rate_at, set_lr, sgd
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted
 from softcell.search.child import norms_measured_anew

@@ -35,9 +35,8 @@ from softcell.data import Batches
 from softcell.engine import checkpoint
 from softcell.engine.capture import prepare_step
 from softcell.engine.distributed import World, on_main
-from softcell.engine.meter import Measured, measure
-from softcell.engine.optim import apply_gradients, load_optimiser, sgd
-from softcell.engine.schedule import rate_at, set_lr
+from softcell.engine.metrics import Measured, measure
+from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
 from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.nn.objective import Objective

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Plan
-from softcell.engine.readback import Readback
+from softcell.engine.capture import Readback
 from softcell.methods import Method
 
 

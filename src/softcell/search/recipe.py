@@ -17,9 +17,7 @@ from torch import Tensor
 from softcell.arch.evolve import Evolution
 from softcell.data import split
 from softcell.data.images import Images
-from softcell.engine.checksums import check_digest
-from softcell.engine.migrate import FORMAT, migrate
-from softcell.engine.schema import check_types
+from softcell.engine.manifest import FORMAT, check_digest, check_types, migrate
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, Sampler
 from softcell.reading import Fields, parse_json, parse_yaml, read_text

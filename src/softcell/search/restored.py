@@ -15,8 +15,7 @@ from softcell.data import Dataset
 from softcell.data.contents import content_of
 from softcell.data.feeds import Feeds
 from softcell.engine import RunFolder, resolve_device
-from softcell.engine.checkpoint import load_latest
-from softcell.engine.identity import check_identity, identity_of
+from softcell.engine.checkpoint import check_identity, identity_of, load_latest
 from softcell.engine.session import place
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, fitted

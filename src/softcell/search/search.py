@@ -20,14 +20,14 @@ from softcell.data.guard import test_set_sealed
 from softcell.data.hashing import permutation
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, broadcast_module, on_main
-from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
-from softcell.engine.hosted import failure_recorded, notifier, record_failure, run_in_folder
-from softcell.engine.lanes import Running, drain
+from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import occupied
 from softcell.engine.loop import Outcome
+from softcell.engine.runfolder import failure_recorded, notifier, record_failure, run_in_folder
 from softcell.engine.session import Session, open_session
-from softcell.engine.tuned import choose_precision
+from softcell.engine.task import OnEvent
+from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler, fitted
 from softcell.nn.context import ContextAutoRegression

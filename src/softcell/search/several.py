@@ -14,10 +14,10 @@ from typing import Any, Literal
 from softcell.arch import Genotype
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.checkpoint import CURRENT, PREVIOUS
-from softcell.engine.events import OnEvent
 from softcell.engine.files import atomic_write_text
-from softcell.engine.lanes import Running
+from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
+from softcell.engine.task import OnEvent
 from softcell.reading import read_json_lines
 from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe

@@ -18,12 +18,9 @@ from softcell.data.batches import Draft
 from softcell.engine.capture import KEPT, CapturedStep, once, prepare_step
 from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module, sum_
-from softcell.engine.meter import Meter
-from softcell.engine.optim import adam, load_optimiser, sgd
-from softcell.engine.schedule import rate_at, set_lr
+from softcell.engine.metrics import Failure, Meter, Tally
+from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import computing_in, in_precision
-from softcell.engine.tally import Tally
-from softcell.engine.watch import Failure
 from softcell.methods import Method
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Objective

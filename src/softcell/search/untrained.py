@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from softcell.arch import Genotype
 from softcell.data import Batches
 from softcell.engine.distributed import World, on_main
-from softcell.engine.watch import Failure
+from softcell.engine.metrics import Failure
 from softcell.errors import UserError
 from softcell.methods import UntrainedSampler
 from softcell.search.budget import Budget

@@ -16,7 +16,7 @@ from softcell.arch import Mix
 from softcell.data import Batches
 from softcell.engine.capture import KEPT, CapturedStep, Engine, prepare_step
 from softcell.engine.distributed import World
-from softcell.engine.meter import Measured, Meter
+from softcell.engine.metrics import Measured, Meter
 from softcell.spaces import Supernet
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
-from softcell.engine.checksums import checksum
-from softcell.engine.schema import MAPPING, TEXT, TEXTS, TYPES, check_types
+from softcell.engine.manifest import MAPPING, TEXT, TEXTS, TYPES, check_types
+from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
 from softcell.reading import Fields, read_json
 from softcell.registry import load_plugins
@@ -33,7 +33,7 @@ MODEL_TYPES = {
     "checksums": MAPPING,
     **{name.removeprefix("results."): test for name, test in TYPES.items() if name.startswith("results.data")},
 }
-"""What a `model.json` says of a network, as `softcell.engine.schema` has it for the run it comes from."""
+"""What a `model.json` says of a network, as `softcell.engine.manifest` has it for the run it comes from."""
 
 
 def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:

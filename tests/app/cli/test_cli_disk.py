@@ -20,7 +20,7 @@ import softcell
 from softcell import api
 from softcell.app.cli.main import run
 from softcell.engine import files
-from softcell.engine.events import EpochEnded
+from softcell.engine.task import EpochEnded
 from softcell.errors import UserError
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell, process
 from tests.helpers.full_disk import grow, small_disk

@@ -15,7 +15,7 @@ import torch
 import softcell
 from softcell.app.cli import train as train_command
 from softcell.app.cli.failures import explain
-from softcell.engine import device
+from softcell.engine import session
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 
 
@@ -48,11 +48,11 @@ def test_bugs_keep_their_traceback(call: Softcell, monkeypatch: pytest.MonkeyPat
 
 
 def test_threads_beyond_the_cores(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "usable_cores", lambda: 1)
+    monkeypatch.setattr(session, "usable_cores", lambda: 1)
     answer = call("search", *TINY, "--threads", "100000", "--epochs", "1", "--out", "out")
     assert answer.code == 2 and "`threads <= 64` must hold" in answer.error
     with pytest.warns(UserWarning, match="more than the 1 cores.*lower --threads"):
-        assert device.set_threads(2) == 2
+        assert session.set_threads(2) == 2
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])

@@ -13,7 +13,7 @@ from rich.console import Console
 import softcell
 from softcell.app.cli.main import app
 from softcell.app.cli.progress import Display, clock, epoch_line
-from softcell.engine.events import EpochEnded, Finished, Note, Started, Stepped
+from softcell.engine.task import EpochEnded, Finished, Note, Started, Stepped
 from tests.helpers.cli_calls import CELL, Softcell, process
 from tests.reference.published_genotypes import DARTS_V2
 

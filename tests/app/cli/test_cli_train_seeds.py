@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from softcell import api
-from softcell.engine.events import Event, Stepped
+from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.evaluate.initial import load_initial

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from softcell.app.cli import main, patience, progress
 from softcell.app.cli.progress import PREPARING, Display, counting, working
-from softcell.engine.events import Started
+from softcell.engine.task import Started
 from tests.helpers.cli_calls import process
 from tests.helpers.search_toys import write_data
 

@@ -14,7 +14,7 @@ from softcell.app.pipeline.screen import without_foreign_options
 from softcell.arch import count, sample
 from softcell.data import split
 from softcell.data.dataset import hold_out_test
-from softcell.engine.events import EpochEnded, Event, Note
+from softcell.engine.task import EpochEnded, Event, Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, Sampler
 from softcell.search import SearchRecipe, resolve

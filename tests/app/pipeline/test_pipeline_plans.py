@@ -17,7 +17,7 @@ from softcell.app.pipeline.run import ENDING, MOST_RESERVED, SAFE, _Run
 from softcell.app.pipeline.summary import Row, Summary, verdict
 from softcell.arch import sample
 from softcell.data import load
-from softcell.engine.events import EpochEnded, OnEvent, Started, Stepped
+from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.spaces import build_space, count
 

@@ -17,7 +17,7 @@ from softcell.app.pipeline import Plan, Wishes, early, ending, run
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline.pace import Pace
 from softcell.engine import DivergedError, Failure
-from softcell.engine.events import EpochEnded, Event, Note, OnEvent, Started
+from softcell.engine.task import EpochEnded, Event, Note, OnEvent, Started
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
 from tests.helpers.pipeline_images import folder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from softcell.app.report.board import BOARD, TensorBoard, _tag
-from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, Started
 from softcell.errors import UserError
 
 NEEDED = "TensorBoard is not installed (the tensorboard extra)"

@@ -76,7 +76,7 @@ def latency(
     from softcell.app.cli.info import shape
     from softcell.app.cli.places import free_place
     from softcell.engine import resolve_device
-    from softcell.engine.device import set_threads
+    from softcell.engine.session import set_threads
     from softcell.settings import assignments, merge
     from softcell.spaces import SPACES
 

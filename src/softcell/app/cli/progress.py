@@ -15,7 +15,7 @@ from rich.text import Text
 
 from softcell.app.cli.console import percent
 from softcell.app.cli.patience import SECONDS, showing
-from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
 
 PREPARING = "preparing: data, networks and the first step"
 

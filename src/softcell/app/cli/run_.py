@@ -17,7 +17,7 @@ from softcell.errors import UserError
 
 if TYPE_CHECKING:
     from softcell.app.pipeline.summary import Row, Summary
-    from softcell.engine.events import OnEvent
+    from softcell.engine.task import OnEvent
 
 EPILOG = o.examples(
     "softcell run --data photos/",

@@ -13,7 +13,7 @@ from softcell.app.cli import options as o
 from softcell.errors import UserError
 
 if TYPE_CHECKING:
-    from softcell.engine.events import OnEvent
+    from softcell.engine.task import OnEvent
     from softcell.search import SearchRecipe
 
 SEEDS = "seeds.json"  # as softcell.search.several has it, which would be slow to import here

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save
 from softcell import __version__
 from softcell.app.export import graph, python
 from softcell.app.export.model import Model, read_model, trained_folder
-from softcell.engine.checksums import checksum
 from softcell.engine.files import atomic_write_bytes, atomic_write_text, fsync_folder
 from softcell.engine.lock import occupied
+from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
 from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
 from softcell.trust import trusting

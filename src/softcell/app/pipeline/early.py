@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from softcell.app.pipeline.inspect import counted
-from softcell.engine.events import EpochEnded, Event, OnEvent
+from softcell.engine.task import EpochEnded, Event, OnEvent
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import SearchRecipe
 from softcell.settings import build

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softcell.engine.events import EpochEnded, Event, OnEvent, Started, Stepped
+from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 
 MOST_SLOWNESS = 4.0
 EVALUATION = 0.3

@@ -14,9 +14,8 @@ from typing import Any
 from softcell.app.export.model import PLAN
 from softcell.app.pipeline.wishes import Wishes
 from softcell.engine.files import atomic_write_text
-from softcell.engine.provenance import collect, now
+from softcell.engine.manifest import MAPPING, TEXT, check_types, collect, now
 from softcell.engine.runfolder import entries
-from softcell.engine.schema import MAPPING, TEXT, check_types
 from softcell.errors import UserError
 from softcell.reading import Fields, read_json
 from softcell.settings import build, to_dict

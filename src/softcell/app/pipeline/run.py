@@ -33,9 +33,9 @@ from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
-from softcell.engine.events import EpochEnded, Event, OnEvent
-from softcell.engine.identity import amend
+from softcell.engine.checkpoint import amend
 from softcell.engine.lock import free_reserve, occupied
+from softcell.engine.task import EpochEnded, Event, OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, count_genotype
 from softcell.search import SearchRecipe

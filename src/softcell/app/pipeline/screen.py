@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
-from softcell.engine.events import Event, Note, OnEvent
+from softcell.engine.task import Event, Note, OnEvent
 
 
 class Screen(Protocol):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app.report.runs import number
-from softcell.engine.events import EpochEnded, Event, Finished, Interrupted, OnEvent, Started
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, OnEvent, Started
 from softcell.errors import UserError
 
 BOARD = "tensorboard"

@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from softcell.arch import Genotype
-from softcell.engine.checksums import mismatch
-from softcell.engine.runfolder import MANIFEST, RunFolder
+from softcell.engine.runfolder import MANIFEST, RunFolder, mismatch
 from softcell.errors import UserError
 from softcell.evaluate.predictions import PREDICTIONS, read_predictions
 from softcell.reading import MOST_BYTES_OF_LINES, parse_json, read_text

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from softcell.engine.streams import AT_ONCE, own_stream
+from softcell.engine.capture import AT_ONCE, own_stream
 
 T = TypeVar("T")
 Running = Generator[None, None, T]

@@ -1,0 +1,208 @@
+"""Loss and accuracy, kept on the device: nothing waits for the host until they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from softcell.engine import checkpoint
+from softcell.engine.distributed import World, sum_
+from softcell.errors import UserError
+
+TOP = 5
+"""An answer is also counted as right where the true class is among so many; with more classes than that alone."""
+
+
+def among_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
+    """Whether the true class is among the `top` strongest of logits [n, classes]: bool [n].
+
+    Of equal logits the earlier class counts as stronger, as it does for `argmax`: a network whose outputs are all equal
+    is right for `top` classes and not for all. Nothing is sorted, so a step that is recorded may call it.
+    """
+    own, places = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
+    stronger = (logits > own) | ((logits == own) & (places < labels[:, None]))
+    return (stronger.sum(1) < top) & ~own.squeeze(1).isnan()
+
+
+class Meter(nn.Module):
+    """Sums of loss, correct answers and samples, of answers among the top five and samples with such: [5].
+
+    In float64, so that long epochs lose nothing.
+    """
+
+    sums: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(5, dtype=torch.float64), persistent=False)
+
+    @torch.no_grad()
+    def update(self, loss: Tensor, logits: Tensor | None, labels: Tensor) -> None:
+        """loss: mean over the batch []; logits [n, classes]; labels [n]."""
+        count = labels.shape[0]
+        self.sums[0] += loss.double() * count
+        self.sums[2] += count
+        if logits is not None:
+            self.sums[1] += (logits.argmax(dim=1) == labels).sum()
+            if logits.shape[1] > TOP:
+                self.sums[3] += among_top(logits, labels).sum()
+                self.sums[4] += count
+
+    @torch.no_grad()
+    def judge(self, logits: Tensor, labels: Tensor) -> None:
+        """Counts answers and their cross-entropy, of logits [n, classes] in any precision.
+
+        Outside autocast the loss of bfloat16 logits would itself be rounded to eight bits, so it is taken in float32.
+        """
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        self.update(F.cross_entropy(wide, labels), wide, labels)
+
+    def reset(self) -> None:
+        self.sums.zero_()
+
+    def read(self, world: World) -> Measured:
+        """The means over all ranks; the meter keeps its own sums."""
+        loss, correct, count, among, ranked = sum_(self.sums.clone(), world).tolist()
+        top5 = among / ranked if ranked else None
+        return Measured(loss / max(count, 1), correct / max(count, 1), int(count), top5)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Mean loss, share of correct answers, and over how many samples.
+
+    `top5`: the share of images whose class is among the five strongest; None with at most five classes.
+    """
+
+    loss: float
+    accuracy: float
+    count: int
+    top5: float | None = None
+
+    def named(self, of: str, suffix: str = "") -> dict[str, float]:
+        """`{of}_accuracy` and, where it was counted, `{of}_top5`, as a record has them."""
+        found = {f"{of}_accuracy{suffix}": self.accuracy}
+        return found if self.top5 is None else {**found, f"{of}_top5{suffix}": self.top5}
+
+
+class Labelled(Protocol):
+    """What a batch must have."""
+
+    @property
+    def images(self) -> Tensor: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+
+@torch.no_grad()
+def measure(forward: Callable[[Tensor], Tensor], batches: Iterable[Labelled], world: World) -> Measured:
+    """Loss and accuracy of `forward` (images [n, c, h, w] to logits [n, classes]) over all batches of all ranks."""
+    meter = Meter().to(world.device)
+    for batch in batches:
+        if batch.labels.shape[0]:  # a rank's part of a short last batch may be empty
+            meter.judge(forward(batch.images), batch.labels)
+    return meter.read(world)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first non-finite loss of a run and the step at which it appeared."""
+
+    step: int
+    value: float
+
+
+class DivergedError(UserError):
+    """Training cannot go on, because a loss is not finite."""
+
+    def __init__(self, epoch: int, failure: Failure, folder: str | os.PathLike[str]) -> None:
+        self.epoch = epoch
+        self.failure = failure
+        # A resumed run keeps its recipe: with the same rate it comes to the same loss, so no one is sent there.
+        kept = f" {Path(folder)} keeps its last good checkpoint." if checkpoint.exists(folder) else ""
+        super().__init__(
+            f"every loss must be finite, but it became {failure.value} in epoch {epoch + 1} at step {failure.step}. "
+            "Lower the learning rate (--set weights.lr=... for a search, --set lr=... for a training), clip the "
+            "gradients, or check the data for values that are not finite, and start again in another --out, or here "
+            f"with --overwrite; --resume would go on as before, to the same loss.{kept}"
+        )
+
+
+class LossWatch(nn.Module):
+    """Remembers the first non-finite loss in buffers on the device.
+
+    The buffers are not saved: a state with a failure in it is never checkpointed.
+    """
+
+    step: Tensor
+    value: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.tensor(-1), persistent=False)
+        self.register_buffer("value", torch.tensor(0.0), persistent=False)
+
+    @torch.no_grad()
+    def update(self, loss: Tensor, step: int | Tensor) -> None:
+        """Record `loss` [] of `step`, if it is the first that is not finite.
+
+        In a captured graph `step` must be a tensor [] that is advanced in place: a number would be frozen in.
+        """
+        first = ~torch.isfinite(loss) & (self.step < 0)
+        self.step.copy_(torch.where(first, step, self.step))
+        self.value.copy_(torch.where(first, loss.to(self.value.dtype), self.value))
+
+    def failed(self) -> Failure | None:
+        """Return what was recorded; this reads the device, so not in every step on CUDA."""
+        step = int(self.step)
+        return Failure(step, float(self.value)) if step >= 0 else None
+
+
+class Tally:
+    """The running metrics of one epoch; a recorded step may update them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter, self._watch = Meter().to(device), LossWatch().to(device)
+        self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step within its epoch
+
+    def begin_epoch(self) -> None:
+        self._meter.reset()
+        self._number.zero_()
+
+    def update(self, loss: Tensor, logits: Tensor | None, labels: Tensor, *others: Tensor) -> None:
+        """One step: its loss [], logits [n, classes] and labels [n]; `others` are losses that must be finite too."""
+        for value in (*others, loss):
+            self._watch.update(value, self._number)
+        self._meter.update(loss, logits, labels)
+        self._number += 1
+
+    def read(self, world: World) -> Measured:
+        """Means over the epoch so far and over all ranks."""
+        return self._meter.read(world)
+
+    def failed(self) -> Failure | None:
+        return self._watch.failed()
+
+    @property
+    def step(self) -> int:
+        return int(self._number)
+
+    @property
+    def sums(self) -> Tensor:
+        """This rank's own sums, for a checkpoint within an epoch."""
+        return self._meter.sums
+
+    def load(self, step: int, local: dict[str, Any] | None) -> None:
+        """Restores the step's number and, within an epoch, this rank's sums."""
+        self._number.fill_(step)
+        if local is not None:
+            kept = local["meter"]
+            self._meter.sums.zero_()[: len(kept)].copy_(kept)  # earlier versions did not count the top five
