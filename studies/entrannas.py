@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from softcell.app.report.svg import to_svg
+from softcell.app.report import to_svg
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve

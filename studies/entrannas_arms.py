@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from softcell.api import layered
-from softcell.app.report.svg import to_svg
+from softcell.app.report import to_svg
 from softcell.arch import Genotype
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder

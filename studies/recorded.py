@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from softcell.app.report.svg import to_svg
+from softcell.app.report import to_svg
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from softcell.api import layered
-from softcell.app.report import curves_svg
-from softcell.app.report.svg import to_svg
+from softcell.app.report import curves_svg, to_svg
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.engine import RunFolder

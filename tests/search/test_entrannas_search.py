@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 
 from softcell.app.export.write import Format, export
-from softcell.app.report.svg import to_svg
-from softcell.app.report.text import to_text
+from softcell.app.report import to_svg, to_text
 from softcell.arch import Cell, Genotype, Pick, Positive, WeightMix, check_against, derive
 from softcell.arch.notation import to_darts, to_nb201
 from softcell.errors import UserError

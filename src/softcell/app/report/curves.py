@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from softcell.app.report.drawing import CHAR
-from softcell.app.report.family import Family
 from softcell.app.report.strings import columns as cells
 from softcell.app.report.strings import shorten
-from softcell.app.report.theme import MARGIN, mark, num, page, sheet, text
+from softcell.app.report.theme import CHAR, MARGIN, Family, mark, num, page, sheet, text
 from softcell.errors import UserError
 
 LOOKS: tuple[Family, ...] = (

@@ -1,17 +1,40 @@
-"""The look all pictures share: colours for light and dark pages, type, marks, and the frame of an SVG file.
+"""The look that all pictures share: families of operations, colours for light and dark pages, type, marks, SVG files.
 
-Colours are written out per class and not as CSS variables, which several SVG readers do not know; those without media
-queries show the light page. Families also differ by line and mark, for eyes and printers without colour.
+A family is recognised by the operation's name, so that operations of users, which no registry knows, are drawn too.
+Families differ by colour, line and mark, for eyes and printers without colour. Colours are written out per class and
+not as CSS variables, which several SVG readers do not know; readers without media queries show the light page.
 """
 
 from __future__ import annotations
 
-from softcell.app.report.family import Family
+import re
+from typing import Literal
+
 from softcell.app.report.strings import escape
+
+Family = Literal["conv", "dilated", "dynamic", "pool", "skip", "attention", "other", "none"]
+
+FAMILIES: tuple[Family, ...] = ("conv", "dilated", "dynamic", "pool", "skip", "attention", "other", "none")
+
+TITLES: dict[Family, str] = {
+    "conv": "convolution",
+    "dilated": "dilated convolution",
+    "dynamic": "dynamic convolution",
+    "pool": "pooling",
+    "skip": "skip",
+    "attention": "attention",
+    "other": "other",
+    "none": "none",
+}
+
+_NONE = frozenset({"none", "zero", "zeroize"})
+_SKIP = frozenset({"skip", "identity", "shortcut"})
+_ATTENTION = frozenset({"attn", "att", "sa", "mhsa", "nonlocal", "se", "eca", "cbam"})
 
 SANS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,'DejaVu Sans',sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
 MARGIN = 24.0
+CHAR = 7.25  # advance of one character of a 12 px monospace font, with a little to spare
 
 # Blue, vermilion and green after Okabe and Ito, darkened or lightened to at least 4.5:1 on the page.
 COLOURS: dict[Family, tuple[str, str]] = {
@@ -42,6 +65,29 @@ DARK = ("#11151b", "#1d242d", "#e8ecf1", "#a3adb8", "#7f8a96", "#2a333f")
 
 
 DARK_ROOT, LIGHT_UNLESS_TOLD = ":root[data-theme=dark]", ":root:not([data-theme=light])"
+
+
+def family(op: str) -> Family:
+    """The family of an operation by the words of its name; `other` where nothing fits."""
+    name = op.lower()
+    words = set(re.split(r"[^a-z]+", name))
+    if name in _NONE:
+        return "none"
+    if words & _SKIP:
+        return "skip"
+    if "pool" in name:
+        return "pool"
+    # Before dilation: that a kernel is made from the image itself says more of it than its holes.
+    if "dynamic" in words and "conv" in name:
+        return "dynamic"
+    if any(word.startswith("dil") for word in words):
+        return "dilated"
+    # Before the short words: `mbconv_k3_se` is a convolution that happens to hold an attention.
+    if "attention" in name:
+        return "attention"
+    if "conv" in name:
+        return "conv"
+    return "attention" if words & _ATTENTION else "other"
 
 
 def num(value: float) -> str:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from softcell.app.report.curves import LARGEST, LOOKS, ticks
-from softcell.app.report.family import Family
 from softcell.app.report.html.elements import Html, big, data, el, percent
 from softcell.app.report.runs import number
 from softcell.app.report.strings import escape
-from softcell.app.report.theme import mark, num, text
+from softcell.app.report.theme import Family, mark, num, text
 
 WIDTH, HEIGHT = 400.0, 236.0
 LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 12.0, 38.0

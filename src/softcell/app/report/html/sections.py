@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.html.charts import Series, line_chart, series
 from softcell.app.report.html.context import context
 from softcell.app.report.html.elements import Child, Html, big, el, facts, join, percent
 from softcell.app.report.html.mistakes import confusion, most_wrong
 from softcell.app.report.html.weights import weights
 from softcell.app.report.runs import Run, mapping, number
-from softcell.app.report.svg import to_svg
 from softcell.app.report.theme import inside_page
 from softcell.arch import Genotype
 from softcell.errors import UserError

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from softcell.app.report.drawing import CHAR, Drawing, Edge, Node, Point
-from softcell.app.report.family import FAMILIES, TITLES, Family, family
-from softcell.app.report.graph import input_nodes, layered
+from softcell.app.report.cells_layout import Drawing, Edge, Node, Point, lay_out
 from softcell.app.report.strings import clean, columns, escape, shorten, wrap
-from softcell.app.report.theme import MARGIN, mark, num, page, sheet, text
+from softcell.app.report.theme import CHAR, FAMILIES, MARGIN, TITLES, Family, family, mark, num, page, sheet, text
 from softcell.arch import Cell, Genotype
 
 SANS_CHAR = 7.2  # a generous advance of 12 px sans-serif text
@@ -73,7 +71,7 @@ def _output(cell: Cell) -> str:
 
 
 def _panel(name: str, cell: Cell) -> _Panel:
-    drawing = layered(cell, input_nodes(cell))
+    drawing = lay_out(cell)
     drawn = len(cell.picks) - len(drawing.absent)
     subtitle = f"{drawn} operation{'' if drawn == 1 else 's'}, output = {_output(cell)}"
     subtitle = shorten(subtitle, 72)
@@ -111,8 +109,6 @@ def _draw_line(edge: Edge) -> list[str]:
         name = family(edge.op)
         line, tip = f"sc-edge sc-l-{name}", f"sc-f-{name}"
     points = edge.points
-    if not edge.arrow:
-        return [f'<path class="{line}" d="{path(points)}"/>']
     x, y = points[-1]
     # The line ends inside the arrowhead, or its round cap would show at the tip.
     shaft = (*points[:-1], (x - 6, y))

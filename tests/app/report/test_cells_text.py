@@ -12,10 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from softcell.app.report import input_nodes, to_text
-from softcell.app.report.family import family
-from softcell.app.report.graph import node_numbers
-from softcell.app.report.text import MARKS
+from softcell.app.report import to_text
+from softcell.app.report.cells_graph import input_nodes, node_numbers
+from softcell.app.report.cells_text import MARKS
+from softcell.app.report.theme import family
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.notation import from_darts, from_nb201
 from tests.helpers.report_cells import NB201, cells, chain, random_cell

@@ -1,4 +1,4 @@
-"""Drawings of genotypes: geometry by brute force, SVG as XML."""
+"""Drawings of cells: geometry checked by brute force, SVG parsed as XML."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from softcell.app.report import input_nodes, layered, to_svg
-from softcell.app.report.drawing import Box, Drawing, Point
-from softcell.app.report.family import FAMILIES, family
+from softcell.app.report import to_svg
+from softcell.app.report.cells_graph import input_nodes
+from softcell.app.report.cells_layout import Box, Drawing, Point, lay_out
 from softcell.app.report.strings import clean, shorten
-from softcell.app.report.theme import COLOURS, STROKES, mark
+from softcell.app.report.theme import COLOURS, FAMILIES, STROKES, family, mark
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.notation import from_darts, from_nb201
 from softcell.errors import UserError
@@ -46,14 +46,11 @@ def assert_geometry(drawing: Drawing) -> None:
         if edge.label is not None:
             middle = edge.label.centre
             assert any(abs(x - middle[0]) < 8 and abs(y - middle[1]) < 0.1 for x, y in way)
-        if edge.arrow:
-            target = boxes[edge.target]
-            assert edge.points[-1][0] == pytest.approx(target.x)
-            assert target.y < edge.points[-1][1] < target.bottom
-        if edge.op is not None or edge.source != edge.target:
-            source = boxes[edge.source]
-            assert edge.points[0][0] == pytest.approx(source.right)
-            assert source.y < edge.points[0][1] < source.bottom
+        source, target = boxes[edge.source], boxes[edge.target]
+        assert edge.points[-1][0] == pytest.approx(target.x)
+        assert target.y < edge.points[-1][1] < target.bottom
+        assert edge.points[0][0] == pytest.approx(source.right)
+        assert source.y < edge.points[0][1] < source.bottom
 
 
 def sampled(points: tuple[Point, ...]) -> list[Point]:
@@ -81,13 +78,13 @@ def inside(point: Point, box: Box) -> bool:
 def test_random_cells_have_no_overlaps(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         cell = random_cell(seed)
-        assert_geometry(layered(cell, input_nodes(cell)))
+        assert_geometry(lay_out(cell))
 
 
 @settings(max_examples=80, deadline=None)
 @given(cells())
 def test_any_cell_is_drawn_without_overlaps_and_as_valid_xml(cell: Cell) -> None:
-    drawing = layered(cell, input_nodes(cell))
+    drawing = lay_out(cell)
     assert_geometry(drawing)
     drawn = sorted((e.op for e in drawing.edges if e.op is not None), key=str)
     assert sorted([*drawn, *(pick.op for pick in drawing.absent)], key=str) == sorted(p.op for p in cell.picks)
@@ -96,7 +93,7 @@ def test_any_cell_is_drawn_without_overlaps_and_as_valid_xml(cell: Cell) -> None
 
 @pytest.mark.parametrize("layers", [1, 5, 6, 21, 40])
 def test_chains_wrap_into_rows_without_overlaps(layers: int) -> None:
-    drawing = layered(chain(layers), (0,))
+    drawing = lay_out(chain(layers), (0,))
     assert_geometry(drawing)
     assert drawing.width < 1120
     tops = sorted({round(node.box.centre[1]) for node in drawing.nodes})
@@ -109,7 +106,7 @@ def test_chains_wrap_into_rows_without_overlaps(layers: int) -> None:
 
 
 def test_nodes_stand_in_the_layer_of_their_longest_path() -> None:
-    drawing = layered(Cell((Pick(0, 2, "a"), Pick(2, 3, "b"), Pick(1, 4, "c"), Pick(3, 4, "d")), (2, 3, 4)), (0, 1))
+    drawing = lay_out(Cell((Pick(0, 2, "a"), Pick(2, 3, "b"), Pick(1, 4, "c"), Pick(3, 4, "d")), (2, 3, 4)), (0, 1))
     x = {node.label: node.box.x for node in drawing.nodes}
     assert x["c_{k-2}"] == x["c_{k-1}"] < x["2"] < x["3"] < x["4"] < x["c_{k}"]
     y = {node.label: node.box.y for node in drawing.nodes}
@@ -120,13 +117,13 @@ def test_inputs_stand_in_their_order() -> None:
     for seed in range(60):
         cell = random_cell(seed)
         inputs = input_nodes(cell)
-        y = {node.number: node.box.y for node in layered(cell, inputs).nodes if node.kind == "input"}
+        y = {node.number: node.box.y for node in lay_out(cell, inputs).nodes if node.kind == "input"}
         assert len(inputs) < 2 or y[inputs[0]] < y[inputs[-1]]
 
 
 def test_darts_v2_normal_cell_has_its_eight_edges_and_four_hand_overs() -> None:
     cell = from_darts(DARTS_V2).cells["normal"]
-    drawing = layered(cell, input_nodes(cell))
+    drawing = lay_out(cell)
     number = [-1 if node.number is None else node.number for node in drawing.nodes]
     found = [Pick(number[e.source], number[e.target], e.op) for e in drawing.edges if e.op is not None]
     assert sorted(found, key=str) == sorted(cell.picks, key=str)
@@ -136,7 +133,7 @@ def test_darts_v2_normal_cell_has_its_eight_edges_and_four_hand_overs() -> None:
 
 def test_none_is_listed_and_not_drawn() -> None:
     cell = from_nb201(NB201).cells["cell"]
-    drawing = layered(cell, input_nodes(cell))
+    drawing = lay_out(cell)
     assert drawing.absent == (Pick(0, 2, "none"),)
     assert len(drawing.edges) == 5
     assert [node.label for node in drawing.nodes] == ["in", "1", "2", "out"]
@@ -146,7 +143,7 @@ def test_none_is_listed_and_not_drawn() -> None:
 def test_a_node_without_inputs_is_drawn_empty() -> None:
     cell = Cell((Pick(0, 3, "a"), Pick(2, 4, "b"), Pick(1, 4, "none")), (2, 3, 4, 5))
     assert input_nodes(cell) == (0, 1)
-    kinds = {node.label: node.kind for node in layered(cell, (0, 1)).nodes}
+    kinds = {node.label: node.kind for node in lay_out(cell, (0, 1)).nodes}
     assert kinds == {
         "c_{k-2}": "input",
         "c_{k-1}": "input",
@@ -160,7 +157,7 @@ def test_a_node_without_inputs_is_drawn_empty() -> None:
 
 
 def test_an_operation_of_a_node_on_itself_follows_its_sum() -> None:
-    drawing = layered(Cell((Pick(0, 1, "conv"), Pick(1, 1, "attention"), Pick(1, 2, "pool")), (2,)), (0,))
+    drawing = lay_out(Cell((Pick(0, 1, "conv"), Pick(1, 1, "attention"), Pick(1, 2, "pool")), (2,)), (0,))
     label = [node.label for node in drawing.nodes]
     assert [(label[e.source], e.op, label[e.target]) for e in drawing.edges] == [
         ("in", "conv", "1′"),
@@ -171,7 +168,7 @@ def test_an_operation_of_a_node_on_itself_follows_its_sum() -> None:
 
 def test_edges_against_the_flow_are_refused() -> None:
     with pytest.raises(UserError, match="source <= target"):
-        layered(Cell((Pick(3, 1, "conv"),), (3,)), (0,))
+        lay_out(Cell((Pick(3, 1, "conv"),), (3,)), (0,))
 
 
 def texts(svg: str) -> list[str]:
@@ -204,7 +201,7 @@ def test_label_text_fits_its_pill_and_panels_fit_the_page(genotype: Genotype) ->
     areas = []
     for panel, cell in zip(panels, genotype.cells.values(), strict=True):
         x, y = map(float, re.findall(r"[\d.]+", panel.attrib["transform"]))
-        drawing = layered(cell, input_nodes(cell))
+        drawing = lay_out(cell)
         areas.append(Box(x, y, drawing.width, drawing.height))
         assert x + drawing.width <= width
         assert y + drawing.height <= height
