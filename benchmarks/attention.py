@@ -5,7 +5,7 @@ kernels; elsewhere shifted views, on small maps products of matrices), `unfold` 
 `masked` (torch's scaled_dot_product_attention over all pairs with a mask; without relative positions, so it does less)
 and `flex` (torch's compiled flex_attention with positions and a block mask; on a GPU only, heads padded to 16 numbers).
 Time on a GPU is that of a recorded step. Memory is what is allocated on top at the peak on a GPU; on a CPU it is what
-autograd keeps for the backward pass. A form that does not fit or does not run is told.
+autograd keeps for the backward pass. A form that does not fit or does not run is reported.
 
 python -m benchmarks.attention --sides 8 32 --batch 8
 python -m benchmarks.attention --batch 64 --width 8 --sides 8 16 32 56 --precision bfloat16 --rounds 20 --out FILE
@@ -106,7 +106,7 @@ def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     if "flex" not in _KEPT:
-        # One program for each size; when they were too many, torch would go on without a program and not say so.
+        # One program per size: beyond its limit of recompilations torch falls back to eager without a warning.
         torch._dynamo.config.recompile_limit = 64
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         _KEPT["flex"] = torch.compile(flex_attention, dynamic=False)
@@ -225,8 +225,8 @@ def main(arguments: list[str] | None = None) -> None:
                 write_record(options.out, "benchmarks.attention", settings=settings, rows=rows)
             shown = [v if isinstance(v, str) else f"{v['ms']:.2f} ms, {v['megabytes']:.1f} MB" for v in found.values()]
             table.add_row(str(side), str(extent), *shown)
-            told = ", ".join(f"{name} {text}" for name, text in zip(found, shown, strict=True))
-            print(f"{side}x{side}, extent {extent}: {told}", file=sys.stderr, flush=True)
+            line = ", ".join(f"{name} {text}" for name, text in zip(found, shown, strict=True))
+            print(f"{side}x{side}, extent {extent}: {line}", file=sys.stderr, flush=True)
     Console().print(table)
 
 

@@ -77,7 +77,7 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
 def on_gpu(
     cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str, *, compiles: bool
 ) -> Iterator[Row]:
-    """Recorded steps of real search tasks, one after the other; paths that are drawn anew each step run eagerly.
+    """Recorded steps of real search tasks, one after the other; paths that are sampled in each step run eagerly.
 
     compiles: with compiled transformers too.
     """
@@ -106,7 +106,7 @@ def on_gpu(
                 "split": HALVES,
             }
             if name in SINGLE:
-                # Paths hardly come twice: trying algorithms for every new convolution would be most of the work.
+                # Paths rarely repeat: trying algorithms for every new convolution would be most of the work.
                 torch.backends.cudnn.benchmark = False
             task = made_search(path, case, session, **settings)
             row = measure(task, rounds)

@@ -45,7 +45,7 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
 ]
 """What each kernel's host function launches where it has something to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)
-"""Operations that launch nothing though their schemas do not tell."""
+"""Operations that launch nothing though their schemas do not show it."""
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

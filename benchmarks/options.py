@@ -38,7 +38,7 @@ def step_options(
 def machine(
     parser: argparse.ArgumentParser, options: argparse.Namespace, *, threads: int | None = None, least_rounds: int = 1
 ) -> tuple[torch.device, int]:
-    """The device and the number of CPU threads, which are set; wrong options are told before anything is measured.
+    """The device and the number of CPU threads, which are set; wrong options are refused before anything is measured.
 
     threads: for benchmarks without such an option.
     """

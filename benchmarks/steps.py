@@ -177,4 +177,4 @@ def _resident(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1])
-    raise RuntimeError(f"the system does not tell {field}; peak memory on the CPU is measured on Linux only")
+    raise RuntimeError(f"this system does not report {field}; peak memory on the CPU is measured on Linux only")

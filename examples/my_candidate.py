@@ -1,4 +1,4 @@
-"""A candidate of your own, in every space that is told its name.
+"""A candidate of your own, for every space that is given its name.
 
     softcell search --plugin examples/my_candidate.py --set "space.candidates=[none, skip_connect, gated_conv_3x3]"
 

@@ -1,4 +1,4 @@
-"""A method of your own: DARTS's softmax, with a temperature that falls while the search goes on.
+"""A method of your own: DARTS's softmax, with a temperature that falls during the search.
 
     softcell search cooling --plugin examples/my_method.py --set method.final=0.2
 

@@ -15,7 +15,7 @@ from softcell.spaces import MixedCell, Network, PickedCell, Space, Supernet, reg
 
 @register_space
 @dataclass(frozen=True)
-class ChainSpace(Space):  # softcell.testing.check_space(ChainSpace()) tells whether it keeps its contracts
+class ChainSpace(Space):  # softcell.testing.check_space(ChainSpace()) checks that it keeps its contracts
     name = "chain"
     layers: int = 4  # annotated fields are settings: --set space.layers=6
     channels: int = 8

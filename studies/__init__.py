@@ -1,1 +1,1 @@
-"""Longer experiments whose records lie in `results/`; each runs by one command and goes on where it stopped."""
+"""Longer experiments whose records lie in `results/`; each runs by one command, which resumes where it stopped."""

@@ -24,15 +24,15 @@ from softcell.app.report import to_svg
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
-from studies.gap import unless_late
+from studies.gap import gap_or_not_measured
+from studies.options import recipe_settings, study_parser
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
-    carry_on,
     entry,
     epochs_of,
     evaluation_cost,
-    minutes,
+    run_or_resume,
     spread,
     write_record,
 )
@@ -55,18 +55,7 @@ SUMMARY = (
 
 
 def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
-    given: dict[str, Any] = {
-        "data": options.data,
-        "data_root": options.data_root,
-        "scale": options.scale,
-        "epochs": options.epochs,
-        "batch_size": options.batch_size,
-        "device": options.device,
-        "precision": options.precision,
-        "engine": options.engine,
-        "child_every": options.child_every,
-        "seed": seed,
-    }
+    given = {**recipe_settings(options), "child_every": options.child_every, "seed": seed}
     given = {key: value for key, value in given.items() if value is not None}
     if method != "darts":
         return resolve({**given, "method": method})
@@ -85,7 +74,7 @@ def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options
         "supernet_accuracy": results["val_accuracy"],
         "derived_accuracy": results["child_accuracy"],
         "gap": results["val_accuracy"] - results["child_accuracy"],
-        **unless_late(folder, deadline, options.device, options.data_root),
+        **gap_or_not_measured(folder, deadline, options.device, options.data_root),
         "parameters": cost.parameters,
         "multiply_adds": cost.multiply_adds,
         "split": results["val_split"],
@@ -103,28 +92,22 @@ def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.entrannas", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="cifar10", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
+    parser = study_parser(
+        "studies.entrannas",
+        __doc__,
+        *("seeds", "epochs", "batch_size", "scale", "precision", "engine"),
+        runs=Path("runs/entrannas-evidence"),
+        out=Path("results/entrannas"),
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches, in order")
-    parser.add_argument("--seeds", type=int, default=1, help="searches per method; one alone is no result")
-    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
-    parser.add_argument("--batch-size", type=int, help="another number than the recipe's")
-    parser.add_argument("--scale", help="small or paper; by default as suits the data")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="float32 or bfloat16")
-    parser.add_argument("--engine", help="auto, eager or graph")
     parser.add_argument("--child-every", type=int, default=5, help="epochs between measurements of the derived network")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command resumes")
-    parser.add_argument("--runs", type=Path, default=Path("runs/entrannas-evidence"), help="where the searches lie")
-    parser.add_argument("--out", type=Path, default=Path("results/entrannas"), help="where record and drawings go")
     options = parser.parse_args()
     deadline, rows = Deadline(options.minutes), []
     for seed in range(options.seeds):
         for method in options.methods:
             folder = options.runs / f"{method}-{Path(options.data).stem}-{seed}"
             recipe = recipe_of(method, seed, options)
-            manifest = carry_on(recipe, folder, deadline)
+            manifest = run_or_resume(recipe, folder, deadline)
             row: dict[str, Any] = {"method": method, "seed": seed, "epochs": recipe.epochs}
             epochs = epochs_of(folder)
             row["epochs_done"] = len(epochs)

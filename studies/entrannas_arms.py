@@ -26,15 +26,15 @@ from softcell.search import SearchRecipe, resolve
 from softcell.search.history import FILE as ARCHITECTURES
 from softcell.search.history import genotype_of
 from softcell.settings import assignments
-from studies.gap import unless_late
+from studies.gap import gap_or_not_measured
+from studies.options import recipe_settings, study_parser
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
     epochs_of,
     evaluation_cost,
     finished,
-    minutes,
-    side_by_side,
+    run_searches,
     spread,
     write_record,
 )
@@ -55,29 +55,14 @@ SIZE_EVERY = 5
 """Epochs between two entries of a derived network's size: counting one takes about a second."""
 
 
-def parser_of(module: str, about: str, default: str) -> argparse.ArgumentParser:
-    """The options that such studies share; they add their own --arms."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
-    parser.add_argument("--data", default=default, help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--seeds", type=int, default=1, help="searches per arm; one alone is no result")
-    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
-    parser.add_argument("--batch-size", type=int, help="another number than the recipe's")
-    parser.add_argument("--scale", help="small or paper; by default as suits the data")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="float32 or bfloat16")
-    parser.add_argument("--engine", help="auto, eager or graph: how steps are run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
-    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command resumes")
-    parser.add_argument("--runs", type=Path, help="where the searches lie")
-    parser.add_argument("--out", type=Path, help="the record; drawings go beside it")
-    return parser
+def arms_parser(module: str, doc: str | None, data: str) -> argparse.ArgumentParser:
+    """The options of such studies, which add their own --arms; data: the default dataset."""
+    names = ("seeds", "epochs", "batch_size", "scale", "precision", "engine", "set", "at_once")
+    return study_parser(module, doc, *names, data=data)
 
 
 def recipe_of(method: str, settings: Mapping[str, Any], seed: int, options: argparse.Namespace) -> SearchRecipe:
-    names = ("data", "data_root", "scale", "epochs", "batch_size", "device", "precision", "engine")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = recipe_settings(options)
     # The derived network is measured at the end alone.
     given |= {"method": method, "seed": seed, "child_every": 1000, "method_settings": dict(settings)}
     return resolve(layered(given, assignments(options.set)))
@@ -101,7 +86,7 @@ def run_arms(
         for arm in arms
     }
     jobs = [(recipe_of(method, arms[arm], seed, options), folder) for (arm, seed), folder in folders.items()]
-    side_by_side(jobs, deadline, options.device, options.at_once)
+    run_searches(jobs, deadline, options.device, options.at_once)
     rows = []
     with loaded_once():
         for (arm, seed), folder in folders.items():
@@ -150,7 +135,7 @@ def _result(folder: Path, last: Mapping[str, Any], deadline: Deadline, options: 
         **({"mean_threshold": sum(thresholds) / len(thresholds)} if thresholds else {}),
         "supernet_accuracy": results["val_accuracy"],
         "derived_accuracy": results["child_accuracy"],
-        **unless_late(folder, deadline, options.device, options.data_root),
+        **gap_or_not_measured(folder, deadline, options.device, options.data_root),
         "seconds": results["seconds"],
         "split": results["val_split"],
         "genotype": genotype.to_dict(),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from softcell.settings import assignments
-from studies.entrannas_arms import parser_of, run_arms
+from studies.entrannas_arms import arms_parser, run_arms
 from studies.runs import entry
 
 # An arm writes out all settings that it is about, so that it means the same when a default changes.
@@ -35,7 +35,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of("studies.entrannas_dst", __doc__.splitlines()[0], default="cifar10")
+    parser = arms_parser("studies.entrannas_dst", __doc__, "cifar10")
     parser.add_argument(
         "--arms",
         nargs="+",

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from softcell.spaces import build_space
-from studies.entrannas_arms import parser_of, recipe_of, run_arms
+from studies.entrannas_arms import arms_parser, recipe_of, run_arms
 from studies.runs import entry
 
 ARMS = ("first", "last", "normal", "all")
@@ -31,7 +31,7 @@ def engines_of(arm: str, sites: tuple[str, ...]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of("studies.entrannas_engines", __doc__.splitlines()[0], default="digits")
+    parser = arms_parser("studies.entrannas_engines", __doc__, "digits")
     parser.add_argument(
         "--arms",
         nargs="+",

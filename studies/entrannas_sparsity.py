@@ -21,7 +21,8 @@ from rich.table import Table
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.search import SearchRecipe, resolve
-from studies.gap import unless_late
+from studies.gap import gap_or_not_measured
+from studies.options import recipe_settings, study_parser
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
@@ -29,8 +30,7 @@ from studies.runs import (
     epochs_of,
     evaluation_cost,
     finished,
-    minutes,
-    side_by_side,
+    run_searches,
     spread,
     write_record,
 )
@@ -52,7 +52,7 @@ def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options
         "thresholds": thresholds,
         "mean_threshold": sum(thresholds.values()) / len(thresholds),
         "supernet_accuracy": manifest["results"]["val_accuracy"],
-        **unless_late(folder, deadline, options.device, options.data_root),
+        **gap_or_not_measured(folder, deadline, options.device, options.data_root),
         "parameters": cost.parameters,
         "multiply_adds": cost.multiply_adds,
         "split": manifest["results"]["val_split"],
@@ -61,20 +61,13 @@ def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.entrannas_sparsity", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="digits", help="dataset")
+    parser = study_parser(
+        "studies.entrannas_sparsity", __doc__, "epochs", "at_once", data="digits", seeds=2, runs=Path("runs/sparsity")
+    )
     parser.add_argument("--space", help="another search space than DARTS's")
-    parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
-    parser.add_argument("--out", type=Path, help="the record; else results/entrannas/sparsity-DATA.json")
-    parser.add_argument("--runs", type=Path, default=Path("runs/sparsity"), help="where the searches lie")
-    parser.add_argument("--seeds", type=int, default=2, help="searches per λ")
-    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
     parser.add_argument("--lr", type=float, help="another architecture.lr than the recipe's")
     parser.add_argument("--speed", type=float, help="another method.threshold_speed than the default")
     parser.add_argument("--schedule", help="another temperature schedule than the default")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command resumes")
     options = parser.parse_args()
     changed = {"threshold_speed": options.speed, "schedule": options.schedule}
     method = {key: value for key, value in changed.items() if value is not None}
@@ -84,14 +77,15 @@ def main() -> None:
         for seed in range(options.seeds):
             given: dict[str, Any] = {"method": "entrannas-dst", "seed": seed, "threads": 1}
             given["child_every"] = 1000  # the derived network is measured at the end alone
-            given |= {key: getattr(options, key) for key in ("data", "data_root", "device", "epochs", "space")}
-            given = {key: value for key, value in given.items() if value is not None}
+            given |= recipe_settings(options)
+            if options.space is not None:
+                given["space"] = options.space
             if options.lr is not None:
                 given["architecture"] = {"lr": options.lr}
             recipe = resolve({**given, "method_settings": {**method, "sparsity": weight}})
             jobs[weight, seed] = recipe, options.runs / f"lambda-{weight:g}-{Path(options.data).stem}-{seed}"
     deadline = Deadline(options.minutes)
-    side_by_side(list(jobs.values()), deadline, options.device, options.at_once)
+    run_searches(list(jobs.values()), deadline, options.device, options.at_once)
     rows: list[dict[str, Any]] = []
     for (weight, seed), (_, folder) in jobs.items():
         found: dict[str, Any] | str = NOT_MEASURED

@@ -4,7 +4,7 @@ Arms at equal total cost on one dataset: `both` searches by context auto-regress
 and then for --epochs on the target task; `alone` searches for --first + --epochs on the target task from random logits,
 `tied` does so in the space of cells. What each finds is trained equally long and measured on the test set. All of them
 run side by side on one GPU. Curves and record go to `results/fullattention/`. Stop it at any time (or with --minutes);
-the same command goes on. What is unfinished is recorded as not measured. Where the runs are gone, --searched takes
+the same command resumes. What is unfinished is recorded as not measured. Where the runs are gone, --searched takes
 finished searches from a record that is left and trains what they found.
 
 python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 --minutes 9
@@ -30,16 +30,16 @@ from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.search.phases import FIRST
 from softcell.settings import assignments
-from studies.recorded import Rows, check_rest, recorded_searches, rest_of, with_training
+from studies.options import recipe_settings, study_parser
+from studies.recorded import Rows, check_resumable, recorded_searches, remaining_steps, with_training
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
     entry,
     epochs_of,
     finished,
-    interleaved,
-    minutes,
     print_arms,
+    run_interleaved,
     spread,
     write_record,
 )
@@ -49,8 +49,7 @@ CURVES = ("train_loss", "train_accuracy", "val_loss", "val_accuracy", "entropy")
 
 
 def common(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    given = {"data": options.data, "data_root": options.data_root, "device": options.device, "seed": seed}
-    return {**{key: value for key, value in given.items() if value is not None}, "precision": options.precision}
+    return {**recipe_settings(options), "seed": seed}
 
 
 def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
@@ -90,17 +89,17 @@ def record_of(options: argparse.Namespace) -> Path:
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Goes on with everything that is not finished, side by side, until it is or the time is over."""
+    """Runs or resumes all unfinished runs side by side until they are finished or the time is over."""
     deadline, starts = Deadline(options.minutes), []
     for seed in range(options.seeds):
         own = training_of(seed, options)
         for arm in options.arms:
             folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
             known = options.known.get((arm, seed))
-            check_rest(known, recipe, folder, own)
-            starts.append(partial(rest_of, known, recipe, folder, own, deadline))
+            check_resumable(known, recipe, folder, own)
+            starts.append(partial(remaining_steps, known, recipe, folder, own, deadline))
     if not deadline.passed:
-        interleaved(starts, options.device, options.at_once)
+        run_interleaved(starts, options.device, options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -175,29 +174,25 @@ def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments, each looked at by itself."""
-    parser = argparse.ArgumentParser(
-        prog="python -m studies.fullattention", description=(__doc__ or "").splitlines()[0]
+    """The arguments, each checked by itself."""
+    parser = study_parser(
+        "studies.fullattention",
+        __doc__,
+        *("set", "at_once"),
+        epochs=50,
+        seeds=2,
+        precision="auto",
+        runs=Path("runs/fullattention-study"),
+        out=Path("results/fullattention"),
     )
-    parser.add_argument("--data", default="cifar10", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--first", type=int, default=20, help="epochs of phase 1")
-    parser.add_argument("--epochs", type=int, default=50, help="epochs of phase 2; the arm alone has both together")
-    parser.add_argument("--train-epochs", type=int, default=500, help="of what was found")
-    parser.add_argument("--channels", type=int, help="width of what is trained; else the recipe's")
+    parser.add_argument("--first", type=int, default=20, help="epochs of phase 1; the arm alone adds them to --epochs")
+    parser.add_argument("--train-epochs", type=int, default=500, help="epochs of each training")
+    parser.add_argument("--channels", type=int, help="width of the trained networks; the recipe's by default")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["both", "alone"], help="what is compared")
-    parser.add_argument("--seeds", type=int, default=2, help="searches per arm")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", default="auto", help="auto, float32 or bfloat16")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
     parser.add_argument(
         "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all trainings"
     )
-    parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
-    parser.add_argument("--runs", type=Path, default=Path("runs/fullattention-study"), help="where the runs lie")
-    parser.add_argument("--out", type=Path, default=Path("results/fullattention"), help="where record and curves go")
     options = parser.parse_args(arguments)
     for name, least in (("seeds", 1), ("first", 1), ("epochs", 1), ("train_epochs", 1)):
         if getattr(options, name) < least:

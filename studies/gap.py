@@ -26,7 +26,7 @@ FILE = "one-basis.json"
 
 
 @torch.no_grad()
-def on_one_basis(folder: Path, device: str, data_root: str | None) -> dict[str, float]:
+def measure_gap(folder: Path, device: str, data_root: str | None) -> dict[str, float]:
     """Accuracies of a finished search on its validation split; BatchNorm is averaged over one epoch of training images.
 
     Keys: `supernet_accuracy_bn`, `derived_accuracy_bn` and their difference `gap_bn`. The result is kept in the run's
@@ -52,8 +52,8 @@ def on_one_basis(folder: Path, device: str, data_root: str | None) -> dict[str, 
     return result
 
 
-def unless_late(folder: Path, deadline: Deadline, device: str, data_root: str | None) -> dict[str, Any]:
+def gap_or_not_measured(folder: Path, deadline: Deadline, device: str, data_root: str | None) -> dict[str, Any]:
     """The same, or that it is not measured where no time is left: a run's own numbers are not on one basis."""
     if deadline.passed:
         return dict.fromkeys(("supernet_accuracy_bn", "derived_accuracy_bn", "gap_bn"), NOT_MEASURED)
-    return dict(on_one_basis(folder, device, data_root))
+    return dict(measure_gap(folder, device, data_root))

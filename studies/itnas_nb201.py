@@ -5,9 +5,9 @@ epochs on CIFAR-10, all side by side on one GPU. What they found is looked up in
 (IT-NAS, Table 5), and so is the cell of every epoch (Figure 2). On each supernet of IT-NAS and DARTS attention, alpha
 and perturbation are compared with the table by Kendall's tau-b per edge (Figures 3, 6-8), beside Zero-Cost-PT.
 
-Stop it at any time (or with --minutes); the same command goes on. Methods and seeds may come in several commands: the
+Stop it at any time (or with --minutes); the same command resumes. Methods and seeds may come in several commands: the
 record keeps what earlier ones finished, also where their run folders are gone. It is written when the searches end and
-after every supernet that was looked at, so that nothing is lost. What is unfinished is not measured.
+after every supernet that was measured, so that nothing is lost. What is unfinished is not measured.
 
 python -m studies.itnas_nb201 --data-root DIR --table nb201_200epochs.csv.gz --minutes 9
 python -m studies.itnas_nb201 --data-root DIR --table FILE --methods itnas --seeds 1 2
@@ -37,16 +37,16 @@ from studies.itnas_readings import FILE as READINGS
 from studies.itnas_readings import read_lines, selected
 from studies.itnas_readings import show as show_readings
 from studies.itnas_taus import NAMES, proxies, rank, show_accuracies, show_taus, summarise_taus
+from studies.options import recipe_settings, study_parser
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
     entry,
     epochs_of,
     finished,
-    minutes,
-    placeless,
-    side_by_side,
+    run_searches,
     spread,
+    without_folders,
     write_record,
 )
 
@@ -69,25 +69,14 @@ PUBLISHED = {
 
 
 def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
-    given: dict[str, Any] = {
-        "space": "nb201",
-        "data": options.data,
-        "data_root": options.data_root,
-        "scale": options.scale,
-        "epochs": options.epochs,
-        "device": options.device,
-        "precision": options.precision,
-        "engine": options.engine,
-        "seed": seed,
-    }
-    given = layered({key: value for key, value in given.items() if value is not None}, assignments(options.set))
+    given = layered({**recipe_settings(options), "space": "nb201", "seed": seed}, assignments(options.set))
     same = resolve({**given, "method": "itnas"}).to_dict()
     given |= {key: same[key] for key in SHARED}
     if method == "itnas":  # memory is not what is studied
         given["method_settings"] = {"recompute": False, **given.get("method_settings", {})}
     else:
         given.pop("method_settings", None)  # --set method.…: IT-NAS's own
-        # What they derive does not come from a pass over the validation half: one now and then tells how they fare.
+        # What they derive does not come from a pass over the validation half: one now and then shows their progress.
         given["validate_every"] = max(same["validate_every"], 10)
         if options.engine == "compile":
             given["engine"] = "auto"  # fused cells are faster
@@ -166,7 +155,7 @@ def read_before(
         wanted = recipe_of(row["method"], row["seed"], options).to_dict()
         # Settings that are newer than the record have their defaults there, as in a run that is resumed.
         known = resolve(row["recipe"]).to_dict()
-        other = [k for k, v in wanted.items() if k not in OWN and placeless(v) != placeless(known[k])]
+        other = [k for k, v in wanted.items() if k not in OWN and without_folders(v) != without_folders(known[k])]
         if other:
             raise UserError(
                 f"searches that are compared must have one setting, but {row['method']} {row['seed']} in {record} has "
@@ -185,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [(method, seed) for seed in options.seeds for method in options.methods]
     left = [pair for pair in wanted if pair not in before or (folder_of(*pair, options) / "run.json").is_file()]
     with loaded_once():
-        side_by_side(
+        run_searches(
             [(recipe_of(*pair, options), folder_of(*pair, options)) for pair in left],
             deadline,
             options.device,
@@ -252,30 +241,22 @@ def _done(rows: list[dict[str, Any]], method: str) -> str:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m studies.itnas_nb201", description=__doc__.splitlines()[0])
+    parser = study_parser(
+        "studies.itnas_nb201",
+        __doc__,
+        *("epochs", "scale", "precision", "engine", "set", "at_once"),
+        runs=Path("runs/nb201-evidence"),
+        out=Path("results/itnas"),
+    )
     parser.add_argument("--table", type=Path, required=True, help="the NAS-Bench-201 table, .csv or .csv.gz")
-    parser.add_argument("--data", default="cifar10", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="which searches")
     parser.add_argument(
         "--seeds", nargs="*", type=int, default=[0, 1, 2], metavar="SEED", help="of each; none: no search"
     )
-    parser.add_argument("--epochs", type=int, help="another number than the recipe's 50")
-    parser.add_argument("--scale", help="small or paper; by default as suits the data")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="auto, float32 or bfloat16")
-    parser.add_argument("--engine", help="auto, eager, graph or compile (for IT-NAS's transformers)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches; method.…: of IT-NAS"
-    )
-    parser.add_argument("--at-once", type=int, help=f"searches that share the device; else {AT_ONCE} on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument(
         "--indicator-epochs", type=int, default=1, help="of attention on DARTS's supernets, of alpha on IT-NAS's"
     )
     parser.add_argument("--proxies", type=int, default=1, metavar="SEEDS", help="seeds of Zero-Cost-PT; 0: without")
-    parser.add_argument("--runs", type=Path, default=Path("runs/nb201-evidence"), help="where the searches lie")
-    parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where record and drawings go")
     found = parser.parse_args(arguments)
     candidates = recipe_of("itnas", 0, found).space_settings.get("candidates")
     if list(candidates or OPERATIONS) != list(OPERATIONS):

@@ -30,7 +30,8 @@ from softcell.methods.itnas import ItMix, ItNas
 from softcell.nn.candidates import candidate, known_candidates
 from softcell.search import resolve
 from softcell.search.restored import restore
-from studies.runs import NOT_MEASURED, Deadline, carry_on, entry, minutes, spread, write_record
+from studies.options import recipe_settings, study_parser
+from studies.runs import NOT_MEASURED, Deadline, entry, run_or_resume, spread, write_record
 
 CELL = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 NOISE = ("noise", "skip_connect", "nor_conv_3x3")
@@ -108,16 +109,17 @@ def compare(rows: dict[str, Tensor]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.itnas_positions", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="digits", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--scale", default="small", help="small or paper")
-    parser.add_argument("--epochs", type=int, help="another number than the recipe's")
-    parser.add_argument("--seeds", type=int, default=3, help="searches per kind and order")
-    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
-    parser.add_argument("--runs", type=Path, default=Path("runs/itnas-positions"), help="where the searches lie")
-    parser.add_argument("--out", type=Path, default=Path("results/itnas"), help="where the record goes")
+    parser = study_parser(
+        "studies.itnas_positions",
+        __doc__,
+        "epochs",
+        data="digits",
+        scale="small",
+        seeds=3,
+        device="cpu",
+        runs=Path("runs/itnas-positions"),
+        out=Path("results/itnas"),
+    )
     options = parser.parse_args()
     for name in PLANTED:
         if name.startswith("noise_") and name not in known_candidates():
@@ -148,21 +150,10 @@ def study(
     space: dict[str, Any] = {"candidates": list(names)}
     if task == "planted":
         space["nodes"] = 2
-    given = {
-        "method": "itnas",
-        "space": "nb201",
-        "data": options.data,
-        "data_root": options.data_root,
-        "scale": options.scale,
-        "epochs": options.epochs,
-        "seed": seed,
-        "device": options.device,
-        "precision": "float32",
-        "space_settings": space,
-    }
+    own = {"method": "itnas", "space": "nb201", "seed": seed, "precision": "float32", "space_settings": space}
     folder = options.runs / f"{task}-{Path(options.data).stem}-{order}-{seed}"
-    recipe = resolve({key: value for key, value in given.items() if value is not None})
-    manifest = carry_on(recipe, folder, deadline)
+    recipe = resolve({**recipe_settings(options), **own})
+    manifest = run_or_resume(recipe, folder, deadline)
     row: dict[str, Any] = {"task": task, "seed": seed, "order": order, "candidates": list(names)}
     if manifest is None:
         return {**row, "result": NOT_MEASURED}

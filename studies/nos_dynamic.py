@@ -40,7 +40,8 @@ from softcell.search.restored import restore
 from softcell.settings import assignments
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.block import watching
-from studies.runs import NOT_MEASURED, Deadline, entry, finished, minutes, side_by_side, spread, write_record
+from studies.options import recipe_settings, study_parser
+from studies.runs import NOT_MEASURED, Deadline, entry, finished, run_searches, spread, write_record
 
 ARMS = ("paper", "box", "identity", "normal")
 IDENTITY = 6.0
@@ -85,13 +86,12 @@ def identity_5x5(spec: Spec) -> nn.Module:
 
 
 def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
-    given = {"data": options.data, "data_root": options.data_root, "epochs": options.epochs, "device": options.device}
-    own: dict[str, Any] = {"method": "nos", "seed": seed, "precision": options.precision}
+    own: dict[str, Any] = {"method": "nos", "seed": seed}
     if arm in ("box", "identity"):
         own["space_settings"] = {"dynamics": [f"{arm}_3x3", f"{arm}_5x5"]}
     elif arm == "normal":
         own["method_settings"] = {"init_scale": 1.0}
-    return resolve(layered({k: v for k, v in given.items() if v is not None}, own, assignments(options.set)))
+    return resolve(layered(recipe_settings(options), own, assignments(options.set)))
 
 
 def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
@@ -222,19 +222,17 @@ def summarise(rows: list[dict[str, Any]], arms: Iterable[str]) -> dict[str, Any]
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m studies.nos_dynamic", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", default="digits", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--epochs", type=int, help="of each search; else the recipe's")
+    parser = study_parser(
+        "studies.nos_dynamic",
+        __doc__,
+        *("epochs", "set", "at_once"),
+        data="digits",
+        seeds=2,
+        precision="auto",
+        runs=Path("runs/nos-dynamic"),
+        out=Path("results/nos"),
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="what is compared")
-    parser.add_argument("--seeds", type=int, default=2, help="searches per arm")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", default="auto", help="auto, float32 or bfloat16")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
-    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command resumes")
-    parser.add_argument("--runs", type=Path, default=Path("runs/nos-dynamic"), help="where the runs lie")
-    parser.add_argument("--out", type=Path, default=Path("results/nos"), help="where the record goes")
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         parser.error(f"--seeds must be at least 1, but got {options.seeds}")
@@ -245,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
     recipes = {(arm, seed): recipe_of(arm, seed, options) for seed in range(options.seeds) for arm in options.arms}
     jobs = [(recipe, folder_of(arm, seed, options)) for (arm, seed), recipe in recipes.items()]
-    side_by_side(jobs, Deadline(options.minutes), options.device, options.at_once)
+    run_searches(jobs, Deadline(options.minutes), options.device, options.at_once)
     rows = [measured(arm, seed, options) for arm, seed in recipes]
     summary = summarise(rows, options.arms)
     start = at_start(recipe_of("paper", 0, options))

@@ -2,7 +2,7 @@
 
 One teacher is trained; with it and without, NOS searches with the same seeds for the same epochs, and every derived
 network is trained equally long. Searches and trainings run side by side on one GPU. Record and curves go to
-`results/nos/`. Stop it at any time (or with --minutes); the same command goes on. What is unfinished is recorded as not
+`results/nos/`. Stop it at any time (or with --minutes); the same command resumes. What is unfinished is recorded as not
 measured. Where the runs are gone, --searched takes finished searches from a record that is left and trains what they
 found.
 
@@ -29,16 +29,16 @@ from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_tea
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces import build_space
-from studies.recorded import Rows, check_rest, recorded_searches, rest_of, with_training
+from studies.options import recipe_settings, study_parser
+from studies.recorded import Rows, check_resumable, recorded_searches, remaining_steps, with_training
 from studies.runs import (
     NOT_MEASURED,
     Deadline,
     entry,
     epochs_of,
     finished,
-    interleaved,
-    minutes,
     print_arms,
+    run_interleaved,
     spread,
     write_record,
 )
@@ -49,8 +49,7 @@ MEASURES = {"search_accuracy": ("search", "val_accuracy"), "test_accuracy": ("tr
 
 
 def common(options: argparse.Namespace) -> dict[str, Any]:
-    given = {key: getattr(options, key) for key in ("data", "data_root", "device", "precision")}
-    return {key: value for key, value in given.items() if value is not None}
+    return recipe_settings(options, ("data", "data_root", "device", "precision"))
 
 
 def teacher_of(options: argparse.Namespace) -> Path:
@@ -69,7 +68,7 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     given: dict[str, Any] = {**common(options), "method": "nos", "space": "nos", "seed": seed}
     given |= {} if options.scale is None else {"scale": options.scale}
     given |= {} if options.search_epochs is None else {"epochs": options.search_epochs}
-    # As it was given: a study whose runs are carried to another machine goes on there.
+    # The path as given: a study whose runs are copied to another machine resumes there.
     given |= {"guide": {"teacher": str(teacher_of(options))}} if arm == "guided" else {}
     return resolve(layered(given, assignments(options.search_set)))
 
@@ -104,7 +103,7 @@ def teach(options: argparse.Namespace, deadline: Deadline) -> bool:
 def check(options: argparse.Namespace) -> None:
     """Raises what any of the runs would raise for its settings: before the first, not after hours.
 
-    Runs that are there already must be those of this study, whether or not there is time to go on with them.
+    Runs that are there already must be those of this study, even where there is no time to resume them.
     """
     resolve_teacher(options.teacher, teaching_of(options))
     if (teacher_of(options) / "run.json").is_file():
@@ -113,7 +112,7 @@ def check(options: argparse.Namespace) -> None:
         for arm in ARMS:
             recipe = recipe_of(arm, seed, options)
             known, folder = options.known.get((arm, seed)), folder_of(arm, seed, options)
-            check_rest(known, recipe, folder, training_of(seed, options))
+            check_resumable(known, recipe, folder, training_of(seed, options))
         space = build_space(recipe.space, recipe.space_settings)
         resolve_training(sample(space.layout(), seed), training_of(seed, options))
 
@@ -125,12 +124,12 @@ def known_of(options: argparse.Namespace) -> Rows:
 
 
 def all_taught(options: argparse.Namespace) -> bool:
-    """Whether --searched has all guided searches, so that nobody is left to be taught."""
+    """Whether --searched has all guided searches, so that no teacher is needed."""
     return all(("guided", seed) in options.known for seed in options.seeds)
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Goes on with everything that is not finished, side by side, until it is or the time is over."""
+    """Runs or resumes all unfinished runs side by side until they are finished or the time is over."""
     check(options)
     deadline, starts = Deadline(options.minutes), []
     if not (all_taught(options) or teach(options, deadline)) or deadline.passed:
@@ -139,8 +138,8 @@ def run_all(options: argparse.Namespace) -> None:
         own = training_of(seed, options)
         for arm in ARMS:
             folder, recipe = folder_of(arm, seed, options), recipe_of(arm, seed, options)
-            starts.append(partial(rest_of, options.known.get((arm, seed)), recipe, folder, own, deadline))
-    interleaved(starts, options.device or "auto", options.at_once)
+            starts.append(partial(remaining_steps, options.known.get((arm, seed)), recipe, folder, own, deadline))
+    run_interleaved(starts, options.device or "auto", options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -231,24 +230,23 @@ def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.nos_guidance", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", default="cifar10", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
+    parser = study_parser(
+        "studies.nos_guidance",
+        __doc__,
+        *("precision", "at_once"),
+        device=None,
+        runs=Path("runs/nos-study"),
+        out=Path("results/nos"),
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of searches and trainings")
-    parser.add_argument("--scale", choices=("paper", "small"), help="by default as suits the data")
+    parser.add_argument("--scale", choices=("paper", "small"), help="by default the one that fits the data")
     parser.add_argument("--teacher", default="pyramidnet", help="pyramidnet or resnet18")
     parser.add_argument("--teacher-epochs", type=int, help="else the recipe's")
     parser.add_argument("--search-epochs", type=int, help="else the recipe's")
     parser.add_argument("--train-epochs", type=int, help="of every derived network; else the recipe's")
     for part in ("teacher", "search", "train"):
         parser.add_argument(f"--{part}-set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--device", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="auto, float32 or bfloat16")
-    parser.add_argument("--at-once", type=int, help="arms and seeds that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
     parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
-    parser.add_argument("--runs", type=Path, default=Path("runs/nos-study"), help="where the runs lie")
-    parser.add_argument("--out", type=Path, default=Path("results/nos"), help="where record and curves go")
     options = parser.parse_args(arguments)
     options.known = {} if options.searched is None else known_of(options)
     run_all(options)
@@ -271,8 +269,8 @@ def main(arguments: list[str] | None = None) -> None:
     shown = shown if isinstance(shown, str) else f"{shown:.2%} on the test split"
     print_arms(f"{options.data}: with and without a teacher ({options.teacher}: {shown})", rows, summary, record)
     for name, found in gained.items():
-        told = found if isinstance(found, str) else f"{100 * found['mean']:+.2f} points (n={found['n']})"
-        print(f"guided less unguided, {name.replace('_', ' ')}: {told}")
+        text = found if isinstance(found, str) else f"{100 * found['mean']:+.2f} points (n={found['n']})"
+        print(f"guided less unguided, {name.replace('_', ' ')}: {text}")
 
 
 if __name__ == "__main__":

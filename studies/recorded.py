@@ -1,4 +1,4 @@
-"""Searches that a record tells of: where their runs are gone, what they found can still be trained.
+"""Searches of an earlier record: what they found can be trained even where their run folders are gone.
 
 A row of such a record has an `arm`, a `seed`, a `search` with its `recipe` and `genotype`, and `trained` with its
 `recipe`; each of the two last may be 'not measured'.
@@ -22,12 +22,12 @@ from studies.runs import (
     NOT_MEASURED,
     Deadline,
     epochs_of,
-    placeless,
-    recipe_kept,
-    searched_and_trained,
+    matching_recipe,
+    matching_training,
+    search_and_train,
     trained,
-    training_kept,
     training_results,
+    without_folders,
 )
 
 Rows = dict[tuple[str, int], dict[str, Any]]  # by arm and seed
@@ -58,7 +58,7 @@ def recorded_searches(
             if other := differing(resolve(own).to_dict(), recipes[arm, seed].to_dict()):
                 raise UserError(
                     f"{file} has {arm} with seed {seed} by another recipe: {', '.join(other)} differ; give the same "
-                    f"settings, or leave --searched away to search anew"
+                    f"settings, or omit --searched to search again"
                 )
             if row["trained"] != NOT_MEASURED:
                 before, now = (
@@ -72,7 +72,7 @@ def recorded_searches(
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"--searched must name a record of this study, but {file} is none: {error!r}") from error
     if not found:
-        raise UserError(f"{file} has no finished search of these arms and seeds; leave --searched away to search anew")
+        raise UserError(f"{file} has no finished search of these arms and seeds; omit --searched to search again")
     if lost and file.resolve() == target.resolve():
         raise UserError(f"{file} would lose {', '.join(lost)}; write the new record elsewhere, by --out")
     return found
@@ -86,7 +86,7 @@ def differing(recorded: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[st
 
 def _comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe without places; of a teacher the name of its folder or file is kept."""
-    found = {key: value for key, value in placeless(recipe).items() if key not in WHERE}
+    found = {key: value for key, value in without_folders(recipe).items() if key not in WHERE}
     if (found.get("guide") or {}).get("teacher"):
         found["guide"] = {**found["guide"], "teacher": Path(found["guide"]["teacher"]).name}
     return found
@@ -107,17 +107,19 @@ def with_training(row: dict[str, Any], place: Path, kept: Sequence[str], drawing
     return row
 
 
-def check_rest(row: Mapping[str, Any] | None, recipe: SearchRecipe, folder: Path, given: Mapping[str, Any]) -> None:
-    """Raises unless the runs that `rest_of` would go on with are of these settings.
+def check_resumable(
+    row: Mapping[str, Any] | None, recipe: SearchRecipe, folder: Path, given: Mapping[str, Any]
+) -> None:
+    """Raises unless the runs that `remaining_steps` would resume have these settings.
 
-    To be asked of all before the first: what has no time left to go on is reported all the same.
+    Called for all runs before the first starts, so that a run without time left is checked as well.
     """
     if row is None:
-        recipe_kept(recipe, folder)
-    training_kept(folder / "training", given)
+        matching_recipe(recipe, folder)
+    matching_training(folder / "training", given)
 
 
-def rest_of(
+def remaining_steps(
     row: Mapping[str, Any] | None, recipe: SearchRecipe, folder: Path, given: Mapping[str, Any], deadline: Deadline
 ) -> Running[None]:
     """What is left to do of a search and the training of what it finds, in `folder` and `folder/training`.
@@ -127,7 +129,7 @@ def rest_of(
         given: settings of the training.
     """
     if row is None:
-        yield from searched_and_trained(recipe, folder, folder / "training", given, deadline)
+        yield from search_and_train(recipe, folder, folder / "training", given, deadline)
     elif row["trained"] == NOT_MEASURED:
         genotype = Genotype.from_dict(row["search"]["genotype"])
         yield from trained(genotype, folder / "training", given, deadline, folder.name)

@@ -1,10 +1,8 @@
-"""Searches that go on where they were stopped, within a limit of time, and the record of a set of them."""
+"""Searches that resume where they stopped, within a time limit, and the record of a set of them."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import signal
 import statistics
@@ -41,7 +39,7 @@ NOT_MEASURED = "not measured"
 class Deadline:
     """Asks a run to stop, as Ctrl-C would, once `minutes` have passed since it was made; None: never.
 
-    `watching` a run, it also tells on standard error how the run gets on.
+    `watching` a run also prints its progress to standard error.
     """
 
     def __init__(self, minutes: float | None) -> None:
@@ -75,33 +73,22 @@ class Deadline:
         return self._end is not None and time.monotonic() >= self._end
 
 
-def minutes(text: str) -> float:
-    """The value of --minutes; 0 only records what there is."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not found >= 0:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
-    return found
-
-
-def carry_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str, Any] | None:
+def run_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str, Any] | None:
     """Runs a search, or what is left of it, in `folder`; gives its manifest once it is finished, else None."""
-    drain(gone_on(recipe, folder, deadline))
+    drain(search_or_resume(recipe, folder, deadline))
     return RunFolder.open(folder).manifest if finished(folder) else None
 
 
-def side_by_side(
+def run_searches(
     jobs: Sequence[tuple[SearchRecipe, Path]], deadline: Deadline, device: str, at_once: int | None = None
 ) -> None:
     """Runs all searches that are not finished, or what is left of them, until they are or the time is over."""
     for recipe, folder in jobs:
-        recipe_kept(recipe, folder)  # all, before the first: what has no time left to go on is reported all the same
-    interleaved([partial(gone_on, recipe, folder, deadline) for recipe, folder in jobs], device, at_once)
+        matching_recipe(recipe, folder)  # all before the first, so that runs without time left are checked too
+    run_interleaved([partial(search_or_resume, recipe, folder, deadline) for recipe, folder in jobs], device, at_once)
 
 
-def interleaved(starts: Sequence[Callable[[], Running[Any]]], device: str, at_once: int | None = None) -> None:
+def run_interleaved(starts: Sequence[Callable[[], Running[Any]]], device: str, at_once: int | None = None) -> None:
     """Runs generators in turns. at_once: how many share the device; None: all of them on a GPU, one elsewhere."""
     where = resolve_device(device)
     with Interrupt(), loaded_once():
@@ -115,37 +102,37 @@ def finished(folder: Path) -> bool:
     return (folder / "run.json").is_file() and RunFolder.open(folder).manifest["status"] == "finished"
 
 
-def recipe_kept(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
+def matching_recipe(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
     """The recipe that the search in `folder` was begun with, where there is one; another than `recipe` is refused."""
     if not (folder / "run.json").is_file():
         return recipe
     return stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
 
 
-def gone_on(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[None]:
+def search_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[None]:
     """A search, or what is left of it."""
-    begun, recipe = (folder / "run.json").is_file(), recipe_kept(recipe, folder)
+    begun, recipe = (folder / "run.json").is_file(), matching_recipe(recipe, folder)
     if not finished(folder) and not deadline.passed:
         yield from searching(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
 
 
-def searched_and_trained(
+def search_and_train(
     recipe: SearchRecipe, folder: Path, place: Path, given: Mapping[str, Any], deadline: Deadline
 ) -> Running[None]:
     """A search in `folder` and, by the settings `given`, the training of what it finds in `place`."""
-    yield from gone_on(recipe, folder, deadline)
+    yield from search_or_resume(recipe, folder, deadline)
     if finished(folder):
         yield from trained(Genotype.load(folder), place, given, deadline, folder.name)
 
 
-def training_kept(place: Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe] | None:
+def matching_training(place: Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe] | None:
     """What is trained in `place` and how, None where nothing is; settings that contradict it are refused."""
     return stored_training(place, given) if (place / "run.json").is_file() else None
 
 
 def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline: Deadline, name: str) -> Running[None]:
     """The training of an architecture, or what is left of it, in `place`, by the settings `given`."""
-    begun = training_kept(place, given)
+    begun = matching_training(place, given)
     # The recipe that was begun with is kept; another one, or another architecture, in the same place is refused.
     kept, how = begun or (genotype, resolve_training(genotype, dict(given)))
     if (kept.space, kept.cells) != (genotype.space, genotype.cells):
@@ -157,7 +144,7 @@ def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline:
 
 
 def entry(main: Callable[[], None]) -> None:
-    """Runs a study; what is wrong with its arguments is told in a line, with exit code 2."""
+    """Runs a study; a wrong argument ends it with one line and exit code 2."""
     try:
         main()
     except UserError as error:
@@ -200,16 +187,16 @@ def write_record(path: Path, module: str, **content: Any) -> None:
     command = ["python", "-m", module, *sys.argv[1:]]
     record = {"date": now(), **collect(), "command": command, **content}
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write_text(path, json.dumps(placeless(record), indent=2) + "\n")
+    atomic_write_text(path, json.dumps(without_folders(record), indent=2) + "\n")
 
 
-def placeless(value: Any) -> Any:
+def without_folders(value: Any) -> Any:
     """The same without the folders of this machine, which say nothing to anybody else."""
     if isinstance(value, str):
         return f"DIR/{Path(value).name}" if value.startswith(("/", "~")) else value
     if isinstance(value, Mapping):
-        return {key: placeless(inner) for key, inner in value.items()}
-    return [placeless(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: without_folders(inner) for key, inner in value.items()}
+    return [without_folders(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def print_arms(title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], record: Path) -> None:

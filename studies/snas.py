@@ -5,7 +5,7 @@ DARTS runs in three ways: first order (`darts`), second order (`darts-second-ord
 
 The searches of a seed leave out the same 5,000 training images, on which they and their children are measured: derived
 networks with the supernet's weights and batch-norm statistics, as they are. Beside them, children after their
-statistics were averaged anew, and the parameters of the network that would be trained. All searches run side by side on
+statistics were recalibrated, and the parameters of the network that would be trained. All searches run side by side on
 one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes); the same command resumes it.
 What is unfinished is recorded as not measured.
 
@@ -32,7 +32,8 @@ from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments
 from softcell.spaces.count import count_genotype, evaluation_space
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, minutes, side_by_side, spread, write_record
+from studies.options import recipe_settings, study_parser
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, run_searches, spread, write_record
 
 LEVELS = ("mild", "moderate", "aggressive")
 DARTS = {"darts": "bilevel", "darts-second-order": "unrolled", "darts-single-level": "single-level"}
@@ -41,17 +42,7 @@ CURVES = ("train_accuracy", "val_accuracy", "child_accuracy", "entropy")
 
 
 def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
-    given: dict[str, Any] = {
-        "data": options.data,
-        "data_root": options.data_root,
-        "scale": options.scale,
-        "epochs": options.epochs,
-        "device": options.device,
-        "precision": options.precision,
-        "seed": seed,
-        "child_every": 1,
-    }
-    given = layered({key: value for key, value in given.items() if value is not None}, assignments(options.set))
+    given = layered({**recipe_settings(options), "seed": seed, "child_every": 1}, assignments(options.set))
     left = len(load(options.data, options.data_root).train) - options.held
     halves = {"held": options.held, "weights": left // 2, "validation": left - left // 2}
     split = {"held": options.held, "weights": left}
@@ -67,11 +58,11 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
 
 
 def run_all(arms: list[str], options: argparse.Namespace) -> None:
-    """Goes on with everything that is not finished, side by side, until it is or the time is over."""
+    """Runs or resumes all unfinished searches side by side until they are finished or the time is over."""
     jobs = [
         (recipe_of(arm, seed, options), folder_of(arm, seed, options)) for seed in range(options.seeds) for arm in arms
     ]
-    side_by_side(jobs, Deadline(options.minutes), options.device, options.at_once)
+    run_searches(jobs, Deadline(options.minutes), options.device, options.at_once)
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -131,22 +122,18 @@ def draw(rows: list[dict[str, Any]], arms: list[str], options: argparse.Namespac
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.snas", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="cifar10", help="dataset")
-    parser.add_argument("--data-root", help="where named data lie")
-    parser.add_argument("--epochs", type=int, default=25, help="of every search")
-    parser.add_argument("--seeds", type=int, default=2, help="searches per arm")
+    parser = study_parser(
+        "studies.snas",
+        __doc__,
+        *("scale", "precision", "set", "at_once"),
+        epochs=25,
+        seeds=2,
+        runs=Path("runs/snas-study"),
+        out=Path("results/snas"),
+    )
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS, help="constraint levels of SNAS")
     parser.add_argument("--darts", nargs="+", default=list(DARTS), choices=list(DARTS), help="arms of DARTS")
     parser.add_argument("--held", type=int, default=5000, help="training images left out, to be measured on")
-    parser.add_argument("--scale", help="small or paper; by default as suits the data")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="auto, float32 or bfloat16")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
-    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after so long (0: at once); the same command goes on")
-    parser.add_argument("--runs", type=Path, default=Path("runs/snas-study"), help="where the searches lie")
-    parser.add_argument("--out", type=Path, default=Path("results/snas"), help="where record and drawings go")
     options = parser.parse_args(arguments)
     arms = [*(f"snas-{level}" for level in options.levels), *options.darts]
     run_all(arms, options)
@@ -158,7 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     record = options.out / f"children-{Path(options.data).stem}.json"
     write_record(record, "studies.snas", rows=rows, summary=summary, published=published)
     table = Table(title=f"{options.data}: accuracy on the {options.held:,} images left out, mean over seeds")
-    for column in ("arm", "done", "search", "child", "child, norms anew", "parameters (trained size)", "entropy"):
+    for column in ("arm", "done", "search", "child", "child, BN recalibrated", "parameters (trained size)", "entropy"):
         table.add_column(column, justify="right")
     for arm in arms:
         done = f"{sum(r['arm'] == arm and r['result'] != NOT_MEASURED for r in rows)}/{options.seeds}"

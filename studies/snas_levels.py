@@ -29,26 +29,21 @@ from softcell.search.history import FILE as ARCHITECTURES
 from softcell.search.history import genotype_of
 from softcell.settings import assignments
 from softcell.spaces.count import count_genotype, evaluation_space
-from studies.runs import Deadline, entry, epochs_of, finished, minutes, side_by_side, spread, write_record
+from studies.options import recipe_settings, study_parser
+from studies.runs import Deadline, entry, epochs_of, finished, run_searches, spread, write_record
 
 WEIGHTS = (2e-4, 5e-4, 1.5e-3, 3e-3, 5e-3)
 INPUTS = 2
 
 
 def recipe_of(weight: float, seed: int, options: argparse.Namespace) -> SearchRecipe:
-    given: dict[str, Any] = {
+    own = {
         "method": "snas",
-        "data": options.data,
-        "data_root": options.data_root,
-        "scale": options.scale,
-        "epochs": options.epochs,
-        "device": options.device,
-        "precision": options.precision,
         "seed": seed,
         "child_every": options.epochs,
         "resource": {"weight": weight, "estimator": options.estimator},
     }
-    return resolve(layered({key: value for key, value in given.items() if value is not None}, assignments(options.set)))
+    return resolve(layered(recipe_settings(options), own, assignments(options.set)))
 
 
 def folder_of(weight: float, seed: int, options: argparse.Namespace) -> Path:
@@ -89,27 +84,23 @@ def reached(genotype: Genotype, name: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m studies.snas_levels", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="cifar10", help="dataset")
-    parser.add_argument("--data-root", help="folder of named datasets")
+    parser = study_parser(
+        "studies.snas_levels",
+        __doc__,
+        *("scale", "precision", "set", "at_once"),
+        epochs=15,
+        seeds=2,
+        runs=Path("runs/snas-levels"),
+        out=Path("results/snas"),
+    )
     parser.add_argument("--weights", type=float, nargs="+", default=list(WEIGHTS), help="weights of the penalty")
     parser.add_argument(
         "--estimator", default="monte-carlo", choices=("monte-carlo", "expectation"), help="of the sample or expected"
     )
-    parser.add_argument("--epochs", type=int, default=15, help="of every search")
-    parser.add_argument("--seeds", type=int, default=2, help="searches per weight")
-    parser.add_argument("--scale", help="small or paper; by default the one that fits the data")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--precision", help="auto, float32 or bfloat16")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings of all searches")
-    parser.add_argument("--at-once", type=int, help="searches that share the device; all of them on a GPU")
-    parser.add_argument("--minutes", type=minutes, help="stop after this time; the same command resumes")
-    parser.add_argument("--runs", type=Path, default=Path("runs/snas-levels"), help="folder of the searches")
-    parser.add_argument("--out", type=Path, default=Path("results/snas"), help="folder of the record")
     options = parser.parse_args(arguments)
     pairs = [(weight, seed) for seed in range(options.seeds) for weight in options.weights]
     jobs = [(recipe_of(*pair, options), folder_of(*pair, options)) for pair in pairs]
-    side_by_side(jobs, Deadline(options.minutes), options.device, options.at_once)
+    run_searches(jobs, Deadline(options.minutes), options.device, options.at_once)
     rows = [measured(*pair, options) for pair in pairs]
     summary = {
         f"{weight:g}": spread(own)

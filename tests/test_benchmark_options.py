@@ -21,7 +21,7 @@ from softcell.search import resolve
         (["--out", "nowhere/record.json"], "nowhere/record.json"),
     ],
 )
-def test_wrong_options_are_told(
+def test_wrong_options_are_refused(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmarks, "compare", lambda *given: pytest.fail("something was measured"))

@@ -184,8 +184,8 @@ def test_two_killed_ranks_resume_bit_by_bit(broken: Twice) -> None:
 
 
 def test_a_signal_to_one_rank_stops_both_within_the_epoch(broken: Twice) -> None:
-    """Rank 1 alone is told: events reach rank 0 only, so the job strikes by a patched step."""
-    folder = broken.root / "told"
+    """Rank 1 alone gets the signal: events reach rank 0 only, so the job strikes by a patched step."""
+    folder = broken.root / "signalled"
     shutil.rmtree(folder, ignore_errors=True)
     ended = [job.wait() for job in broken.start(folder, {1: {"strike_at_check": [signal.SIGTERM, 1]}})]
     assert [one.code for one in ended] == [143, 143], ended[0].output + ended[1].output

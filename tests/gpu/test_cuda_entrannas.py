@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
+from test_gpu_steps import continue_without_waiting, search_task, session, warmed
 
 from softcell.engine.capture import CapturedStep
 from softcell.search import resolve, search
@@ -28,16 +28,16 @@ def given(method: str, space: str = "darts", **changes: Any) -> dict[str, Any]:
 def test_a_recorded_step_never_waits_for_the_device(method: str, fused: bool) -> None:
     """The architecture hardly moves, so that its plan is recorded; then nothing may ask the device for a value."""
     recipe = resolve(given(method, engine="graph", fused=fused, architecture={"lr": 1e-9}))
-    told: list[Any] = []
+    notes: list[Any] = []
     with session() as opened:
-        task = search_task(recipe, opened, told)
+        task = search_task(recipe, opened, notes)
         task.begin_epoch(0)
         first, *ready = warmed(task, epoch=0, more=4)
         task.step(first)
         assert isinstance(task._run, CapturedStep)
         assert len(task._run._graphs) == 1
-        go_on_without_waiting(task, ready)  # waits for an event of the step before, never for the device as a whole
-    assert told == []
+        continue_without_waiting(task, ready)  # waits for an event of the step before, never for the device as a whole
+    assert notes == []
 
 
 def test_each_derivation_has_its_recording_and_the_search_learns(tmp_path: Path) -> None:

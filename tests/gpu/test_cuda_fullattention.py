@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
+from test_gpu_steps import continue_without_waiting, search_task, session, warmed
 
 from softcell.arch import WeightMix
 from softcell.engine.checkpoint import load_latest
@@ -28,16 +28,16 @@ GIVEN: dict[str, Any] = {"method": "fullattention", "data": "digits", "space_set
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_step_of_either_phase_never_waits_and_can_be_recorded(objective: str, precision: str) -> None:
     recipe = resolve(GIVEN, {"objective": objective, "pretrain": {"epochs": 0}, "precision": precision})
-    told: list[Any] = []
+    notes: list[Any] = []
     with session(precision) as opened:
-        task = search_task(recipe, opened, told)
+        task = search_task(recipe, opened, notes)
         task.begin_epoch(0)
         ready = warmed(task, epoch=0)
         before = [p.detach().clone() for p in (*task.method.parameters(), *task.objective.parameters())]
-        go_on_without_waiting(task, ready)
+        continue_without_waiting(task, ready)
         after = [*task.method.parameters(), *task.objective.parameters()]
         assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a recorded step learns"
-    assert told == []
+    assert notes == []
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-3)])

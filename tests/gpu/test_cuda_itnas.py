@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
+from test_gpu_steps import continue_without_waiting, search_task, session, warmed
 
 from softcell.search import resolve, search
 from tests.helpers.search_toys import settings
@@ -26,16 +26,16 @@ def test_a_step_never_waits_and_can_be_recorded(space: str, precision: str, own:
     given = settings(space, "digits", method="itnas", device=DEVICE, engine="graph", threads=0)
     more = {"method_settings": own, "precision": precision, "resource": {"preset": "mild"}}
     recipe = resolve(given, more)
-    told: list[Any] = []
+    notes: list[Any] = []
     with session(precision) as opened:
-        task = search_task(recipe, opened, told)
+        task = search_task(recipe, opened, notes)
         task.begin_epoch(1)
-        told.clear()
+        notes.clear()
         ready = warmed(task)
         before = next(task.method.parameters()).clone()
-        go_on_without_waiting(task, ready)
+        continue_without_waiting(task, ready)
         assert not torch.equal(before, next(task.method.parameters())), "a recorded step keeps learning"
-    assert told == []
+    assert notes == []
 
 
 def test_compiled_transformers_are_recorded_and_learn_as_plain_ones_do(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
+from test_gpu_steps import continue_without_waiting, search_task, session, warmed
 
 from softcell.arch import WeightMix
 from softcell.nn.classifiers import ResNet18
@@ -34,16 +34,16 @@ def guided(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("engine", ["eager", "graph"])
 def test_a_guided_step_never_waits_and_can_be_recorded(engine: str, precision: str) -> None:
     recipe = resolve(guided(engine=engine, threads=0, precision=precision))
-    told: list[Any] = []
+    notes: list[Any] = []
     with session(precision) as opened:
-        task = search_task(recipe, opened, told)
+        task = search_task(recipe, opened, notes)
         task.begin_epoch(1)
         ready = warmed(task)
         before = task.objective.gauges()["guide_loss"].clone()
-        go_on_without_waiting(task, ready)
+        continue_without_waiting(task, ready)
         after = task.objective.gauges()["guide_loss"]
         assert float(after[1] - before[1]) == 4, "two steps, two levels each"
-    assert told == []
+    assert notes == []
 
 
 def test_a_recorded_guided_search_is_the_eager_one(tmp_path: Path) -> None:

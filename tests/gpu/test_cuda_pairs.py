@@ -43,11 +43,11 @@ def test_a_step_of_every_pair_is_recorded_and_never_waits(method: str, space: st
     given |= {"space_settings": sizes, "engine": "graph", "split": {"weights": 240, "validation": 240}}
     given |= own
     given["architecture"] = {"lr": 1e-6}  # a derivation that rests, for methods that record one step per derivation
-    told: list[Any] = []
+    notes: list[Any] = []
     with session() as opened:
-        task = search_task(resolve(given), opened, told)
+        task = search_task(resolve(given), opened, notes)
         step_without_waiting(task)
-        reasons = [str(event) for event in told if "record" in str(event)]
+        reasons = [str(event) for event in notes if "record" in str(event)]
         if draws_paths(method, own):
             assert len(reasons) == 1 and DRAWN in reasons[0]
         else:

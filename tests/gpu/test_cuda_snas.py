@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_gpu_steps import go_on_without_waiting, search_task, session, warmed
+from test_gpu_steps import continue_without_waiting, search_task, session, warmed
 
 from softcell.search import resolve, search
 from tests.helpers.search_toys import settings
@@ -25,17 +25,17 @@ RESOURCE = {"preset": "mild", "max_params": "100k"}
 def test_a_step_never_waits_and_can_be_recorded(regime: str, engine: str, drop_path: float) -> None:
     given = settings("darts", "digits", method="snas", device=DEVICE, engine=engine, regime=regime, threads=0)
     recipe = resolve(given, {"drop_path": drop_path, "resource": RESOURCE})
-    told: list[Any] = []
+    notes: list[Any] = []
     with session() as opened:
-        task = search_task(recipe, opened, told)
+        task = search_task(recipe, opened, notes)
         task.begin_epoch(1)
-        told.clear()
+        notes.clear()
         ready = warmed(task)
         before = task.method.diagnostics()["credit"]["normal"].clone()
-        go_on_without_waiting(task, ready)
+        continue_without_waiting(task, ready)
         after = task.method.diagnostics()["credit"]["normal"]
         assert not torch.equal(before, after), "a recorded step keeps adding credit"
-    assert told == []
+    assert notes == []
 
 
 def test_a_recorded_search_draws_and_credits_as_an_eager_one(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def warmed(task: Any, epoch: int = 1, more: int = 2) -> list[Any]:
     return ready[WARM:]
 
 
-def go_on_without_waiting(task: Any, ready: list[Any]) -> None:
+def continue_without_waiting(task: Any, ready: list[Any]) -> None:
     with no_waiting():
         for one in ready:
             task.step(one)
@@ -130,7 +130,7 @@ def go_on_without_waiting(task: Any, ready: list[Any]) -> None:
 
 def step_without_waiting(task: Any) -> None:
     task.begin_epoch(1)
-    go_on_without_waiting(task, warmed(task))
+    continue_without_waiting(task, warmed(task))
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
@@ -139,19 +139,19 @@ def step_without_waiting(task: Any) -> None:
 def test_a_search_step_never_waits_for_the_device(regime: str, space: str, engine: str) -> None:
     exact = regime == "unrolled-exact"
     given = settings(space, "digits", device=DEVICE, engine=engine, unrolled={"exact": exact}, threads=0)
-    told: list[Any] = []
+    notes: list[Any] = []
     with session() as opened:
-        task = search_task(resolve({**given, "regime": regime.removesuffix("-exact")}), opened, told)
+        task = search_task(resolve({**given, "regime": regime.removesuffix("-exact")}), opened, notes)
         step_without_waiting(task)
-    assert told == [], "a step that cannot be recorded says so"
+    assert notes == [], "a step that cannot be recorded says so"
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
 def test_a_training_step_never_waits_for_the_device(engine: str) -> None:
-    told: list[Any] = []
+    notes: list[Any] = []
     with session() as opened:
-        step_without_waiting(train_task(training("darts", "digits", device=DEVICE, engine=engine), opened, told))
-    assert told == []
+        step_without_waiting(train_task(training("darts", "digits", device=DEVICE, engine=engine), opened, notes))
+    assert notes == []
 
 
 # --- recorded steps ---
@@ -182,13 +182,13 @@ def test_evaluations_of_a_recorded_unrolled_step_share_their_draws(monkeypatch: 
         found.copy_(torch.cat([gradient.flatten() for gradient in gradients]))
 
     monkeypatch.setattr(Players, "learn_architecture", keep)
-    told: list[str] = []
-    step = CapturedStep(lambda: (unrolled(one, train, validation, Unrolling(epsilon=1e-6)), None)[1], told.append)
+    notes: list[str] = []
+    step = CapturedStep(lambda: (unrolled(one, train, validation, Unrolling(epsilon=1e-6)), None)[1], notes.append)
     gradients = []
     for _ in range(2 * WARM):
         step()
         gradients.append(found.clone())
-    assert told == []
+    assert notes == []
     assert all(float(gradient.norm()) < 50 for gradient in gradients), "noise would be of the order of 1/ε"
     assert all(float((a - b).norm()) > 1e-6 for a, b in itertools.combinations(gradients, 2)), "replays must draw"
 

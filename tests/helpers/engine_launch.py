@@ -93,7 +93,7 @@ def _child(module: str, function: str, folder: Path) -> None:
 
 
 def thread_names() -> list[str]:
-    """The names of this process's threads, those of libraries too; where the system does not tell, none."""
+    """The names of this process's threads, those of libraries too; none where the system does not report them."""
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

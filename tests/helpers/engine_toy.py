@@ -63,7 +63,7 @@ class Toy:
         set_drop_fraction(self.net, epoch / self.num_epochs)
         self.total.zero_()
         self.count.zero_()
-        self.jitter = float(torch.rand(()))  # a resumed epoch must neither redraw nor go on from here
+        self.jitter = float(torch.rand(()))  # a resumed epoch must neither redraw nor continue from here
 
     def batches(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         part = BATCH // self.world.size

@@ -130,9 +130,9 @@ def fault(seen: Seen) -> str | None:
 
 
 def difference(seen: Seen, expected: Seen, file: str) -> str | None:
-    """What a damaged `file` changed without a word; None where the command told, or nothing changed."""
-    told = f"{seen.out}\n{seen.error}"
-    if seen.code != 0 or Path(file).name in told or "damaged" in told or "warning" in seen.error:
+    """What a damaged `file` changed without a word; None where the command reported it, or nothing changed."""
+    said = f"{seen.out}\n{seen.error}"
+    if seen.code != 0 or Path(file).name in said or "damaged" in said or "warning" in seen.error:
         return None
     if _plain(seen.out) != _plain(expected.out):
         return f"says {_plain(seen.out)[-300:]!r} instead of {_plain(expected.out)[-300:]!r}"

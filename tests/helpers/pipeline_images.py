@@ -11,7 +11,7 @@ MODES = ("RGB", "L", "RGBA", "P", "LA", "1")
 
 
 def paint(path: Path, label: int, number: int, side: int = 20, mode: str = "RGB") -> None:
-    """A noisy image whose brightness tells its class."""
+    """A noisy image whose brightness depends on its class."""
     pixels = np.random.default_rng((label, number)).integers(0, 60, (side, side + number % 3, 3)).astype(np.uint8)
     pixels[:, :, label % 3] += np.uint8(60 + 50 * label)
     path.parent.mkdir(parents=True, exist_ok=True)

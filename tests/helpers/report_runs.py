@@ -94,8 +94,8 @@ def make_training(
     """A finished training of 200 test images with mistakes, pictures of the worst and Grad-CAM maps."""
     names = CLASSES if classes is None else classes
     genotype = sample(SPACE.layout(), seed)
-    told = {"method": method, "seed": seed, **(about or {})}
-    genotype = type(genotype)(genotype.space, genotype.cells, genotype.settings, told)
+    origin = {"method": method, "seed": seed, **(about or {})}
+    genotype = type(genotype)(genotype.space, genotype.cells, genotype.settings, origin)
     recipe = {"recipe": "small", "data": "digits", "epochs": epochs, "seed": seed, "space_settings": {"channels": 4}}
     known = {
         "parameters": parameters,

@@ -1,4 +1,4 @@
-"""What runs inside the processes of `search_forks.py`: searches and trainings in a folder, begun or gone on with."""
+"""What runs inside the processes of `search_forks.py`: searches and trainings in a folder, started or resumed."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def warm_up() -> None:
 def run_search(
     out: str, settings: Settings, options: Settings | None = None, where: str | None = None
 ) -> dict[str, Any]:
-    """Begins the search of `settings` in `out`, or goes on with the one in `where`. Ends with its exit code."""
+    """Starts the search of `settings` in `out`, or resumes the one in `where`. Ends with its exit code."""
     listen = _Listener(options or {})
     there = Path(where or out)
     if (there / "run.json").exists():
@@ -74,7 +74,7 @@ def run_train(
 def run_checked(kind: str, out: str, settings: Settings, options: Settings, where: str) -> dict[str, Any]:
     """A run on several ranks that looks after each step whether all of them still hold the same.
 
-    where: the folder of rank 0, which tells whether the run goes on. out: the folder this rank is given.
+    where: the folder of rank 0, which decides whether the run is resumed. out: the folder this rank is given.
     strike_at_check: [signal, number]: this rank strikes itself before its step `number`, counted from 1.
     """
     checks = 0

@@ -169,7 +169,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check_resumed(recipe: SearchRecipe, place: Path, epoch: int, step: int) -> None:
-    """A search that is stopped there and goes on (`place`/broken) leaves what an unbroken one (`place`/whole) does."""
+    """A search that is stopped there and resumed (`place`/broken) leaves what an unbroken one (`place`/whole) does."""
 
     def strike(event: Event) -> None:
         if isinstance(event, Stepped) and (event.epoch, event.step) == (epoch, step):

@@ -45,7 +45,7 @@ def equation_11(beta: Mapping[int, float]) -> float:
 
 
 class SharingCell(nn.Module):
-    """Eq 6, called anew for every edge: `ops` names the same module for all (i, j, k) that share w_k^(i), or others.
+    """Eq 6, called once per edge: `ops` names the same module for all (i, j, k) that share w_k^(i), or others.
 
     `coefficients` {(i, j, k): number} makes it an engine cell; None, with the derived set S, a transit cell. With
     `reduce` and `recover` by node it is §2.5's bottleneck.

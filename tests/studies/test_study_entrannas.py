@@ -1,4 +1,4 @@
-"""The commands that make the records in `results/`: they stop in time, go on, and say what is not measured."""
+"""The commands that make the records in `results/`: they stop in time, resume, and say what is not measured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from softcell.errors import UserError
 from softcell.search import resolve, search
 from softcell.search.restored import restore
 from studies import entrannas, entrannas_dst, entrannas_engines, entrannas_sparsity
-from studies.gap import FILE, on_one_basis
+from studies.gap import FILE, measure_gap
 from studies.runs import spread
 from tests.helpers.search_toys import settings, write_data
 
 
-def test_searches_go_on_where_they_were_stopped_and_are_recorded_when_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_resume_and_are_recorded_when_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, out = write_data(tmp_path / "data.npz", train=32), tmp_path / "out"
     given = ["--data", str(data), "--scale", "small", "--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     given += ["--methods", "entrannas", "--runs", str(tmp_path / "runs"), "--out", str(out)]
@@ -140,7 +138,7 @@ def searched(tmp_path: Path) -> Path:
 
 def test_a_supernet_that_is_its_derived_network_has_no_gap(searched: Path) -> None:
     """With stale statistics on one side alone there would be one."""
-    found = on_one_basis(searched, "cpu", None)
+    found = measure_gap(searched, "cpu", None)
     results = json.loads((searched / "run.json").read_text())["results"]
     assert found["gap_bn"] == 0
     assert found["derived_accuracy_bn"] == results["child_accuracy_bn"]
@@ -149,12 +147,12 @@ def test_a_supernet_that_is_its_derived_network_has_no_gap(searched: Path) -> No
 
 def test_one_basis_changes_no_run_and_is_measured_once(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = restore(searched, device="cpu").supernet.state_dict()
-    found = on_one_basis(searched, "cpu", None)
+    found = measure_gap(searched, "cpu", None)
     after = restore(searched, device="cpu").supernet.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     monkeypatch.setattr("studies.gap.restore", None)
-    assert on_one_basis(searched, "cpu", None) == found
+    assert measure_gap(searched, "cpu", None) == found
     stored = json.loads((searched / FILE).read_text())
     (searched / FILE).write_text(json.dumps({**stored, "run": -1}))
     with pytest.raises(TypeError):  # of another run in this folder: measured again
-        on_one_basis(searched, "cpu", None)
+        measure_gap(searched, "cpu", None)

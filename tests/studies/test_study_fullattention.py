@@ -1,4 +1,4 @@
-"""The study of the two phases, rehearsed: stopped and gone on with, it ends with a complete record."""
+"""The study of the two phases, rehearsed: stopped and resumed, it ends with a complete record."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class After(Deadline):
         return on_event
 
 
-def test_it_stops_goes_on_and_records_both_arms_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_stops_resumes_and_records_both_arms_at_equal_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_data(tmp_path / "toys.npz", train=32)
     places = ["--data", str(data), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
 
@@ -146,7 +146,7 @@ def test_searches_of_a_record_are_not_repeated(tmp_path: Path, monkeypatch: pyte
     again = [*TINY, "--data", str(data), "--runs", str(tmp_path / "second"), "--out", str(tmp_path / "out")]
     again += ["--searched", str(record)]
     with monkeypatch.context() as patch:
-        patch.setattr(recorded, "searched_and_trained", None)
+        patch.setattr(recorded, "search_and_train", None)
         fullattention.main(again)
     found = json.loads(record.read_text())
     for row, was in zip(found["rows"], whole["rows"], strict=True):
@@ -167,7 +167,7 @@ def test_searches_of_a_record_are_not_repeated(tmp_path: Path, monkeypatch: pyte
         fullattention.main([*again, "--train-epochs", "2", "--out", str(tmp_path / "elsewhere")])
     record.write_text(json.dumps(found))
 
-    # Trained by other settings, it is trained anew; searched by others, it is refused; nothing is lost.
+    # Trained by other settings, it is trained again; searched by others, it is refused; nothing is lost.
     known = fullattention.known_of
     elsewhere = {**vars(parsed(again)), "out": tmp_path / "elsewhere"}
     assert all(isinstance(row["trained"], dict) for row in known(Namespace(**elsewhere)).values())
@@ -205,7 +205,7 @@ def flipped(record: dict[str, Any]) -> dict[str, Any]:
     return cells
 
 
-def test_a_run_that_is_over_may_look_at_the_test_set_while_others_go_on() -> None:
+def test_a_run_that_is_over_may_read_the_test_set_while_others_continue() -> None:
     """Every lane has its own seal; outside, none is left."""
     seen: list[str] = []
 

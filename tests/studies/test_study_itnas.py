@@ -1,4 +1,4 @@
-"""The commands that make the records of IT-NAS: they go on, look up, and tell positions from content."""
+"""The commands that make the records of IT-NAS: they resume, look up, and separate positions from content."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_searches_go_on_are_looked_up_and_ranked_and_records_grow(
+def test_searches_resume_are_looked_up_and_ranked_and_records_grow(
     tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = load_table(table)

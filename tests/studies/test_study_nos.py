@@ -1,4 +1,4 @@
-"""The studies of NOS: counting by addition is counting, and the comparison goes on where it stopped."""
+"""The studies of NOS: counting by addition is counting, and the comparison resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     for part in ("teacher", "search", "train"):
         with pytest.raises(UserError, match="epochs must be a whole number"):
             nos_guidance.main([*arguments, f"--{part}-set", "epochs=x"])
-    assert not (tmp_path / "runs").exists(), "wrong settings are told before the first run"
+    assert not (tmp_path / "runs").exists(), "wrong settings are refused before the first run"
 
     with monkeypatch.context() as halted:
         halted.setattr(runs, "training", nothing)
@@ -100,7 +100,7 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     assert "<svg" in (tmp_path / "results/nos/guidance-data.svg").read_text()
     assert "<svg" in (tmp_path / "results/nos/guided-data-1.svg").read_text()
 
-    # What lies there was made otherwise: refused, also where there is no time to go on with anything.
+    # What lies there was made otherwise: refused, also where there is no time to resume anything.
     made, pyramid = file.read_text(), [word.replace("classifier.width=2", "classifier.depth=11") for word in arguments]
     for other in (
         [*arguments, "--teacher-epochs", "2"],
@@ -116,7 +116,7 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
             nos_guidance.main([*arguments, "--minutes", value])
         assert ended.value.code == 2
 
-    # The runs are gone, and one training was never recorded: it alone is made again, nobody is taught.
+    # The runs are gone, and one training was never recorded: it alone is made again, without a teacher.
     left = json.loads(file.read_text())
     left["rows"][1]["trained"], left["rows"][1]["epochs_done"][1] = "not measured", 9
     file.write_text(json.dumps(left))

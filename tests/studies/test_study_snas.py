@@ -1,4 +1,4 @@
-"""The study of children, rehearsed: stopped and gone on with, it ends with a complete record."""
+"""The study of children, rehearsed: stopped and resumed, it ends with a complete record."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_it_stops_goes_on_and_records_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_stops_resumes_and_records_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     snas.main([*TINY, *places, "--minutes", "0"])
     assert {row["result"] for row in record(tmp_path)["rows"]} == {"not measured"}
@@ -64,7 +64,7 @@ def test_arms_of_darts_differ_by_their_regime(tmp_path: Path, monkeypatch: pytes
     def keep(found: list[Any], *rest: Any) -> None:
         jobs.update({folder.name.removesuffix("-digits-0"): recipe for recipe, folder in found})
 
-    monkeypatch.setattr(snas, "side_by_side", keep)
+    monkeypatch.setattr(snas, "run_searches", keep)
     asked = [word for word in TINY if word not in ("--darts", "darts")]
     snas.main([*asked, "--seeds", "1", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
     regimes = {arm: recipe.regime for arm, recipe in jobs.items()}
