@@ -25,7 +25,6 @@ WAITING = {
     "softcell.app.export",
     "softcell.app.pipeline",
     "softcell.app.report",
-    "softcell.app.report.html",
     "softcell.app.sweep",
     "softcell.engine",
     "softcell.evaluate",
@@ -65,7 +64,7 @@ def public_names() -> list[tuple[str, Any]]:
 def test_every_package_with_public_names_is_in_the_reference() -> None:
     packages = {
         ".".join(("softcell", *file.parent.relative_to(SOURCE).parts))
-        for file in SOURCE.rglob("__init__.py")
+        for file in (*SOURCE.glob("*/__init__.py"), *SOURCE.glob("app/*/__init__.py"))
         if exports(file)
     }
     assert (packages | {"softcell.api"}) - WAITING <= set(public_modules())
