@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, WeightMix
-from softcell.arch.simplex import masked_softmax
+from softcell.arch.relax import masked_softmax
 from softcell.methods import Method, Regime, register_method
 from softcell.methods.base import Masks, logits_like
 

@@ -1,9 +1,9 @@
-"""What there is to choose: choices, the tables that group them and the layout of a whole network.
+"""Choices, the tables that group them, and the layout of a whole network.
 
 A *choice* is one edge (or layer) with its candidates. Choices that share one matrix of architecture logits form a
 *table* (the normal cell, the reduction cell, a chain of layers). A *site* is one place in the network that reads a
 table: cell number 3, say. Candidates may differ from choice to choice, so a table is ragged: its matrices are as wide
-as its widest choice and `mask` tells which entries are real.
+as its widest choice and `mask` marks the real entries.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Choice:
 class Table:
     """Choices that share one logits matrix [choices, width].
 
-    `output` lists the nodes that form what a site hands on (concatenated in DARTS cells, one node elsewhere).
+    `output` lists the nodes that form the output of a site (concatenated in DARTS cells, one node elsewhere).
     `contests` lists groups of choices, by their indices, that compete with each other: edges into one node, each with
-    the candidates `none` and a link, of which the space keeps a fixed number. One softmax runs over their links.
+    the candidates `none` and a link. The space keeps a fixed number of them; one softmax runs over their links.
 
     Example:
         >>> from softcell.arch import Choice, Table
@@ -111,10 +111,6 @@ class Table:
         """Indices of the choices that end in `target`."""
         return tuple(i for i, choice in enumerate(self.choices) if choice.target == target)
 
-    def leaving(self, source: int) -> tuple[int, ...]:
-        """Indices of the choices that start in `source`."""
-        return tuple(i for i, choice in enumerate(self.choices) if choice.source == source)
-
     def mask(self, device: torch.device | None = None) -> Tensor:
         """True where an entry is a candidate, False where it is padding: bool [choices, width]."""
         rows = [[k < len(choice.candidates) for k in range(self.width)] for choice in self.choices]
@@ -155,7 +151,7 @@ Derivation = Callable[[Table, Tensor], tuple[Pick, ...]]
 class Layout:
     """The tables of a space, and which table each site of a network reads.
 
-    `rule` is the space's own way from strengths to an architecture; a method may bring another.
+    `rule` derives an architecture from strengths; a method may bring its own rule.
 
     Example:
         >>> from softcell.spaces import build_space

@@ -1,4 +1,4 @@
-"""What candidates cost, and what a mix of them is expected to cost: pure data and pure functions.
+"""Costs of candidates, and the expected cost of a mix of them: pure data and pure functions.
 
 Xie, Zheng, Liu, Lin: SNAS, ICLR 2019, §2.4 and Appendix F. H×W is the size of a layer's output, f×k its window, I and O
 its input and output channels, g its groups, s its stride.

@@ -1,18 +1,10 @@
-"""From strengths to an architecture: the rules that spaces and papers derive with.
-
-A rule maps the strengths [choices, width] of one table to its picks. It can also draw a uniform random architecture
-and count all of them, so that a random baseline and the size of a space come from the same definition. Ties go to the
-lower source and the earlier candidate, so that a derivation never depends on sorting order.
-"""
+"""From strengths to architectures: by a rule, at random, at the lowest cost, or within a budget."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -20,229 +12,8 @@ from torch import Tensor
 
 from softcell.arch.choice import Layout, Pick, Table
 from softcell.arch.genotype import Cell, Genotype
+from softcell.arch.rules import Positive, Rule, StrongestEach, TopInputs, allowed_candidates, rows
 from softcell.errors import UserError
-
-
-class Rule(ABC):
-    """One way to derive the picks of a table.
-
-    Example:
-        >>> from softcell.arch import Choice, Rule, StrongestEach, Table
-        >>> table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "conv")),), output=(1,))
-        >>> rule: Rule = StrongestEach()
-        >>> rule.count(table), len(list(rule.enumerate(table)))
-        (3, 3)
-    """
-
-    @property
-    def never_picked(self) -> tuple[str, ...]:
-        """Candidates that are not derived where an edge has others."""
-        return ()
-
-    @abstractmethod
-    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        """strengths [choices, width] to picks, ordered by target, then source."""
-
-    def complete(self, table: Table, strengths: Tensor, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
-        """The picks of a method's own rule with what every architecture of a space with this rule must have."""
-        return picks
-
-    @abstractmethod
-    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
-        """Every architecture the rule can derive from the table."""
-
-    @abstractmethod
-    def count(self, table: Table) -> int:
-        """How many architectures `enumerate` would give, in closed form."""
-
-    @abstractmethod
-    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
-        """One of them, uniformly."""
-
-
-@dataclass(frozen=True)
-class StrongestEach(Rule):
-    """The strongest candidate of every choice, `none` among them unless excluded (NAS-Bench-201, chains, SNAS).
-
-    Example:
-        >>> import torch
-        >>> from softcell.arch import Choice, StrongestEach, Table
-        >>> table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "conv")),), output=(1,))
-        >>> strengths = torch.tensor([[0.5, 0.2, 0.3]])
-        >>> [str(pick) for pick in StrongestEach()(table, strengths)]
-        ['none(0->1)']
-        >>> [str(pick) for pick in StrongestEach(exclude=("none",))(table, strengths)]
-        ['conv(0->1)']
-    """
-
-    exclude: tuple[str, ...] = ()
-
-    @property
-    def never_picked(self) -> tuple[str, ...]:
-        return self.exclude
-
-    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        values = rows(table, strengths)
-        picks = []
-        for choice, row in zip(table.choices, values, strict=True):
-            allowed = _allowed(choice.candidates, self.exclude)
-            best = max(allowed, key=strongest(row))
-            picks.append(Pick(choice.source, choice.target, choice.candidates[best]))
-        return tuple(picks)
-
-    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
-        for combination in itertools.product(*self._options(table)):
-            yield tuple(combination)
-
-    def count(self, table: Table) -> int:
-        return prod(len(options) for options in self._options(table))
-
-    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
-        return tuple(rng.choice(options) for options in self._options(table))
-
-    def _options(self, table: Table) -> list[list[Pick]]:
-        return [
-            [Pick(c.source, c.target, c.candidates[k]) for k in _allowed(c.candidates, self.exclude)]
-            for c in table.choices
-        ]
-
-
-@dataclass(frozen=True)
-class TopInputs(Rule):
-    """Per node the `inputs` strongest edges, each with its strongest candidate (DARTS: two, `none` excluded).
-
-    An edge is as strong as its strongest allowed candidate. A node with fewer incoming edges keeps all of them.
-
-    Example:
-        >>> import torch
-        >>> from softcell.arch import Choice, Table, TopInputs
-        >>> edges = tuple(Choice(source, 3, ("none", "skip_connect")) for source in range(3))
-        >>> table = Table("cell", edges, output=(3,))
-        >>> strengths = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.2, 0.8]])
-        >>> [str(pick) for pick in TopInputs(inputs=2)(table, strengths)]
-        ['skip_connect(0->3)', 'skip_connect(2->3)']
-    """
-
-    inputs: int = 2
-    exclude: tuple[str, ...] = ("none",)
-
-    def __post_init__(self) -> None:
-        if self.inputs < 1:
-            raise UserError(f"`inputs >= 1` must hold, but got inputs={self.inputs}")
-
-    @property
-    def never_picked(self) -> tuple[str, ...]:
-        return self.exclude
-
-    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        values = rows(table, strengths)
-        picks: list[Pick] = []
-        for target in table.targets:
-            ranked = []
-            for index in table.incoming(target):
-                choice, row = table.choices[index], values[index]
-                best = max(_allowed(choice.candidates, self.exclude), key=strongest(row))
-                ranked.append((-row[best], choice.source, choice.candidates[best]))
-            kept = sorted(ranked)[: self._kept(table, target)]
-            picks += sorted((Pick(s, target, op) for _, s, op in kept), key=lambda pick: pick.source)
-        return tuple(picks)
-
-    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
-        for nodes in itertools.product(*(list(self._node(table, target)) for target in table.targets)):
-            yield tuple(itertools.chain.from_iterable(nodes))
-
-    def count(self, table: Table) -> int:
-        return prod(self._node_count(table, target) for target in table.targets)
-
-    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
-        picks: list[Pick] = []
-        for target in table.targets:
-            # Subsets of edges weigh as much as the architectures they stand for: that makes ragged tables uniform too.
-            subsets = list(itertools.combinations(self._edges(table, target), self._kept(table, target)))
-            weights = [prod(len(options) for options in subset) for subset in subsets]
-            (subset,) = rng.choices(subsets, weights)
-            picks += [rng.choice(options) for options in subset]
-        return tuple(picks)
-
-    def _kept(self, table: Table, target: int) -> int:
-        return min(self.inputs, len(table.incoming(target)))
-
-    def _edges(self, table: Table, target: int) -> list[list[Pick]]:
-        edges = []
-        for index in table.incoming(target):
-            choice = table.choices[index]
-            allowed = _allowed(choice.candidates, self.exclude)
-            edges.append([Pick(choice.source, target, choice.candidates[k]) for k in allowed])
-        return sorted(edges, key=lambda options: options[0].source)
-
-    def _node(self, table: Table, target: int) -> Iterator[tuple[Pick, ...]]:
-        for subset in itertools.combinations(self._edges(table, target), self._kept(table, target)):
-            yield from itertools.product(*subset)
-
-    def _node_count(self, table: Table, target: int) -> int:
-        subsets = itertools.combinations(self._edges(table, target), self._kept(table, target))
-        return sum(prod(len(options) for options in subset) for subset in subsets)
-
-
-@dataclass(frozen=True)
-class Positive(Rule):
-    """Every candidate of positive strength, any number of them per edge and node (EnTranNAS-DST, Eq 10).
-
-    A node without any keeps its strongest one, so that no architecture has a node without inputs.
-
-    Example:
-        >>> import torch
-        >>> from softcell.arch import Choice, Positive, Table
-        >>> table = Table("cell", (Choice(0, 2, ("pool", "conv")), Choice(1, 2, ("pool", "conv"))), output=(2,))
-        >>> [str(pick) for pick in Positive()(table, torch.tensor([[0.4, 0.6], [0.0, 0.0]]))]
-        ['pool(0->2)', 'conv(0->2)']
-    """
-
-    exclude: tuple[str, ...] = ("none",)
-
-    @property
-    def never_picked(self) -> tuple[str, ...]:
-        return self.exclude
-
-    def __call__(self, table: Table, strengths: Tensor) -> tuple[Pick, ...]:
-        values = rows(table, strengths)
-        picks: list[Pick] = []
-        for target in table.targets:
-            found = [(values[index][k], pick) for index, k, pick in self._connections(table, target)]
-            kept = [pick for value, pick in found if value > 0]
-            picks += kept or [max(found, key=lambda item: item[0])[1]]  # max gives the first of equals
-        return tuple(picks)
-
-    def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
-        for chosen in itertools.product(*(range(1, 1 << n) for n in self._sizes(table))):
-            yield self._subsets(table, chosen)
-
-    def count(self, table: Table) -> int:
-        return prod((1 << n) - 1 for n in self._sizes(table))
-
-    def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
-        return self._subsets(table, [rng.randrange(1, 1 << n) for n in self._sizes(table)])
-
-    def _sizes(self, table: Table) -> list[int]:
-        return [len(self._connections(table, target)) for target in table.targets]
-
-    def _subsets(self, table: Table, chosen: Sequence[int]) -> tuple[Pick, ...]:
-        """The picks whose bits are set, node by node."""
-        return tuple(
-            pick
-            for target, bits in zip(table.targets, chosen, strict=True)
-            for i, (_, _, pick) in enumerate(self._connections(table, target))
-            if bits >> i & 1
-        )
-
-    def _connections(self, table: Table, target: int) -> list[tuple[int, int, Pick]]:
-        """(choice, candidate, pick) of all that may arrive at a node, by source, then candidate."""
-        found = []
-        for index in sorted(table.incoming(target), key=lambda i: table.choices[i].source):
-            choice = table.choices[index]
-            for k in _allowed(choice.candidates, self.exclude):
-                found.append((index, k, Pick(choice.source, target, choice.candidates[k])))
-        return found
 
 
 def derive(
@@ -250,7 +21,7 @@ def derive(
 ) -> Genotype:
     """The genotype that `rule` (by default the space's own) makes of every table's strengths [choices, width].
 
-    Where the space asks more of its architectures than another rule knows of, its own rule completes them.
+    The space's own rule completes what another rule derives.
 
     Example:
         >>> import torch
@@ -319,7 +90,7 @@ def _cheapest_path(table: Table, costs: list[list[float]], exclude: tuple[str, .
     least: list[tuple[float, int]] = []  # by choice: what the cheapest operation adds, and which it is
     none: list[int | None] = []
     for choice, row in zip(table.choices, costs, strict=True):
-        allowed = _allowed(choice.candidates, exclude)
+        allowed = allowed_candidates(choice.candidates, exclude)
         nothing = next((k for k in allowed if choice.candidates[k] == "none"), None)
         best = min((k for k in allowed if k != nothing), key=lambda k: (row[k], k), default=None)
         # An edge that cannot be `none` is there anyway.
@@ -374,23 +145,38 @@ def count(layout: Layout) -> int:
     return prod(rule.count(table) for table in layout.tables)
 
 
-def rows(table: Table, strengths: Tensor) -> list[list[float]]:
-    """Strengths as Python numbers; padding is simply never looked at. A value that is no number is refused."""
-    assert tuple(strengths.shape) == table.shape, f"strengths {tuple(strengths.shape)} for a table of {table.shape}"
-    rows: list[list[float]] = strengths.detach().double().cpu().tolist()
-    for choice, row in zip(table.choices, rows, strict=True):
-        for name, value in zip(choice.candidates, row, strict=False):
-            if value != value:
-                raise UserError(f"strength of {name} on {choice} is not a number; the search has diverged")
-    return rows
+def strongest_within(
+    strengths: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], limit: float
+) -> tuple[int, ...]:
+    """One candidate per choice: the largest sum of strengths whose sum of costs is at most `limit`.
 
-
-def strongest(row: list[float]) -> Callable[[int], tuple[float, int]]:
-    """A sorting key: the stronger candidate, in a tie the earlier one."""
-    return lambda k: (row[k], -k)
-
-
-def _allowed(candidates: tuple[str, ...], exclude: tuple[str, ...]) -> list[int]:
-    """Indices of the candidates a rule may pick; where nothing else is left, the excluded ones stay."""
-    allowed = [k for k, name in enumerate(candidates) if name not in exclude]
-    return allowed or list(range(len(candidates)))
+    strengths, costs: per choice one number per candidate. In a tie the cheaper one; `UserError` where none fits.
+    This is a multiple-choice knapsack: after each choice only those partial architectures are kept that no other beats
+    in both strength and cost.
+    """
+    left = [0.0]  # the least cost of the remaining choices
+    for row in reversed(costs):
+        left.append(left[-1] + min(row))
+    left.reverse()
+    kept: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]  # cost, strength, candidates
+    for i, (values, prices) in enumerate(zip(strengths, costs, strict=True)):
+        grown = sorted(
+            (
+                (cost + price, -(strength + value), (*chosen, k))
+                for cost, strength, chosen in kept
+                for k, (value, price) in enumerate(zip(values, prices, strict=True))
+                if cost + price + left[i + 1] <= limit
+            ),
+        )
+        kept, best = [], float("inf")
+        for (
+            cost,
+            loss,
+            chosen,
+        ) in grown:  # by rising cost: each must be stronger than all before it
+            if loss < best:
+                best = loss
+                kept.append((cost, -loss, chosen))
+    if not kept:
+        raise UserError(f"no architecture costs at most {limit:g}; the cheapest costs {left[0]:g}")
+    return kept[-1][2]

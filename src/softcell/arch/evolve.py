@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from softcell.arch.choice import Layout, Table
-from softcell.arch.derive import Rule
 from softcell.arch.genotype import Cell, Genotype
+from softcell.arch.rules import Rule
 from softcell.errors import UserError
 
 TRIES = 50
-"""How often a child within the limits is tried for before a generation makes do with fewer."""
+"""Attempts to make a child within the limits; after that the generation is smaller."""
 
 
 @dataclass(frozen=True)
 class Evolution:
-    """How long and how widely is selected; the defaults are SPOS's, `generations` 0 selects nothing.
+    """Settings of the evolution; the defaults are SPOS's, `generations` 0 switches it off.
 
-    `population` architectures per generation, of which the `parents` best of all so far have children; `mutation` is
-    the probability with which a choice of a mutated child is drawn anew. `norm_batches` training batches re-estimate
-    batch-norm for each architecture that is measured.
+    Each generation has `population` architectures; the `parents` best of all so far have children. `mutation` is the
+    probability that a choice of a mutated child is redrawn. `norm_batches` training batches recalibrate batch-norm for
+    each architecture that is measured.
     """
 
     generations: int = 0
@@ -72,9 +72,9 @@ def evolve(
 ) -> Evolved:
     """The architecture of the highest score found; every one is scored once. The same for the same seed.
 
-    starts: architectures from which mutation leads on where random ones break the limits, such as the cheapest.
-    first: architectures with a place in the first generation where they keep to the limits, so that what is found is
-        no worse than they are.
+    starts: architectures to mutate where random ones break the limits, such as the cheapest one.
+    first: members of the first generation where they are within the limits, so that the result is no worse than they
+        are.
     """
     running = evolving(layout, settings, allowed, seed, starts, first, on_generation)
     try:
@@ -95,7 +95,7 @@ def evolving(
     first: Sequence[Genotype] = (),
     on_generation: Callable[[int, float, int], None] = lambda number, best, scored: None,
 ) -> Generator[Genotype, float, Evolved]:
-    """`evolve`, which yields each architecture and is sent its score."""
+    """`evolve` as a generator: yields each architecture and receives its score."""
     rng, scored = random.Random(f"evolution {seed}"), dict[Genotype, float]()
     history: list[float] = []
     population = [genotype for genotype in dict.fromkeys(first) if allowed(genotype)]
@@ -111,7 +111,7 @@ def evolving(
     for generation in range(settings.generations):
         for genotype in population:
             scored[genotype] = yield genotype
-        ranked = sorted(scored, key=lambda g: -scored[g])  # stable: of equals the one found first
+        ranked = sorted(scored, key=lambda g: -scored[g])  # stable: the first of equals wins
         history.append(scored[ranked[0]])
         on_generation(generation, history[-1], len(scored))
         if generation + 1 == settings.generations:
@@ -153,7 +153,7 @@ def crossover(layout: Layout, first: Genotype, second: Genotype, rng: random.Ran
 
 
 def mutate(layout: Layout, parent: Genotype, probability: float, rng: random.Random) -> Genotype:
-    """A child in which each choice is drawn anew with `probability`."""
+    """A child in which each choice is redrawn with `probability`."""
     rows = {}
     for table in layout.tables:
         strengths = _strengths(table, parent.cells[table.name], rng)
@@ -170,22 +170,22 @@ def mutate_one(layout: Layout, parent: Genotype, rng: random.Random) -> Genotype
     Under a rule that keeps some edges per node, this replaces one of the node's inputs or its operation. A space of a
     single architecture gives the parent itself.
     """
-    places = [(table.name, i) for table in layout.tables for i in range(len(table))]
+    choices = [(table.name, i) for table in layout.tables for i in range(len(table))]
     strengths = {table.name: _strengths(table, parent.cells[table.name], rng) for table in layout.tables}
     child = parent
-    for _ in range(TRIES * len(places)):
-        name, i = rng.choice(places)
+    for _ in range(TRIES * len(choices)):
+        name, i = rng.choice(choices)
         rows = strengths[name].clone()
         rows[i] = torch.tensor([2.0 * rng.random() for _ in range(rows.shape[1])], dtype=torch.float64)
         child = _derived(layout, {**strengths, name: rows})
-        # A rule may answer one new row with two changes (NOS: a node needs a feature operation). That is tried again.
+        # One new row may change two picks (NOS: a node needs a feature operation). Retry then.
         if _num_changes(parent, child) == 1:
             break
     return child
 
 
 def _num_changes(first: Genotype, second: Genotype) -> int:
-    """How many picks of the first have to be replaced, added or removed to get the second."""
+    """How many picks of the first must be replaced, added or removed to get the second."""
     pairs = [(set(cell.picks), set(second.cells[name].picks)) for name, cell in first.cells.items()]
     return sum(max(len(a - b), len(b - a)) for a, b in pairs)
 

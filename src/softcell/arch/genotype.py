@@ -1,4 +1,4 @@
-"""What was chosen: a versioned, readable JSON file from which a network can be rebuilt without the search."""
+"""Genotypes: versioned, readable JSON files from which a network is rebuilt without the search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softcell.reading import parse_json, read_text
 FORMAT = "softcell-genotype"
 VERSION = 1
 MOST_NODES = 100
-"""In a cell. A larger number is a slip of the keyboard, and must not fill the memory."""
+"""In a cell. A larger number is a typing error and must not fill the memory."""
 MOST_EDGES = 10_000
 
 
@@ -178,7 +178,7 @@ def check_forward(cell: Cell, inputs: int) -> None:
 def alive(cell: Cell, inputs: int) -> Cell:
     """The part of a cell that an input reaches: dead edges and `none` are dropped, dead nodes leave the output.
 
-    A cell of which nothing is reached keeps its output nodes; they are then zeros.
+    A cell that no input reaches keeps its output nodes; they are then zeros.
     """
     check_forward(cell, inputs)
     reached = set(range(inputs))

@@ -1,12 +1,13 @@
-"""What a method hands the supernet for one step.
+"""What a method gives the supernet for one step.
 
-Most methods hand plain weights, one number per site, choice and candidate (`WeightMix`); the supernet then sums all
-candidates of a node in one pass. A method whose weights come out of the feature maps themselves derives from `Mix` and
-combines a choice's outputs on its own.
+Most methods give plain weights, one number per site, choice and candidate (`WeightMix`); the supernet then sums all
+candidates of a node in one pass. A method that computes its weights from the feature maps derives from `Mix` and
+combines the outputs of a choice itself.
 """
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Self
@@ -14,12 +15,13 @@ from typing import Self
 from torch import Tensor
 
 from softcell.arch.choice import Layout, Pick, Table
+from softcell.arch.rules import Rule
 
 Live = tuple[tuple[int, ...], ...]
 """For every choice of a table the candidate indices that run."""
 
 Plan = tuple[Live | None, ...]
-"""For every site the candidates that run there; None: all. What the host must know of a mix before a step."""
+"""For every site the candidates that run there; None: all. The host needs it before a step."""
 
 
 def live_of(table: Table, picks: Iterable[Pick]) -> Live:
@@ -56,16 +58,16 @@ class Mix(ABC):
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
     ) -> Mapping[int, Tensor | None]:
-        """What `combine` would give for choices that leave one node, by choice, where several are cheaper at once.
+        """What `combine` would give for choices that leave one node, by choice, where one call for all is cheaper.
 
-        Choices that are not in the answer are combined one by one.
+        Choices missing from the result are combined one by one.
         """
         return {}
 
     def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
         """One output out of those of choices that compete to be inputs of a node (`Table.contests`), by choice.
 
-        By default the sum of what `combine` makes of each, whose weights then compete.
+        By default the sum of what `combine` gives for each; their weights then compete.
         """
         found = [self.combine(site, choice, own) for choice, own in sorted(outputs.items())]
         present = [x for x in found if x is not None]
@@ -76,27 +78,27 @@ class Mix(ABC):
         return None
 
     def recomputes(self, site: int, choice: int) -> bool:
-        """Whether a choice's candidates keep their inputs alone for the backward pass, and run anew in it."""
+        """Whether a choice's candidates keep only their inputs for the backward pass, which recomputes them."""
         return False
 
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
-        """Sees all live outputs of a choice before `combine` gets them in parts.
+        """Receives all live outputs of a choice before `combine` gets them in parts.
 
-        Called where features and calibrating candidates arrive together: their outputs have different shapes, and are
-        combined kind by kind.
+        Called where a node has features and calibrating candidates as inputs: their outputs have different shapes and
+        are combined kind by kind.
         """
         return None
 
     def signature(self) -> Hashable | None:
-        """What of this mix is not in its numbers, for steps that are recorded; None: it cannot be recorded."""
+        """All of this mix but its numbers, as the key of a captured step; None: it cannot be captured."""
         return None
 
     def copy(self) -> Self:
-        """The same mix in memory that stays; itself where its numbers are parameters, which change in place."""
+        """The same mix in memory of its own; itself where its numbers are parameters, which change in place."""
         return self
 
     def take(self, other: Self) -> None:
-        """Takes the numbers of a mix of the same signature, in place."""
+        """Copies the numbers of a mix of the same signature, in place."""
         return None
 
 
@@ -106,7 +108,7 @@ class WeightMix(Mix):
     weights: per table [choices, width], shared by all its sites, or [sites of the table, choices, width].
     lives: per site the candidates that must run; a site that is not named runs all of them.
     picked: per site that runs some candidates, each with a weight of exactly 1, which they are, and the same as a
-    tensor [choices, width] of ones and zeros. Such a site takes nothing from `weights`.
+    tensor [choices, width] of ones and zeros. Such a site ignores `weights`.
 
     Example:
         >>> import torch
@@ -186,3 +188,20 @@ class WeightMix(Mix):
 
 def _all(mix: WeightMix) -> tuple[Tensor, ...]:
     return (*mix._weights, *mix.tables.values())
+
+
+def uniform_path(layout: Layout, rng: random.Random) -> Plan:
+    """One random architecture of the space, drawn uniformly on the host, at every site; the same on every machine."""
+    rule = layout.rule
+    assert isinstance(rule, Rule)
+    lives = {table.name: live_of(table, rule.sample(table, rng)) for table in layout.tables}
+    return tuple(lives[name] for name in layout.sites)
+
+
+def widened(layout: Layout, path: Plan, at: Iterable[tuple[int, int]], lives: Mapping[str, Live]) -> Plan:
+    """The path with all candidates in `lives`, by table, at some pairs of site and choice."""
+    plan = [list(live) for live in path if live is not None]
+    assert len(plan) == len(path), "a path names what runs at every site"
+    for site, choice in at:
+        plan[site][choice] = lives[layout.sites[site]][choice]
+    return tuple(tuple(live) for live in plan)

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Plan, Rule, WeightMix, derive
-from softcell.arch.simplex import contested_shares, contested_softmax, masked_softmax, normalised
+from softcell.arch.relax import (
+    contested_shares,
+    contested_softmax,
+    masked_softmax,
+    normalised,
+)
 from softcell.spaces import Supernet
 from softcell.spaces.shapes import Shapes, output_shapes
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.choice import LINK
-from softcell.arch.simplex import with_links
+from softcell.arch.relax import with_links
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
 from softcell.nn.draws import draw_gamma

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, WeightMix
-from softcell.arch.anneal import Schedule, temperature_at
 from softcell.arch.derive import derive_picks
 from softcell.arch.mix import live_of
+from softcell.arch.relax import Schedule, temperature_at
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method

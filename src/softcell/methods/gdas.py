@@ -2,7 +2,7 @@
 
     §3.2    one operation per edge, drawn with probability p = softmax(A)           -> `Gdas.probabilities`
             h = one_hot(argmax_k(log p_k + o_k)), o from Gumbel(0, 1)               -> `harden`
-            its relaxation softmax((log p + o) / τ) gives the gradient              -> `arch.simplex.concrete`
+            its relaxation softmax((log p + o) / τ) gives the gradient              -> `arch.relax.concrete`
             x_i = Σ_k h^k F_k(x_j), of which the sampled operation alone runs       -> `Gdas.relax`
             the gradient of h at the sampled operation alone is used                -> `straight_through`
             weights learn on one half of the images, A on the other                 -> bilevel steps
@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, WeightMix
-from softcell.arch.anneal import Schedule, temperature_at
 from softcell.arch.choice import LINK
 from softcell.arch.mix import live_where
-from softcell.arch.simplex import concrete, with_links
+from softcell.arch.relax import Schedule, concrete, temperature_at, with_links
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
 from softcell.nn.draws import draw_uniform

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Layout, Live, Mix, Plan, WeightMix, count
-from softcell.arch.paths import uniform_path
+from softcell.arch.mix import uniform_path
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, Rule, WeightMix
-from softcell.arch.derive import rows
+from softcell.arch.rules import rows
 from softcell.data import Batch, Batches
 from softcell.engine.capture import prepare_step
 from softcell.engine.distributed import World

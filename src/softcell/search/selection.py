@@ -14,8 +14,8 @@ from torch import Tensor
 
 from softcell.arch import Cell, Genotype, Layout, StrongestEach
 from softcell.arch.choice import Pick
-from softcell.arch.derive import rows
-from softcell.arch.within import strongest_within
+from softcell.arch.derive import strongest_within
+from softcell.arch.rules import rows
 from softcell.errors import UserError
 from softcell.search.budget import Budget, shown
 

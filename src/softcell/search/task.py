@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Mix
-from softcell.arch.simplex import entropy
+from softcell.arch.relax import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import KEPT, CapturedStep, once, prepare_step

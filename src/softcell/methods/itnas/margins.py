@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch.choice import Table
-from softcell.arch.derive import rows, strongest
+from softcell.arch.rules import rows, strongest
 
 Aggregate = Literal["mean", "log-mean", "vote", "last", "last-stage"]
 AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Plan, Rule, Table, count, derive
-from softcell.arch.mix import live_where
-from softcell.arch.paths import uniform_path, widened
+from softcell.arch.mix import live_where, uniform_path, widened
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.itnas.attention import Looked, SiteSums, TableMoments, logarithm

@@ -1,6 +1,8 @@
-"""Probabilities over ragged tables: padding takes no part."""
+"""Relaxations over ragged tables: softmax and concrete samples without padding, and falling temperatures."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ def masked_softmax(logits: Tensor, mask: Tensor, temperature: Tensor | float = 1
 
 
 def contested_softmax(logits: Tensor, mask: Tensor, members: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
-    """`masked_softmax`, but one softmax over the links of each contest, and `none` has what a link lacks to 1.
+    """`masked_softmax`, but one softmax over the links of each contest; `none` gets 1 minus its link.
 
     logits, mask [..., choices, width]; members bool [contests, choices] to probabilities like the logits.
     """
@@ -46,14 +48,14 @@ def concrete(
 
 
 def contested_shares(strengths: Tensor, members: Tensor) -> Tensor:
-    """`normalised`, but the links of each contest sum to 1, and `none` has what a link lacks to 1."""
+    """`normalised`, but the links of each contest sum to 1; `none` gets 1 minus its link."""
     links = torch.where(members, strengths[..., None, :, LINK], 0.0)
     shares = links / links.sum(-1, keepdim=True)
     return with_links(normalised(strengths), shares, members, torch.ones_like(strengths, dtype=torch.bool))
 
 
 def with_links(others: Tensor, links: Tensor, members: Tensor, mask: Tensor) -> Tensor:
-    """Probabilities [..., choices, width] with those of contested links [..., contests, choices] in their place."""
+    """Probabilities [..., choices, width] with those of contested links [..., contests, choices] put in."""
     link = torch.where(members, links, 0.0).sum(-2)
     gap = (1.0 - link) * mask[..., 0]
     row = torch.stack([gap, link, *([torch.zeros_like(link)] * (others.shape[-1] - LINK - 1))], dim=-1)
@@ -68,3 +70,17 @@ def entropy(probabilities: Tensor) -> Tensor:
 def normalised(strengths: Tensor) -> Tensor:
     """Strengths [..., choices, width], not negative, to shares of the same shape that sum to 1 per choice."""
     return strengths / strengths.sum(-1, keepdim=True)
+
+
+Schedule = Literal["linear", "exponential", "constant"]
+
+
+def temperature_at(progress: float, first: float, last: float, schedule: Schedule) -> float:
+    """The temperature λ at `progress` 0..1; `constant` stays at `first`."""
+    match schedule:
+        case "linear":
+            return first + (last - first) * progress
+        case "exponential":
+            return float(first * (last / first) ** progress)
+        case "constant":
+            return first
