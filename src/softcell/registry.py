@@ -29,7 +29,20 @@ class Registry(Generic[T]):
         self._discovered = False
 
     def add(self, cls: type[Any]) -> type[Any]:
-        """Registers a class under its `name`; usable as a decorator."""
+        """Registers a class under its `name`; usable as a decorator.
+
+        Example:
+            >>> from dataclasses import dataclass
+            >>> from softcell.spaces import SPACES, register_space
+            >>> from softcell.testing import RaggedSpace
+            >>> @register_space
+            ... @dataclass(frozen=True)
+            ... class WideSpace(RaggedSpace):
+            ...     name = "wide"
+            ...     channels: int = 32
+            >>> "wide" in list(SPACES)
+            True
+        """
         name = getattr(cls, "name", None)
         if not isinstance(name, str) or not name:
             raise UserError(f"a {self._kind} needs a class attribute `name`, but {cls.__name__} has none")

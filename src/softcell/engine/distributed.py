@@ -29,7 +29,15 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among all processes of the run; `local_rank` counts within one machine."""
+    """This process among all processes of the run; `local_rank` counts within one machine.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine import World
+        >>> world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+        >>> world.is_main
+        True
+    """
 
     rank: int
     size: int

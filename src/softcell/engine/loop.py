@@ -48,7 +48,14 @@ LONGEST = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended; `reason` says why, where it did not simply reach its last epoch."""
+    """How a run ended; `reason` says why, where it did not simply reach its last epoch.
+
+    Example:
+        >>> from softcell.engine import Outcome
+        >>> outcome = Outcome("interrupted", exit_code=130, reason="SIGINT", metrics=[{"epoch": 0, "loss": 0.5}])
+        >>> outcome.status, len(outcome.metrics)
+        ('interrupted', 1)
+    """
 
     status: Literal["finished", "interrupted"]
     exit_code: int
@@ -77,6 +84,26 @@ def run(
         save_every_epochs: epochs between checkpoints, more where saving takes long (`SAVING`); the last epoch is always
             saved.
         identity: what checkpoints belong to (`softcell.engine.checkpoint`); a checkpoint of another run is refused.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine import World, run
+        >>> class Count:  # sums the numbers of its batches
+        ...     num_epochs, total = 2, 0
+        ...     def steps_in(self, epoch): return 3
+        ...     def begin_epoch(self, epoch): ...
+        ...     def batches(self, epoch, start): yield from range(start, 3)
+        ...     def step(self, batch): self.total += batch
+        ...     def end_epoch(self, epoch): return {"total": self.total}
+        ...     def state_dict(self): return {"total": self.total}
+        ...     def load_state_dict(self, state): self.total = state["total"]
+        ...     def failed(self): return None
+        >>> world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+        >>> outcome = run(Count(), ".", world, resume=False)
+        >>> [line["total"] for line in outcome.metrics]
+        [3, 6]
+        >>> run(Count(), ".", world, resume=True).status  # nothing is left to do
+        'finished'
     """
     run_ = running(
         task,

@@ -30,7 +30,14 @@ DIGEST = "digest"
 
 
 def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return the manifest of a run that starts now on this machine, from its resolved recipe."""
+    """Return the manifest of a run that starts now on this machine, from its resolved recipe.
+
+    Example:
+        >>> from softcell.engine import new_manifest
+        >>> manifest = new_manifest("search", {"epochs": 5}, seed=1)
+        >>> manifest["kind"], manifest["recipe"], manifest["seed"]
+        ('search', {'epochs': 5}, 1)
+    """
     return {
         "format": FORMAT,
         "version": VERSION,

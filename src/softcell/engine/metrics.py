@@ -114,14 +114,27 @@ def measure(forward: Callable[[Tensor], Tensor], batches: Iterable[Labelled], wo
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first non-finite loss of a run and the step at which it appeared."""
+    """The first non-finite loss of a run and the step at which it appeared.
+
+    Example:
+        >>> from softcell.engine import Failure
+        >>> Failure(step=17, value=float("inf"))
+        Failure(step=17, value=inf)
+    """
 
     step: int
     value: float
 
 
 class DivergedError(UserError):
-    """Training cannot go on, because a loss is not finite."""
+    """Training cannot go on, because a loss is not finite.
+
+    Example:
+        >>> from softcell.engine import DivergedError, Failure
+        >>> error = DivergedError(epoch=3, failure=Failure(step=17, value=float("nan")), folder="runs/search")
+        >>> "17" in str(error) and "nan" in str(error)
+        True
+    """
 
     def __init__(self, epoch: int, failure: Failure, folder: str | os.PathLike[str]) -> None:
         self.epoch = epoch
@@ -140,6 +153,15 @@ class LossWatch(nn.Module):
     """Remembers the first non-finite loss in buffers on the device.
 
     The buffers are not saved: a state with a failure in it is never checkpointed.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine import LossWatch
+        >>> watch = LossWatch()
+        >>> for step, loss in enumerate((0.5, float("nan"), 0.4)):
+        ...     watch.update(torch.tensor(loss), step)
+        >>> watch.failed()
+        Failure(step=1, value=nan)
     """
 
     step: Tensor

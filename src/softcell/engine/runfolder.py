@@ -66,7 +66,14 @@ _BLOCK = 1 << 20
 
 
 class RunFolder:
-    """A folder with a manifest; made by `create` or `open`."""
+    """A folder with a manifest; made by `create` or `open`.
+
+    Example:
+        >>> from softcell.engine import RunFolder
+        >>> folder = RunFolder.open("runs/train")
+        >>> folder.manifest["kind"], folder.manifest["status"]
+        ('train', 'finished')
+    """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path

@@ -29,7 +29,13 @@ MOST_THREADS = 64  # or as many as there are cores: more wait for each other for
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn "cpu", "cuda", "cuda:1" or "auto" (CUDA where there is one) into a device that exists here."""
+    """Turn "cpu", "cuda", "cuda:1" or "auto" (CUDA where there is one) into a device that exists here.
+
+    Example:
+        >>> from softcell.engine import resolve_device
+        >>> resolve_device("cpu")
+        device(type='cpu')
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -53,6 +59,14 @@ def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
     """Make every operation repeatable bit by bit, or (off) let torch take its fastest ones.
 
     Operations without a repeatable form raise torch's own error, or warn if `warn_only`.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine import set_deterministic
+        >>> set_deterministic(True)
+        >>> torch.are_deterministic_algorithms_enabled()
+        True
+        >>> set_deterministic(False)
     """
     if on and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (_CUBLAS_WORKSPACE, ":16:8"):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -78,6 +92,13 @@ def set_tf32(allowed: bool) -> None:
     """Allow or forbid TensorFloat-32 (10-bit mantissa) in float32 matrix products and convolutions on CUDA.
 
     torch's own default differs between the two (products exact, convolutions TF32); here it is one policy.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine import set_tf32
+        >>> set_tf32(False)
+        >>> torch.backends.cuda.matmul.allow_tf32
+        False
     """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
@@ -91,7 +112,13 @@ def usable_cores() -> int:
 
 
 def set_threads(count: int) -> int:
-    """Use `count` CPU threads per operation (0 leaves torch's choice) and return how many are in use."""
+    """Use `count` CPU threads per operation (0 leaves torch's choice) and return how many are in use.
+
+    Example:
+        >>> from softcell.engine import set_threads
+        >>> set_threads(1)
+        1
+    """
     if count < 0:
         raise UserError(f"`threads >= 0` must hold, but got threads={count}; 0 leaves the choice to torch")
     cores = usable_cores()
@@ -111,6 +138,15 @@ def seed_everything(seed: int) -> None:
     """Seed torch (CPU and every CUDA device), numpy's and Python's global generators.
 
     Softcell draws from torch's generators only, so checkpoints keep only those; the others are seeded for user code.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine import seed_everything
+        >>> seed_everything(7)
+        >>> first = torch.rand(2)
+        >>> seed_everything(7)
+        >>> torch.equal(torch.rand(2), first)
+        True
     """
     torch.manual_seed(seed)
     random.seed(seed)

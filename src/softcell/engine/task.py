@@ -77,6 +77,24 @@ class Task(Protocol):
     - `state_dict` holds all that steps change: weights, optimizers, running metrics. A resumed epoch calls
       `load_state_dict`, `begin_epoch`, and `load_state_dict` again, so what `begin_epoch` sets from the
       epoch's number alone (schedules) need not be in it.
+
+    Example:
+        >>> from softcell.engine import Task
+        >>> class Count:  # sums the numbers of its batches
+        ...     num_epochs, total = 2, 0
+        ...     def steps_in(self, epoch): return 3
+        ...     def begin_epoch(self, epoch): ...
+        ...     def batches(self, epoch, start): yield from range(start, 3)
+        ...     def step(self, batch): self.total += batch
+        ...     def end_epoch(self, epoch): return {"total": self.total}
+        ...     def state_dict(self): return {"total": self.total}
+        ...     def load_state_dict(self, state): self.total = state["total"]
+        ...     def failed(self): return None
+        >>> task: Task = Count()
+        >>> for batch in task.batches(epoch=0, start=1):
+        ...     task.step(batch)
+        >>> task.end_epoch(0)
+        {'total': 3}
     """
 
     @property

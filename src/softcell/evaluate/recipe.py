@@ -35,6 +35,14 @@ class TrainRecipe:
     (benchmarks/NOTES.md).
     `init`: the folder of a finished training, from whose weights this one starts where they fit; None: random weights.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
+
+    Example:
+        >>> from softcell.arch import sample
+        >>> from softcell.evaluate import resolve
+        >>> from softcell.spaces import build_space
+        >>> recipe = resolve(sample(build_space("darts").layout(), seed=0), {"recipe": "cifar", "epochs": 50})
+        >>> recipe.epochs, recipe.batch_size, recipe.cutout
+        (50, 96, 16)
     """
 
     recipe: str = "small"
@@ -234,6 +242,14 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     """A complete recipe for a genotype from layers of settings, the later winning.
 
     What the genotype decides of its space is taken from it; the last layer must not contradict that.
+
+    Example:
+        >>> from softcell.arch import sample
+        >>> from softcell.evaluate import resolve
+        >>> from softcell.spaces import build_space
+        >>> genotype = sample(build_space("nb201").layout(), seed=0)
+        >>> resolve(genotype, {"recipe": "small"}, {"epochs": 3}).epochs  # later layers win
+        3
     """
     named = [{_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers]
     given = merge(*named)

@@ -49,7 +49,16 @@ EXCHANGED.append(exchange_seal)  # a training that is over reads the test set wh
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a training leaves. `accuracy` is a share in 0..1 on `split` (`test`), None when interrupted."""
+    """What a training leaves. `accuracy` is a share in 0..1 on `split` (`test`), None when interrupted.
+
+    Example:
+        >>> from softcell.api import train
+        >>> cell = "|skip_connect~0|+|none~0|skip_connect~1|+|none~0|none~1|nor_conv_3x3~2|"
+        >>> tiny = {"cells_per_stage": 1, "channels": 2}
+        >>> result = train(cell, data="digits", epochs=1, space_settings=tiny, out="runs/example")
+        >>> result.split, 0 <= result.accuracy <= 1, result.cost.parameters
+        ('test', True, 2080)
+    """
 
     folder: Path
     recipe: TrainRecipe
@@ -75,7 +84,18 @@ def train(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> TrainResult:
-    """Trains the network of `genotype` in the folder `out`; the test set is sealed until training is over."""
+    """Trains the network of `genotype` in the folder `out`; the test set is sealed until training is over.
+
+    Example:
+        >>> from softcell.arch import sample
+        >>> from softcell.evaluate import resolve, train
+        >>> from softcell.spaces import build_space
+        >>> genotype = sample(build_space("nb201").layout(), seed=0)
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> recipe = resolve(genotype, {"recipe": "small", "data": "digits", "epochs": 1, "space_settings": sizes})
+        >>> train(genotype, recipe, "runs/example").exit_code
+        0
+    """
     return drain(training(genotype, recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
 
 
@@ -103,7 +123,14 @@ def training(
 
 
 def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe]:
-    """Genotype and recipe of the training run in `folder`; settings given beside it must not contradict it."""
+    """Genotype and recipe of the training run in `folder`; settings given beside it must not contradict it.
+
+    Example:
+        >>> from softcell.evaluate import stored_training
+        >>> genotype, recipe = stored_training("runs/train", {})
+        >>> genotype.space, recipe.data
+        ('nb201', 'digits')
+    """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "train":
         raise UserError(f"--resume of a training needs a train run, but {folder} holds a {manifest['kind']} run")
@@ -136,7 +163,15 @@ def finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> 
 
 
 def load_network(folder: str | Path, *, trust: bool = False) -> Network:
-    """The trained network of a finished training run, on the CPU and in eval mode. trust: run plugins that it names."""
+    """The trained network of a finished training run, on the CPU and in eval mode. trust: run plugins that it names.
+
+    Example:
+        >>> import torch
+        >>> from softcell.evaluate import load_network
+        >>> network = load_network("runs/train")
+        >>> network.training, network(torch.rand(3, 1, 8, 8)).shape
+        (False, torch.Size([3, 10]))
+    """
     return Network.from_pretrained(folder, trust=trust)
 
 

@@ -21,7 +21,17 @@ Shape = tuple[int, int, int]
 
 
 class Supernet(nn.Module, ABC):
-    """All architectures of a space in one network: weights only, never architecture parameters."""
+    """All architectures of a space in one network: weights only, never architecture parameters.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import WeightMix
+        >>> from softcell.spaces import build_space
+        >>> supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 4}).supernet((3, 8, 8), num_classes=10)
+        >>> mix = WeightMix(supernet.layout, {"cell": torch.full((6, 5), 0.2)})
+        >>> supernet(torch.rand(2, 3, 8, 8), mix).shape
+        torch.Size([2, 10])
+    """
 
     def __init__(self, space: Space, shape: Shape, num_classes: int) -> None:
         super().__init__()
@@ -68,7 +78,20 @@ class Supernet(nn.Module, ABC):
 
 
 class Bound:
-    """A supernet together with one mix: looks like a plain network to an objective."""
+    """A supernet together with one mix: looks like a plain network to an objective.
+
+    Example:
+        >>> import torch
+        >>> from softcell.nn import CrossEntropy
+        >>> from softcell.spaces import Bound, build_space
+        >>> from softcell.testing import one_hot
+        >>> from softcell.arch import WeightMix, sample
+        >>> supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 4}).supernet((3, 8, 8), 10)
+        >>> mix = WeightMix(supernet.layout, one_hot(supernet.layout, sample(supernet.layout, seed=0)))
+        >>> loss, logits = CrossEntropy()(Bound(supernet, mix), torch.rand(2, 3, 8, 8), torch.tensor([0, 1]))
+        >>> logits.shape
+        torch.Size([2, 10])
+    """
 
     def __init__(self, supernet: Supernet, mix: Mix) -> None:
         self._supernet, self._mix = supernet, mix
@@ -90,7 +113,16 @@ class Inputs:
 
 
 class Network(nn.Module, ABC):
-    """The network of one genotype; `inputs` tells of one that was loaded what it was trained on."""
+    """The network of one genotype; `inputs` tells of one that was loaded what it was trained on.
+
+    Example:
+        >>> import torch
+        >>> from softcell.spaces import Network
+        >>> network = Network.from_pretrained("runs/train")
+        >>> pixels = torch.rand(2, 1, 8, 8)  # in 0..1
+        >>> network(network.normalise(pixels)).shape, network.inputs.classes[:2]
+        (torch.Size([2, 10]), ('0', '1'))
+    """
 
     inputs: Inputs | None = None
 
@@ -149,6 +181,15 @@ class Space(ABC):
     holds the sizes of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`);
     `has_auxiliary` tells whether they can carry an auxiliary tower. `search_only` names settings of supernets that such
     networks do not have.
+
+    Example:
+        >>> from softcell.arch import count, sample
+        >>> from softcell.spaces import build_space
+        >>> space = build_space("nb201", {"cells_per_stage": 1, "channels": 4})
+        >>> layout = space.layout()
+        >>> network = space.network(sample(layout, seed=0), shape=(3, 32, 32), num_classes=10)
+        >>> count(layout), len(layout.sites)
+        (15625, 3)
     """
 
     name: ClassVar[str]

@@ -33,6 +33,19 @@ class MixedCell(nn.Module):
     A node is the sum of its features; calibrating candidates are then applied to that sum and added to it (NOS, Eq 3).
     `residual` names nodes with one incoming choice that keep what no feature candidate takes of their source: their
     sum is f + (1 - Σ_f w_f)·x (NOS, Eq 4-5 as settled). Drop-path leaves that sum alone.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
+        >>> from softcell.nn import Spec
+        >>> from softcell.spaces import MixedCell
+        >>> table = Table("cell", (Choice(0, 1, ("skip_connect", "nor_conv_3x3")),), output=(1,))
+        >>> cell = MixedCell(table, inputs=1, spec_of=lambda source: Spec(channels=4, affine=False))
+        >>> layout = Layout("example", (table,), sites=("cell",), rule=StrongestEach())
+        >>> x = torch.rand(2, 4, 8, 8)
+        >>> skip = WeightMix(layout, {"cell": torch.tensor([[1.0, 0.0]])})
+        >>> torch.equal(cell([x], skip, site=0)[-1], x)
+        True
     """
 
     def __init__(

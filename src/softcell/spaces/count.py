@@ -20,7 +20,14 @@ from softcell.spaces.registry import SPACES, build_space
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """`parameters` are learnable numbers; `multiply_adds` those of convolutions and matrix products for one image."""
+    """`parameters` are learnable numbers; `multiply_adds` those of convolutions and matrix products for one image.
+
+    Example:
+        >>> from torch import nn
+        >>> from softcell.evaluate import count_module
+        >>> count_module(nn.Conv2d(3, 8, 3, bias=False), (3, 10, 10))  # 8 * 3 * 3 * 3 weights at 8 * 8 positions
+        Cost(parameters=216, multiply_adds=13824)
+    """
 
     parameters: int
     multiply_adds: int
@@ -55,7 +62,14 @@ def products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
 
 
 def count_module(network: nn.Module, shape: Shape) -> Cost:
-    """Costs of any module that maps one image [1, c, h, w] to logits; the module is not changed."""
+    """Costs of any module that maps one image [1, c, h, w] to logits; the module is not changed.
+
+    Example:
+        >>> from torch import nn
+        >>> from softcell.evaluate import count_module
+        >>> count_module(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), (1, 8, 8))
+        Cost(parameters=650, multiply_adds=640)
+    """
     was_training = network.training
     network.eval()
     parameter = next(network.parameters())
@@ -67,7 +81,16 @@ def count_module(network: nn.Module, shape: Shape) -> Cost:
 
 
 def count_genotype(space: Space, genotype: Genotype, shape: Shape, num_classes: int) -> Cost:
-    """Costs of the evaluation network of a genotype, without the auxiliary tower; no memory is spent on weights."""
+    """Costs of the evaluation network of a genotype, without the auxiliary tower; no memory is spent on weights.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> from softcell.evaluate import count_genotype
+        >>> from softcell.spaces import build_space
+        >>> cell = notation.parse("|nor_conv_3x3~0|+|none~0|none~1|+|none~0|skip_connect~1|none~2|")
+        >>> count_genotype(build_space("nb201"), cell, shape=(3, 32, 32), num_classes=10).parameters
+        316346
+    """
     with torch.device("meta"):
         network = space.network(genotype, shape, num_classes)
     return count_module(network, shape)

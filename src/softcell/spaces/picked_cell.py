@@ -29,6 +29,18 @@ class PickedCell(nn.Module):
     Calibrating candidates are applied to the sum of the features that arrive, and added to it. A node in `residual`
     that no feature reaches calibrates its source itself; what a feature hands such a node is never dropped, being all
     that it gets.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import Cell, Pick
+        >>> from softcell.nn import Spec
+        >>> from softcell.nn.drop import DropPath
+        >>> from softcell.spaces import PickedCell
+        >>> picked = Cell((Pick(0, 1, "skip_connect"),), output=(1,))
+        >>> cell = PickedCell(picked, 1, lambda source: Spec(channels=4), DropPath(0.0))
+        >>> x = torch.rand(2, 4, 8, 8)
+        >>> torch.equal(cell([x])[-1], x)
+        True
     """
 
     def __init__(

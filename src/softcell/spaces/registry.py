@@ -24,7 +24,14 @@ register_space = SPACES.add
 
 
 def build_space(name: str, settings: Mapping[str, Any] | None = None) -> Space:
-    """The space `name` with the given settings; anything not given keeps the paper's value."""
+    """The space `name` with the given settings; anything not given keeps the paper's value.
+
+    Example:
+        >>> from softcell.spaces import build_space
+        >>> space = build_space("darts", {"cells": 8, "channels": 16})
+        >>> space.cells, space.nodes
+        (8, 4)
+    """
     found = build(SPACES.get(name), settings or {}, where=f"space {name}")
     for setting in fields(found):  # type: ignore[arg-type]
         value = getattr(found, setting.name)

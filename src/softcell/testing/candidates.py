@@ -142,7 +142,14 @@ CANDIDATE_CHECKS: tuple[CandidateCheck, ...] = (
 
 
 def check_candidate(name: str) -> None:
-    """Runs every candidate check on the registered operation `name`."""
+    """Runs every candidate check on the registered operation `name`.
+
+    Example:
+        >>> from softcell.testing import check_candidate
+        >>> check_candidate("skip_connect")  # raises AssertionError if a contract is broken
+        >>> print("all contracts hold")
+        all contracts hold
+    """
     for check in CANDIDATE_CHECKS:
         check(name)
 

@@ -330,12 +330,27 @@ SAMPLER_CHECKS: tuple[SamplerCheck, ...] = (
 
 
 def checks_for(kind: type[Method] | type[Sampler]) -> tuple[Callable[..., None], ...]:
-    """The suite for a method's kind."""
+    """The suite for a method's kind.
+
+    Example:
+        >>> from softcell.methods import METHODS
+        >>> from softcell.testing import METHOD_CHECKS, SAMPLER_CHECKS, checks_for
+        >>> checks_for(METHODS.get("darts")) is METHOD_CHECKS, checks_for(METHODS.get("random")) is SAMPLER_CHECKS
+        (True, True)
+    """
     return METHOD_CHECKS if issubclass(kind, Method) else SAMPLER_CHECKS
 
 
 def check_method(method: str | type[Method] | type[Sampler], space: Space) -> None:
-    """Runs every check for a method, given by name or class, on one space."""
+    """Runs every check for a method, given by name or class, on one space.
+
+    Example:
+        >>> from softcell.spaces import build_space
+        >>> from softcell.testing import check_method
+        >>> check_method("random", build_space("nb201", {"cells_per_stage": 1, "channels": 2}))
+        >>> print("all contracts hold")
+        all contracts hold
+    """
     kind = METHODS.get(method) if isinstance(method, str) else method
     for check in checks_for(kind):
         check(kind, space)

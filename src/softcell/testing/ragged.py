@@ -47,7 +47,14 @@ SITES = ("same", "smaller", "same")
 
 @dataclass(frozen=True)
 class RaggedSpace(Space):
-    """Two ragged tables, three sites, the second of which halves the resolution."""
+    """Two ragged tables, three sites, the second of which halves the resolution.
+
+    Example:
+        >>> from softcell.testing import RaggedSpace
+        >>> space = RaggedSpace(channels=4)
+        >>> [len(choice.candidates) for choice in space.layout().tables[0].choices]
+        [4, 1, 3]
+    """
 
     name: ClassVar[str] = "ragged"
     channels: int = 4

@@ -278,7 +278,14 @@ SPACE_CHECKS: tuple[SpaceCheck, ...] = (
 
 
 def check_space(space: Space) -> None:
-    """Runs every space check; choose a small size, the checks build supernets in float64."""
+    """Runs every space check; choose a small size, the checks build supernets in float64.
+
+    Example:
+        >>> from softcell.testing import SPACE_CHECKS, check_name, tiny_space
+        >>> SPACE_CHECKS[0](tiny_space("nb201"))  # `check_space` runs all of them
+        >>> check_name(SPACE_CHECKS[0])
+        'layout_is_consistent'
+    """
     for check in SPACE_CHECKS:
         check(space)
 

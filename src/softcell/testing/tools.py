@@ -33,12 +33,24 @@ def require(holds: bool, contract: str) -> None:
 
 
 def check_name(check: Callable[..., None]) -> str:
-    """The contract in words, for test names."""
+    """The contract in words, for test names.
+
+    Example:
+        >>> from softcell.testing import SPACE_CHECKS, check_name
+        >>> check_name(SPACE_CHECKS[0])
+        'layout_is_consistent'
+    """
     return check.__name__
 
 
 def tiny_space(name: str) -> Space:
-    """The registered space `name` in the smallest size that still has all its parts."""
+    """The registered space `name` in the smallest size that still has all its parts.
+
+    Example:
+        >>> from softcell.testing import tiny_space
+        >>> tiny_space("darts").channels <= 4
+        True
+    """
     space = build_space(name, SPACES.get(name).small)
     known = {field.name for field in dataclasses.fields(space)}  # type: ignore[arg-type]
     sizes = {**{k: v for k, v in SMALLER.items() if k in known}, **space.tiny}
@@ -67,7 +79,16 @@ def gather_statistics(supernet: Supernet, x: Tensor) -> None:
 
 
 def one_hot(layout: Layout, genotype: Genotype) -> dict[str, Tensor]:
-    """Weights [choices, width] that are 1 at every pick of the genotype and 0 elsewhere."""
+    """Weights [choices, width] that are 1 at every pick of the genotype and 0 elsewhere.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> from softcell.spaces import build_space
+        >>> from softcell.testing import one_hot
+        >>> genotype = notation.parse("|nor_conv_3x3~0|+|none~0|none~1|+|none~0|none~1|skip_connect~2|")
+        >>> one_hot(build_space("nb201").layout(), genotype)["cell"].sum(1)  # one candidate per edge
+        tensor([1., 1., 1., 1., 1., 1.], dtype=torch.float64)
+    """
     weights = {}
     for table in layout.tables:
         entries = torch.zeros(table.shape, dtype=torch.float64)
@@ -78,7 +99,17 @@ def one_hot(layout: Layout, genotype: Genotype) -> dict[str, Tensor]:
 
 
 def one_hot_live(layout: Layout, genotype: Genotype) -> dict[int, Live]:
-    """For every site the candidates that the genotype needs and no other."""
+    """For every site the candidates that the genotype needs and no other.
+
+    Example:
+        >>> from softcell.arch import sample
+        >>> from softcell.spaces import build_space
+        >>> from softcell.testing import one_hot_live
+        >>> layout = build_space("nb201").layout()
+        >>> lives = one_hot_live(layout, sample(layout, seed=0))
+        >>> len(lives) == len(layout.sites), [len(live) for live in lives[0]]
+        (True, [1, 1, 1, 1, 1, 1])
+    """
     lives: dict[str, Live] = {}
     for table in layout.tables:
         picked = list(_picked(table, genotype))
