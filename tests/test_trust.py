@@ -208,7 +208,7 @@ def test_a_damaged_store_trusts_nothing_and_is_replaced(
 
 def test_a_store_that_cannot_be_written_is_said_and_stops_nothing(plugin: Path, tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file where a folder should be")
-    with pytest.warns(UserWarning, match="cannot be remembered"):
+    with pytest.warns(UserWarning, match="trusted for this process only"):
         load_plugin(plugin)
     assert ran(plugin)
 

@@ -1,4 +1,4 @@
-"""The one exception that speaks to the user."""
+"""The exception for wrong input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """A hint for a mistyped name, which in a file may be no text: the closest known one, then all of them."""
+    """A hint for a mistyped name: the closest known one, then all of them. Names from files may be of any type."""
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""

@@ -1,9 +1,9 @@
-"""Text, JSON, JSON lines and YAML from files that anybody may have written: bounded, plain, or a `UserError`.
+"""Text, JSON, JSON lines and YAML from untrusted files: bounded, plain data, or a `UserError`.
 
-A parser of the standard library raises what its internals happen to raise: `RecursionError` on deep nesting,
-`ValueError` on numbers of 5,000 digits, anything at all on odd YAML. And what it accepts may break whoever uses it:
-lone surrogates cannot be printed, dates cannot be written as JSON, YAML reads `12:30:45` as 45045 and `010` as 8. All
-files of settings, runs and genotypes are therefore read here, and only plain data leaves this place.
+The usual parsers raise many kinds of errors: `RecursionError` on deep nesting, `ValueError` on numbers of 5,000
+digits, anything on odd YAML. What they accept may break later code: lone surrogates cannot be printed, dates cannot be
+written as JSON, and YAML reads `12:30:45` as 45045 and `010` as 8. All files of settings, runs and genotypes are
+therefore read here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import yaml
 from softcell.errors import UserError
 
 MOST_BYTES = 64 * 2**20
-"""Of a file of settings, a manifest or a genotype; a run of a thousand classes has 100 KB."""
+"""For a file of settings, a manifest or a genotype; a manifest with a thousand classes has 100 KB."""
 MOST_BYTES_OF_LINES = 2**30
 MOST_DEPTH = 64
 MOST_DIGITS = 40
 MOST_VALUES = 2_000_000
-"""In one file: short YAML can name a value that is repeated beyond all memory."""
+"""In one file: a short YAML file can expand to more values than fit into memory."""
 
 
 def read_text(file: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
-    """The content of a regular file as UTF-8; `FileNotFoundError` is left to the caller, who knows what to suggest.
+    """The content of a regular file as UTF-8; `FileNotFoundError` passes through: the caller knows what to suggest.
 
-    errors: what becomes of bytes that are no UTF-8, as `bytes.decode` has it.
+    errors: how bytes that are not UTF-8 are decoded, as in `bytes.decode`.
     """
     file = Path(file)
     try:
-        # Not blocking: to open a pipe that nobody writes to would wait for ever.
+        # Non-blocking: opening a pipe without a writer would wait forever.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise UserError(f"{file} must be a regular file, but is a pipe or a device; give a file")
@@ -57,7 +57,7 @@ def read_text(file: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, err
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Plain data from JSON; `where` is what errors call it."""
+    """Plain data from JSON; errors call the source `where`."""
     try:
         value = json.loads(text, parse_int=_whole)
     except json.JSONDecodeError as error:
@@ -71,7 +71,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_json(file: str | os.PathLike[str]) -> Any:
-    """Plain data from a JSON file; `FileNotFoundError` is left to the caller."""
+    """Plain data from a JSON file; `FileNotFoundError` passes through."""
     return parse_json(read_text(file), str(file))
 
 
@@ -87,7 +87,7 @@ def read_json_lines(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Plain data from YAML, without its base-60 numbers, octal numbers and dates: these are text."""
+    """Plain data from YAML, where base-60 numbers, octal numbers and dates are text."""
     try:
         value = yaml.load(text, Loader=_PlainLoader)
     except UserError as error:
@@ -108,7 +108,7 @@ def _whole(text: str) -> int:
 
 
 def _check_plain(value: Any, where: str) -> None:
-    """Raises `UserError` unless `value` is made of a bounded number of plain values, none of them too deep."""
+    """Raises `UserError` unless `value` has plain values only, not too many and not nested too deeply."""
     left, seen = [(value, 0)], 0
     while left:
         item, depth = left.pop()
@@ -140,10 +140,10 @@ def _printable(text: str) -> bool:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML 1.1 without the forms that surprise."""
+    """YAML 1.1 without base-60 numbers, octal numbers and dates."""
 
     def construct_yaml_int(self, node: Any) -> int:
-        if len(str(node.value)) > MOST_DIGITS:  # in whatever base: all are below ten to this power
+        if len(str(node.value)) > MOST_DIGITS:  # in any base, such a number is below 10**MOST_DIGITS
             raise UserError(f"a whole number must have at most {MOST_DIGITS} digits, but one has more")
         return super().construct_yaml_int(node)
 

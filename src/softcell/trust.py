@@ -1,14 +1,14 @@
-"""Which files may run code here: those that the user named or agreed to, by path and content.
+"""Which files may run code: those that the user named or trusted, by path and content.
 
 Recipes, run folders and sweeps may name Python files (plugins) and exported programs, and loading either of them runs
-code. Such a folder may come from anybody, so a file runs only if it is trusted:
+code. Such a folder may come from anyone, so a file runs only if it is trusted:
 
 - it was named on the command line (`--plugin`) or in a Python call;
-- the user agreed with `--trust`, `trust=True` or at the prompt;
-- or one of this happened before to the same content at the same path. Agreements are kept in a small JSON file below
+- the user trusted it with `--trust`, `trust=True` or at the prompt;
+- or the same content at the same path was trusted before. Trusted files are kept in a small JSON file below
   `$SOFTCELL_STATE`, else `$XDG_STATE_HOME/softcell`, else `~/.local/state/softcell`.
 
-Nothing that a file says about itself counts. A sweep hands what was agreed to on to its jobs through the environment.
+What a file says about itself is ignored. A sweep passes its trusted files to its jobs through the environment.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from softcell.errors import UserError
 
 STATE = "SOFTCELL_STATE"
 PASSED_ON = "SOFTCELL_TRUSTED"
-"""Digests, separated by commas, of what the process that started this one trusts."""
+"""Environment variable: digests, separated by commas, of the files that the parent process trusts."""
 FORMAT, VERSION = "softcell-trust", 1
 MOST_VERSIONS = 50
-"""So many contents of one path are remembered: a plugin under development changes often."""
+"""Contents of one path that are remembered: a plugin under development changes often."""
 Kind = Literal["plugin", "program"]
 Ask = Callable[[str], bool]
-"""Puts a question to the user; True where the answer is yes."""
+"""Asks the user a question; True for yes."""
 _WORDS: dict[Kind, str] = {
     "plugin": "a Python file that would be run",
     "program": "an exported program, which may hold code that runs while it is read",
@@ -44,12 +44,12 @@ _WORDS: dict[Kind, str] = {
 
 
 class UntrustedError(UserError):
-    """A file would run code, and nobody has agreed to it."""
+    """A file would run code and is not trusted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A file as it was read once: what is looked at is what will be run."""
+    """A file, read once: the bytes that were checked are the bytes that run."""
 
     path: Path
     data: bytes
@@ -58,7 +58,7 @@ class Content:
 
 @dataclass(slots=True)
 class _Scope:
-    """What was agreed to in advance, how to ask, and whom to notify of what is trusted."""
+    """Kinds of files that are trusted in advance, how to ask, and how to report what was trusted."""
 
     kinds: set[Kind] = field(default_factory=set)
     ask: Ask | None = None
@@ -71,7 +71,7 @@ _agreed: set[tuple[str, str]] = set()
 
 @contextmanager
 def asking(ask: Ask | None = None, notify: Callable[[str], None] | None = None) -> Iterator[None]:
-    """A context with agreements of its own; `allow` inside it ends with it. ask: None where nobody can be asked."""
+    """A context for `allow`, which ends with it. ask: None where there is no user to ask."""
     token = _scope.set(_Scope(set(), ask, notify))
     try:
         yield
@@ -80,9 +80,9 @@ def asking(ask: Ask | None = None, notify: Callable[[str], None] | None = None) 
 
 
 def allow(*kinds: Kind) -> None:
-    """Agrees to everything (of these kinds) that the present context will ask for."""
+    """Trusts all files of these kinds (default: all) in the current context."""
     scope = _scope.get()
-    assert scope is not None, "`allow` belongs into `asking` or `trusting`"
+    assert scope is not None, "`allow` must be called inside `asking` or `trusting`"
     scope.kinds |= set(kinds or ("plugin", "program"))
 
 
@@ -104,7 +104,7 @@ def trusting(agreed: bool = True) -> Iterator[None]:
 
 
 def trust(path: str | Path, kind: Kind = "plugin") -> Content:
-    """Trusts a file because the user named it, now and from now on; gives its content."""
+    """Trusts a file that the user named, now and later; returns its content."""
     content = read(path, kind)
     if not _is_known(content):
         _agree(content)
@@ -112,7 +112,7 @@ def trust(path: str | Path, kind: Kind = "plugin") -> Content:
 
 
 def trusted(path: str | Path, asked_by: str, kind: Kind = "plugin") -> Content:
-    """The content of a trusted file; `UntrustedError` where nobody agrees to it. asked_by: what names the file."""
+    """The content of a trusted file; raises `UntrustedError` for any other. asked_by: what names the file."""
     content, scope = read(path, kind), _scope.get() or _Scope()
     if _is_known(content):
         return content
@@ -131,13 +131,13 @@ def trusted(path: str | Path, asked_by: str, kind: Kind = "plugin") -> Content:
         return content
     name_it = f", or name it with --plugin {shlex.quote(str(content.path))}" if kind == "plugin" else ""
     raise UntrustedError(
-        f"{what}. Read it, then repeat the command with --trust{name_it} (in Python: trust=True); what a recipe says "
-        "of trust does not count"
+        f"{what}. Read it, then repeat the command with --trust{name_it} (in Python: trust=True); a recipe cannot "
+        "trust files itself"
     )
 
 
 def is_trusted(path: str | Path, kind: Kind = "plugin") -> bool:
-    """Whether a file would be run without asking anybody; one that cannot be read would not."""
+    """Whether a file would run without a question; False for one that cannot be read."""
     try:
         content = read(path, kind)
     except UserError:
@@ -146,13 +146,13 @@ def is_trusted(path: str | Path, kind: Kind = "plugin") -> bool:
 
 
 def digests(paths: Iterable[str | Path]) -> str:
-    """For the environment of other processes (`PASSED_ON`): what this one was given, and the contents of `paths`."""
+    """The value of `PASSED_ON` for child processes: what this process was given, and the contents of `paths`."""
     given = [word for word in os.environ.get(PASSED_ON, "").split(",") if word]
     return ",".join(dict.fromkeys([*given, *(read(path, "program").digest for path in paths)]))
 
 
 def read(path: str | Path, kind: Kind = "plugin") -> Content:
-    """The file at `path`, whole."""
+    """The whole file at `path`."""
     file = Path(path).resolve()
     if not file.is_file() or (kind == "plugin" and file.suffix != ".py"):
         rule = "--plugin must name a Python file" if kind == "plugin" else "an exported program must be a file"
@@ -165,10 +165,10 @@ def read(path: str | Path, kind: Kind = "plugin") -> Content:
 
 
 def store() -> Path:
-    """The file that agreements are kept in."""
+    """The file that lists trusted files."""
     own = os.environ.get(STATE)
     if own:
-        # A relative path would let the folder in which a command is typed say what is trusted.
+        # A relative path would let the working directory decide what is trusted.
         if not Path(own).is_absolute():
             raise UserError(f"{STATE} must be an absolute path, got {own!r}")
         return Path(own) / "trust.json"
@@ -191,7 +191,7 @@ def _agree(content: Content) -> None:
     file = store()
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Ranks of torchrun and jobs of a sweep may all agree at the same moment.
+        # Ranks of torchrun and jobs of a sweep may write at the same time.
         with open(file.with_name(".trust.lock"), "ab") as lock:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -201,7 +201,7 @@ def _agree(content: Content) -> None:
             text = json.dumps({"format": FORMAT, "version": VERSION, "files": known}, indent=2) + "\n"
             temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
             try:
-                # Whoever may write this file may have code run: it is its owner's alone.
+                # Anyone who can write this file can have code run, so only its owner may.
                 descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
                 with open(descriptor, "w", encoding="utf-8") as stream:
                     stream.write(text)
@@ -212,20 +212,20 @@ def _agree(content: Content) -> None:
                 temporary.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
-            f"{content.path} is trusted for now, but that cannot be remembered in {file} ({error.strerror or error})",
+            f"{content.path} is trusted for this process only: {file} cannot be written ({error.strerror or error})",
             stacklevel=2,
         )
 
 
 def _remembered() -> dict[str, list[str]]:
-    """Digests by path; of a file that is damaged nothing counts."""
+    """Digests by path; empty where the file is damaged."""
     file = store()
     try:
         data: Any = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"{file} cannot be read ({error}); files that it says are trusted are not", stacklevel=2)
+        warnings.warn(f"{file} cannot be read ({error}); the files it lists are not trusted", stacklevel=2)
         return {}
     files = data.get("files") if isinstance(data, dict) and data.get("format") == FORMAT else None
     if not isinstance(files, dict):

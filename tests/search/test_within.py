@@ -32,7 +32,8 @@ def parameters(genotype: Genotype) -> int:
 
 
 DRAWS = [sample(SPACE.layout(), SEED * 1_000_003 + number) for number in range(60)]
-SIZES = [parameters(genotype) for genotype in DRAWS]
+COSTS = [count_genotype(SPACE, genotype, (1, 8, 8), 3) for genotype in DRAWS]
+SIZES = [cost.parameters for cost in COSTS]
 LIMIT = sorted(SIZES)[15]  # a quarter of the draws
 ALLOWED = [genotype for genotype, size in zip(DRAWS, SIZES, strict=True) if size <= LIMIT]
 
@@ -80,9 +81,8 @@ def test_a_random_search_trains_the_first_draws_that_meet_the_budget(data: Path,
 
 
 def test_all_budgets_hold_at_once(data: Path, tmp_path: Path) -> None:
-    costs = [count_genotype(SPACE, genotype, (1, 8, 8), 3) for genotype in DRAWS]
-    most = sorted(cost.multiply_adds for cost in costs)[30]
-    both = [g for g, c in zip(DRAWS, costs, strict=True) if c.parameters <= LIMIT and c.multiply_adds <= most]
+    most = sorted(cost.multiply_adds for cost in COSTS)[30]
+    both = [g for g, c in zip(DRAWS, COSTS, strict=True) if c.parameters <= LIMIT and c.multiply_adds <= most]
     search(recipe(data, 2, max_params=LIMIT, max_flops=most), tmp_path / "run")
     assert trained(tmp_path / "run") == cells(both[:2])
 

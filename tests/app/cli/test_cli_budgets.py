@@ -27,10 +27,10 @@ def parameters(genotype: Genotype) -> int:
     return count_genotype(COUNTED, genotype, (1, 8, 8), 10).parameters
 
 
-DRAWS = [sample(COUNTED.layout(), number) for number in range(1, 60)]
+DRAWS = [sample(COUNTED.layout(), number) for number in range(1, 20)]
 LIMIT = 85_000
 ALLOWED = [genotype for genotype in DRAWS if parameters(genotype) <= LIMIT]
-LATER = [sample(COUNTED.layout(), APART + number) for number in range(1, 60)]
+LATER = [sample(COUNTED.layout(), APART + number) for number in range(1, 20)]
 BESIDE = [genotype for genotype in LATER if parameters(genotype) <= LIMIT]
 """What stands beside the findings of random search."""
 
