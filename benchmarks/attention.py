@@ -31,7 +31,7 @@ from softcell.engine.capture import TRIED, WARMUP, CapturedStep
 from softcell.engine.timing import Stopwatch
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.local import attend_packed, unpacked
-from softcell.nn.attention_local import attend_local
+from softcell.nn.attention import attend_local
 from studies.runs import write_record
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ from benchmarks.steps import Case, batch, players, step
 from benchmarks.traffic import is_view
 from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
-from softcell.nn import attention_local, stack_calibrations
+from softcell.nn import attention, stack_calibrations
 from softcell.spaces import block, cell, chain, edges, fused_cell
 
 CASES = [
@@ -181,8 +181,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
             for name, count in counts.items():
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(cell, "serves", lambda x: True))
-        stack.enter_context(patch.object(chain, "assembles", lambda x: together))
-        for module in (attention_local, local):
+        stack.enter_context(patch.object(chain, "grouping_blocks_pays", lambda x: together))
+        for module in (attention, local):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
@@ -194,7 +194,7 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (cell, block):
             stack.enter_context(patch.object(module, "literal", lambda: not together))
-        stack.enter_context(patch.object(edges, "gathers", lambda x: together))
+        stack.enter_context(patch.object(edges, "grouping_calibrations_pays", lambda x: together))
         stack.enter_context(patch.object(mix, "copies_cheaply", lambda x: together))
         yield
 

@@ -19,7 +19,7 @@ from softcell.data import load
 from softcell.data.feeds import first_images
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
 from softcell.evaluate.ranking import kendall
-from softcell.nn.untrained import PROXIES, Proxy, score_untrained
+from softcell.nn.zero_cost import PROXIES, Proxy, score_untrained
 from softcell.search.untrained import score_architecture
 from softcell.spaces import Space, build_space
 

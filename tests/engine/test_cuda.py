@@ -14,7 +14,7 @@ from softcell.engine.distributed import World
 from softcell.engine.metrics import DivergedError, LossWatch
 from softcell.engine.session import resolve_device, rng_state, set_deterministic, set_rng_state
 from softcell.engine.timing import Stopwatch
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import CASES, norm_case
 from tests.helpers.engine_toy import Toy, final_state, same

@@ -21,7 +21,7 @@ from softcell.engine.task import EpochEnded
 from softcell.errors import UserError
 from softcell.evaluate import RECIPES, TrainRecipe, TrainResult, load_network, resolve, stored_training, train
 from softcell.evaluate.task import TrainTask, learning_rate
-from softcell.nn.auxiliary import quarters
+from softcell.nn.conv import quarters
 from softcell.spaces import SPACES, build_space
 from tests.helpers.search_forks import forks
 from tests.helpers.search_toys import ALONE, TINY, training, write_data

@@ -12,7 +12,7 @@ from test_gpu_steps import continue_without_waiting, search_task, session, warme
 
 from softcell.arch import WeightMix
 from softcell.engine.checkpoint import load_latest
-from softcell.nn.attention_local import NonLocalAttention
+from softcell.nn.attention import NonLocalAttention
 from softcell.search import resolve, search
 from softcell.search.phases import FIRST
 from softcell.search.several import search_seeds

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUConvBN
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces.derived_plan import DerivedCell, Pick, plan_derived
 
 EDGES = [

@@ -13,8 +13,8 @@ from softcell.engine.distributed import agree
 from softcell.engine.metrics import DivergedError
 from softcell.engine.session import Interrupt
 from softcell.errors import UserError
-from softcell.nn.drop import Dropout, DropPath, batch_slice
 from softcell.nn.norm import BatchNorm2d
+from softcell.nn.stochastic import Dropout, DropPath, batch_slice
 from tests.helpers.engine_toy import Toy
 
 # --- batch normalisation: shared by the ranks and by the oracle ---

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from softcell.engine.distributed import World, average_, sum_
 from softcell.engine.metrics import Failure, LossWatch
 from softcell.engine.session import seed_everything
-from softcell.nn.drop import DropPath, set_drop_fraction
 from softcell.nn.norm import BatchNorm2d
+from softcell.nn.stochastic import DropPath, set_drop_fraction
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 BATCH = 8

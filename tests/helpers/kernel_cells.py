@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Live, WeightMix
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.fused import modules_only

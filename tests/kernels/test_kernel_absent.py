@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softcell.engine.distributed import World
 from softcell.kernels import backend, compose, local, norm, pool, taps
-from softcell.nn.attention_local import LocalAttention
+from softcell.nn.attention import LocalAttention
 from softcell.search import resolve
 from softcell.search.task import explain_modules
 from softcell.spaces import fused

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from softcell.arch import notation
 from softcell.kernels.derived import derived_cell, derived_cell_reference
 from softcell.nn.conv import SeparableConv
-from softcell.nn.flat import as_vector
+from softcell.nn.stack import as_vector
 from softcell.spaces import Network, build_space, derived_plan
 from softcell.spaces import fused as fused_module
 from softcell.spaces.derived_plan import Pick, plan_derived

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softcell.kernels import local
 from softcell.kernels.backend import runs_triton, triton_kernels
-from softcell.nn.attention_local import LocalAttention
+from softcell.nn.attention import LocalAttention
 from tests.helpers.kernel_runs import DEVICE, MARKS
 
 pytestmark = MARKS

@@ -14,7 +14,7 @@ from torch.distributions import Dirichlet, kl_divergence
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
 from softcell.errors import UserError
 from softcell.methods.drnas import DrNas, DrNasSettings, concentration, divergence, pathwise
-from softcell.nn.draws import SharedDraws, draw_gamma
+from softcell.nn.stochastic import SharedDraws, draw_gamma
 from softcell.search import resolve
 from softcell.testing import tiny_space
 from tests.helpers.search_toys import check_resumed, settings, write_data

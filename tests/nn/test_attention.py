@@ -7,8 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from softcell.errors import UserError
-from softcell.nn.attention_blocks import AttentionBlock, local_block
-from softcell.nn.attention_local import LocalAttention, NonLocalAttention, attend_local, shifts_only
+from softcell.nn.attention import (
+    AttentionBlock,
+    LocalAttention,
+    NonLocalAttention,
+    attend_local,
+    local_block,
+    shifts_only,
+)
 from softcell.nn.candidates import Spec, get_candidate
 from tests.reference.reference_attention import local_attention, non_local_attention
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 import softcell.spaces  # noqa: F401  (registers the candidates that ship)
 from softcell.errors import UserError
-from softcell.nn.auxiliary import AuxiliaryHead
 from softcell.nn.candidates import Spec, candidate, get_candidate, known_candidates
-from softcell.nn.conv import FactorisedReduction
+from softcell.nn.conv import AuxiliaryHead, FactorisedReduction
 from softcell.testing import CANDIDATE_CHECKS, check_name
 from tests.reference.reference_cells import copy_weights, literal
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from softcell.arch import WeightMix
 from softcell.nn.conv import DilatedConv, ReLUConvBN
-from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacks
+from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacking_pays
 from softcell.spaces import build_space, edges
 from softcell.spaces.fused import modules_only
 
@@ -53,7 +53,7 @@ def test_values_gradients_and_statistics_are_those_of_the_modules(
         torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-10)
 
 
-def test_what_differs_or_is_listened_to_is_not_stacked() -> None:
+def test_what_differs_or_has_hooks_is_not_stacked() -> None:
     assert stack_key(None) is None
     assert stack_key(DilatedConv(4, 3, 1, affine=False)) is None
     one, other = made(True)[:2]
@@ -62,8 +62,8 @@ def test_what_differs_or_is_listened_to_is_not_stacked() -> None:
     assert stack_key(one) != stack_key(other.eval()), "norms in another mode"
     one[1].register_forward_hook(lambda *_: None)
     assert stack_key(one) is None
-    assert stacks(torch.zeros(LARGEST))
-    assert not stacks(torch.zeros(LARGEST + 1))
+    assert stacking_pays(torch.zeros(LARGEST))
+    assert not stacking_pays(torch.zeros(LARGEST + 1))
 
 
 @pytest.mark.parametrize("bottleneck", [1, 2])

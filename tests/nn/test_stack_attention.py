@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import WeightMix
-from softcell.nn.attention_blocks import AttentionBlock
-from softcell.nn.attention_local import LocalAttention
+from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.stack_attention import assembles, block_key, run_alike, run_blocks
+from softcell.nn.stack_attention import block_key, grouping_blocks_pays, run_alike, run_blocks
 from softcell.spaces import build_space, chain
 from softcell.spaces.fullattention import CANDIDATES
 from softcell.spaces.fused import modules_only
@@ -72,7 +71,7 @@ def test_values_gradients_and_statistics_are_those_of_the_blocks(
         torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
 
 
-def test_what_differs_or_is_listened_to_runs_alone() -> None:
+def test_what_differs_or_has_hooks_runs_alone() -> None:
     spec = Spec(16, 1, affine=False, channels_in=16)
     one, other = made(spec)[:2]
     assert block_key(None) is None and block_key(nn.Identity()) is None
@@ -99,7 +98,7 @@ def test_what_differs_or_is_listened_to_runs_alone() -> None:
     x = torch.randn(1, 16, 3, 3, dtype=torch.float64)
     assert run_blocks([one, other, None], x) == {}
     assert run_alike([one, other, None], x) is None
-    assert not assembles(x), "on a CPU launches cost nothing"
+    assert not grouping_blocks_pays(x), "on a CPU launches cost nothing"
 
 
 @pytest.mark.parametrize("live", [None, ((0, 2, 6), (1,))])
@@ -125,7 +124,7 @@ def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pyt
         alike.append(found is not None)
         return found
 
-    monkeypatch.setattr(chain, "assembles", lambda x: True)
+    monkeypatch.setattr(chain, "grouping_blocks_pays", lambda x: True)
     monkeypatch.setattr(chain, "run_blocks", run)
     monkeypatch.setattr(chain, "run_alike", run_as_one)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.nn import stack_calibrations
 from softcell.nn.calibrate import Calibration, ChannelAttention, DynamicKernel, SpatialAttention
-from softcell.nn.flat import flat
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack_calibrations import LARGEST, family, gathers, run_calibrations
+from softcell.nn.stack import flat
+from softcell.nn.stack_calibrations import LARGEST, family, grouping_calibrations_pays, run_calibrations
 
 KINDS = {
     "channel": lambda c, stride, affine: ChannelAttention(c),
@@ -179,25 +179,25 @@ def test_what_is_unknown_or_listened_to_runs_alone() -> None:
     x = image(2, 4, 4, 4)
     heard: list[str] = []
     modules = made(("3x3", "3x3", "spatial", "channel", "channel"), 4)
-    listened: Any = modules[0]
-    listened.score.register_forward_hook(lambda *_: heard.append("score"))
+    hooked: Any = modules[0]
+    hooked.score.register_forward_hook(lambda *_: heard.append("score"))
     averaging: Any = modules[2]
     averaging.norm.momentum = None
     foreign: Any = made(("3x3",), 4)[0]
     foreign.norm = Doubled(1).double()
-    alone = [listened, averaging, foreign, Own(4).double(), nn.Identity(), None]
+    alone = [hooked, averaging, foreign, Own(4).double(), nn.Identity(), None]
     assert all(family(module) is None for module in alone)
     found = run_calibrations([*modules, *alone], x)
     assert found.keys() == {id(modules[i]) for i in (1, 3, 4)}
     assert not heard
-    assert run_calibrations([modules[1], listened, None], x) == {}, "one is no company"
+    assert run_calibrations([modules[1], hooked, None], x) == {}, "one is no company"
     assert len(run_calibrations([modules[3], modules[3], modules[4]], x)) == 2, "shared by two edges"
 
 
 def test_sizes_at_which_a_cpu_runs_them_together() -> None:
-    assert gathers(torch.zeros(LARGEST))
-    assert not gathers(torch.zeros(LARGEST + 1))
-    assert gathers(torch.zeros(LARGEST + 1, device="meta")), "elsewhere a launch costs more"
+    assert grouping_calibrations_pays(torch.zeros(LARGEST))
+    assert not grouping_calibrations_pays(torch.zeros(LARGEST + 1))
+    assert grouping_calibrations_pays(torch.zeros(LARGEST + 1, device="meta")), "elsewhere a launch costs more"
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])

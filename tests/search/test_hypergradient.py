@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softcell.methods.snas import Snas
 from softcell.nn.context import ContextAutoRegression
-from softcell.nn.draws import SharedDraws, draw_normal, draw_uniform
+from softcell.nn.stochastic import SharedDraws, draw_normal, draw_uniform
 from softcell.search import steps
 from softcell.search.guide import supernet_maps
 from softcell.search.hypergradient import Unrolling, hypergradient

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Choice, Layout, Pick, StrongestEach, Table, WeightMix
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.darts import CANDIDATES as DARTS_OPS

@@ -222,7 +222,7 @@ def weights(supernet: Supernet) -> WeightMix:
 
 def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, noisy: Supernet) -> None:
     """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), one uniform number per image and choice."""
-    from softcell.nn.drop import DropPath
+    from softcell.nn.stochastic import DropPath
     from softcell.spaces.arrivals import Combiner
 
     noisy.use_drop_path(0.4)

@@ -13,7 +13,7 @@ from torch import nn
 from softcell.arch import Genotype, Pick, WeightMix, count, derive, sample
 from softcell.arch.genotype import Cell
 from softcell.errors import UserError
-from softcell.nn.attention_local import LocalAttention
+from softcell.nn.attention import LocalAttention
 from softcell.spaces import Network, build_space
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.count import count_module

@@ -13,7 +13,7 @@ from softcell.arch import Cell, Genotype, Pick, Positive, StrongestEach, WeightM
 from softcell.errors import UserError
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.costs import count_candidates

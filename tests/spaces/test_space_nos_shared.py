@@ -10,7 +10,7 @@ from softcell.arch.mix import live_of
 from softcell.methods import METHODS, fitted
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.settings import build
 from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell

@@ -10,8 +10,7 @@ from softcell.arch import count, derive, sample
 from softcell.errors import UserError
 from softcell.evaluate.recipe import resolve
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.drop import batch_slice
-from softcell.nn.noise import fixed_noise, fixed_normal
+from softcell.nn.stochastic import batch_slice, fixed_noise, fixed_normal
 from softcell.spaces import build_space
 from softcell.spaces.count import count_genotype, evaluation_space
 

@@ -372,7 +372,7 @@ class _Loop:
         if not same_everywhere([value for value in rng.values() if value is not None], world):
             raise RuntimeError(
                 "all ranks must have drawn the same random numbers, but their generators differ; draw for the global "
-                "batch on every rank, as softcell.nn.drop does"
+                "batch on every rank, as softcell.nn.stochastic does"
             )
         task_state = dict(self.task.state_dict())
         local = gather_objects(task_state.pop("_local", None), world)

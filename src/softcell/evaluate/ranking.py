@@ -7,7 +7,7 @@ operation put there. Figure 3 uses a third, the accuracy of the supernet once an
 
 `zero_cost`: Zero-Cost-PT (Xiang et al., 2021, arXiv:2106.06799). The score of an untrained supernet without one
 operation, whose weight the others of its edge share. The lower that score, the more the operation matters, so the
-indicator is its negative. The scores are those of `softcell.nn.untrained`.
+indicator is its negative. The scores are those of `softcell.nn.zero_cost`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch import Tensor
 from softcell.arch import Genotype, WeightMix
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import EDGES, OPERATIONS, Nb201Table
-from softcell.nn import untrained
-from softcell.nn.untrained import PROXIES, Proxy
+from softcell.nn.zero_cost import PROXIES, Proxy, naswot, synflow
 from softcell.settings import is_seed
 from softcell.spaces import Space, Supernet
 
@@ -72,8 +71,8 @@ def score_supernet(proxy: Proxy, supernet: Supernet, mix: WeightMix, images: Ten
     SynFlow reads only the shape of the images.
     """
     if proxy == "naswot":
-        return untrained.naswot(lambda x: supernet(x, mix), images)
-    return untrained.synflow(lambda x: supernet(x, mix), supernet.parameters(), images)
+        return naswot(lambda x: supernet(x, mix), images)
+    return synflow(lambda x: supernet(x, mix), supernet.parameters(), images)
 
 
 def zero_cost(space: Space, proxy: Proxy, images: Tensor, num_classes: int, seed: int = 0) -> dict[str, Tensor]:

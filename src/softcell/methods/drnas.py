@@ -26,7 +26,7 @@ from softcell.arch.choice import LINK
 from softcell.arch.relax import with_links
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
-from softcell.nn.draws import draw_gamma
+from softcell.nn.stochastic import draw_gamma
 from softcell.settings import not_negative
 
 LEAST = 1e-6  # elu(β) + 1 rounds to 0 for very negative β, and no distribution has that concentration

@@ -29,7 +29,7 @@ from softcell.arch.mix import live_where
 from softcell.arch.relax import Schedule, concrete, temperature_at, with_links
 from softcell.methods.base import Masks, Method, Regime, logits_like
 from softcell.methods.registry import register_method
-from softcell.nn.draws import draw_uniform
+from softcell.nn.stochastic import draw_uniform
 from softcell.settings import not_negative, positive
 
 

@@ -29,7 +29,7 @@ from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
 from softcell.arch.relax import Schedule, concrete, temperature_at
 from softcell.methods.base import Masks, Method, Regime
 from softcell.methods.registry import register_method
-from softcell.nn.draws import draw_uniform
+from softcell.nn.stochastic import draw_uniform
 from softcell.settings import not_negative, positive
 
 

@@ -3,9 +3,9 @@
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Candidate, Spec, candidate, get_candidate, known_candidates
 from softcell.nn.conv import ReLUConvBN
-from softcell.nn.draws import draw_normal, draw_uniform
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.objective import CrossEntropy, Evaluated, Objective
+from softcell.nn.stochastic import draw_normal, draw_uniform
 
 __all__ = [
     "BatchNorm2d",

@@ -32,7 +32,7 @@ def reduced(channels: int, reduction: int) -> int:
 
 
 class Calibration(nn.Module, ABC):
-    """Makes from a node's value what is applied to another map.
+    """Computes from a node's value something that is applied to another map.
 
     The application is linear in what was made: what several edges send is summed and applied once.
 
@@ -129,10 +129,10 @@ class DynamicKernel(Calibration):
 
 
 def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tensor:
-    """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module tells how what it made is applied.
+    """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module applies what it made.
 
     base [n, c, h, w]. Both are linear in what was made, so attentions are summed (A of Eq 2), and kernels of one
-    dilation too, the smaller in the middle of the larger: passages through memory and launches less.
+    dilation too, the smaller in the middle of the larger: this saves memory traffic and launches.
     """
     kernels: dict[int, Tensor] = {}
     attentions: dict[type, Tensor] = {}

@@ -1,4 +1,4 @@
-"""The registry of candidate operations: a name, how to build it, and what it shares.
+"""The registry of candidate operations: a name, how to build it, and whether edges share it.
 
 A candidate maps [n, channels, h, w] to [n, channels, ceil(h / stride), ceil(w / stride)]. Adding one is a function
 with a decorator; it is then known to every space, to the command line and to the genotype reader:

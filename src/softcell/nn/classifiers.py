@@ -1,4 +1,4 @@
-"""Networks of fixed architecture that serve as teachers, and as ground for NOS's study of single operations.
+"""Networks of fixed architecture: teachers, and baselines of NOS's study of single operations.
 
 ResNet-18 as it is built for CIFAR: He, Zhang, Ren, Sun, CVPR 2016. PyramidNet with bottlenecks: Han, Kim, Kim: Deep
 Pyramidal Residual Networks, CVPR 2017; depth 110 and α = 84 is NOS's teacher (§4.2).
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from softcell.errors import UserError, nearest
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.drop import DropPath
 from softcell.nn.norm import BatchNorm2d
+from softcell.nn.stochastic import DropPath
 from softcell.settings import build, positive
 
 
@@ -48,7 +48,7 @@ class Classifier(nn.Module, ABC):
         return self(x), None
 
     def regions(self) -> list[nn.Module]:
-        """What `engine=compile` compiles on its own: the repeated parts."""
+        """Parts that `engine=compile` compiles separately: the repeated ones."""
         return [module for module in self.modules() if isinstance(module, BasicBlock | PyramidBottleneck)]
 
     def use_drop_path(self, probability: float) -> None:
@@ -127,10 +127,10 @@ class ResNet(Classifier):
 
     def features(self, x: Tensor, number: int | None = None) -> list[Tensor]:
         x, maps = self.stem(x), []
-        for place, stage in enumerate(self.stages[:number]):
+        for index, stage in enumerate(self.stages[:number]):
             x = stage(x)
-            if place < len(self.calibrations):
-                module = self.calibrations[place]
+            if index < len(self.calibrations):
+                module = self.calibrations[index]
                 assert isinstance(module, Calibration)
                 x = x + module.applied(x, module(x))
             maps.append(x)

@@ -1,12 +1,12 @@
-"""Context auto-regression: a network learns to see what is missing (full-attention NAS, §III-C).
+"""Context auto-regression: a network learns to fill in hidden parts of an image (full-attention NAS, §III-C).
 
 Several smaller, possibly overlapping rectangles of an image are hidden, up to a quarter of it in all. The network's
 features of what is left are decoded by a series of up-sampling layers, and the L1 distance to the true content is taken
 over the hidden pixels alone. No labels are needed, and the network is seen as `features` only, so that every method in
 every space can learn from it.
 
-Settled, since the paper says no more than "several smaller, possibly overlapping, random masks [...] that cover up to
-1/4 of the image": 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is a quarter less
+The paper says only "several smaller, possibly overlapping, random masks [...] that cover up to 1/4 of the
+image". Settled here: 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is a quarter less
 what overlaps; a rectangle may lie across the border, where it is cut off, so that all pixels are hidden equally often;
 hidden pixels are 0, the mean colour of normalised images.
 """
@@ -23,16 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.errors import UserError
-from softcell.nn.drop import uniform_for_batch
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.objective import Evaluated, Features, Objective
+from softcell.nn.stochastic import uniform_for_batch
 
 LEAST_MASKS, MOST_MASKS = 2, 8
 COVERED = 4
 """At most one part in so many of an image is hidden."""
 STRETCH = 2.0
 """The sides of a rectangle are at most this unequal."""
-_NUMBERS = 3  # random numbers of a rectangle: its shape, its place
+_NUMBERS = 3  # random numbers of a rectangle: its shape, its row, its column
 LEAST_WIDTH = 16
 
 
@@ -76,7 +76,7 @@ def covered(boxes: Tensor, height: int, width: int) -> Tensor:
 
 
 def draw_masks(images: Tensor) -> Tensor:
-    """Hidden pixels of a batch [n, c, h, w], other ones at every call: bool [n, 1, h, w]."""
+    """Random hidden pixels of a batch [n, c, h, w], redrawn at every call: bool [n, 1, h, w]."""
     height, width = images.shape[-2:]
     return covered(rectangles(uniform_for_batch(images, 1 + _NUMBERS * MOST_MASKS), height, width), height, width)
 
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
 
 def _steps(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The sizes that are gone through from the smallest map to the image, none more than about twice the one before."""
+    """The sizes from the smallest map to the image, none more than about twice the one before."""
     ordered = [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]][::-1]
     found: list[tuple[int, int]] = []
     for (h, w), (height, width) in itertools.pairwise(ordered):
@@ -143,6 +143,6 @@ class ContextAutoRegression(Objective):
         return Evaluated(missing_l1(self.rebuild(network, images, hidden), images, hidden), None)
 
     def rebuild(self, network: Features, images: Tensor, hidden: Tensor) -> Tensor:
-        """The image as it is imagined from what is not hidden: [n, c, h, w]."""
+        """The image predicted from what is not hidden: [n, c, h, w]."""
         seen = images.masked_fill(hidden, 0.0)
         return self.decoder(network.features(seen)[-1])  # type: ignore[no-any-return]

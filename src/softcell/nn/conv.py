@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from softcell.nn.norm import BatchNorm2d
 
 
 class ReLUFirst(nn.Sequential):
-    """A chain that starts with ReLU; whoever has max(x, 0) already may hand it over and save the work."""
+    """A chain that starts with ReLU; a caller that has max(x, 0) already may pass it and save the work."""
 
     def forward(self, x: Tensor, activated: Tensor | None = None) -> Tensor:
         """x, and max(x, 0) if known, both [n, c, h, w]."""
@@ -45,7 +47,7 @@ class DilatedDepthwise(nn.Conv2d):
 
     Pixels of even and odd rows and columns never meet in it, so it is an ordinary convolution on four interleaved
     grids (on one of them with stride 2). Libraries are slow at the gradients of dilated depthwise convolutions; on
-    the grids they are several times faster. Without gradients, and at odd sizes, it is called as it is.
+    the grids they are several times faster. Without gradients, and at odd sizes, it runs as an ordinary convolution.
     """
 
     def __init__(self, channels: int, kernel: int, stride: int) -> None:
@@ -120,8 +122,51 @@ class FactorisedReduction(nn.Module):
         return self.norm(torch.cat(halves, dim=1))  # type: ignore[no-any-return]
 
 
+def quarters(x: Tensor) -> Tensor:
+    """Adaptive average pooling of [n, c, h, w] to [n, c, 2, 2], middle rows and columns of odd sizes counted twice.
+
+    The gradient of torch's own is not deterministic on CUDA.
+    """
+    height, width = x.shape[-2:]
+    rows = [x[:, :, : (height + 1) // 2].mean(2), x[:, :, height // 2 :].mean(2)]
+    halves = torch.stack(rows, dim=2)
+    return torch.stack([halves[..., : (width + 1) // 2].mean(3), halves[..., width // 2 :].mean(3)], dim=3)
+
+
+class AuxiliaryHead(nn.Module):
+    """The auxiliary tower of DARTS's evaluation networks: a second classifier, for training only.
+
+    ReLU, pooling to 2×2, 1×1 convolution to 128 channels, 2×2 convolution to 768, linear.
+
+    On the sizes of the paper (8×8 on CIFAR, 7×7 on ImageNet) pooling is DARTS's 5×5 window; any other size is pooled
+    adaptively to 2×2, so that small images train too. As in DARTS's code, the ImageNet tower has no norm after the
+    second convolution.
+    """
+
+    def __init__(self, channels: int, num_classes: int, stem: Literal["cifar", "imagenet"]) -> None:
+        super().__init__()
+        size, stride = (8, 3) if stem == "cifar" else (7, 2)
+        self._paper_size = size
+        self.window = nn.AvgPool2d(5, stride, 0, count_include_pad=False)
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 128, 1, bias=False),
+            BatchNorm2d(128),
+            nn.ReLU(),
+            nn.Conv2d(128, 768, 2, bias=False),
+            BatchNorm2d(768) if stem == "cifar" else nn.Identity(),
+            nn.ReLU(),
+        )
+        self.classifier = nn.Linear(768, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        is_paper_size = x.shape[-2:] == (self._paper_size, self._paper_size)
+        x = self.features(self.window(x) if is_paper_size else quarters(x))
+        return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
+
+
 class Zero(nn.Module):
-    """The `none` candidate as a module, for those who want to call it; networks never do."""
+    """The `none` candidate as a module; networks never call it."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()

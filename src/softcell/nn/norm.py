@@ -24,7 +24,7 @@ _kept = False
 
 @contextmanager
 def statistics_kept() -> Iterator[None]:
-    """Within this context running statistics do not move: a batch that is computed again has been counted already."""
+    """Within this context running statistics stay: a batch that is recomputed has been counted already."""
     global _kept
     before, _kept = _kept, True
     try:

@@ -1,4 +1,4 @@
-"""Pooling candidates: no weights of their own, so all edges that leave a node share one computation."""
+"""Pooling candidates: they have no weights, so all edges that leave a node share one computation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from softcell.nn.norm import BatchNorm2d
 
 
 class AveragePool(nn.AvgPool2d):
-    """`nn.AvgPool2d` with a right gradient everywhere.
+    """`nn.AvgPool2d` with a correct gradient on every device.
 
-    On CUDA, torch's own is wrong for channels-last inputs with padding (pytorch issue 188344, seen in 2.11), so there
-    it is given a channels-first one.
+    On CUDA, torch's own is wrong for channels-last inputs with padding (pytorch issue 188344, seen in 2.11), so the
+    input is made channels-first there.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Modules and functions that keep only their inputs for the backward pass, and compute what lies between anew there."""
+"""Activation checkpointing: modules and functions that keep only their inputs and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def inputs_kept_alone(run: Callable[..., T], *given: Any) -> T:
-    """`run(*given)`, which draws no random numbers and has no running statistics; of it only `given` is kept."""
+    """`run(*given)`, keeping only `given`; `run` must draw no random numbers and have no running statistics."""
     if not torch.is_grad_enabled():
         return run(*given)
     return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
@@ -26,9 +26,9 @@ def inputs_kept_alone(run: Callable[..., T], *given: Any) -> T:
 def recomputed(module: nn.Module, *inputs: Tensor) -> Tensor:
     """`module(*inputs)` with the same value and gradients; batch-norm counts the batch once.
 
-    Modules without weights keep little and may draw random numbers: they run as they are.
+    Modules without weights keep little and may draw random numbers: they are not recomputed.
     """
-    # What the backward pass computes with must be what stands in the module now, which may be on loan.
+    # The backward pass must use the parameters of now, which may be temporary ones.
     state: dict[str, Tensor] = dict(module.named_parameters())
     if not state or not torch.is_grad_enabled():
         return module(*inputs)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """Blocks of attention that read the same map, run together: weights stacked, one pass for each of their layers.
 
-On a GPU each of the seven blocks of a layer starts some dozen small things forward and twice as many backward, of which
-only the attention itself is its own. Here all that comes before it and behind it is done for all blocks at once:
+On a GPU each of the seven blocks of a layer launches about a dozen small kernels forward and twice as many backward;
+only the attention itself differs between blocks. Here everything before and after it runs for all blocks at once:
 
     reduce                             one convolution, one norm
     queries, keys, values              one batched product of rows [n·h·w, inner]
@@ -19,20 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.kernels.product import product
-from softcell.nn.attention_blocks import AttentionBlock
-from softcell.nn.attention_local import Attention, LocalAttention, NonLocalAttention
+from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import conv_and_norm, grouped, listened, norm_key, normalise
+from softcell.nn.stack import conv_and_norm, grouped, has_hooks, norm_key, normalise
 
 
-def assembles(x: Tensor) -> bool:
-    """Whether blocks of `x` should run together; a compiler puts modules together in its own way."""
+def grouping_blocks_pays(x: Tensor) -> bool:
+    """Whether blocks on `x` should run together; a compiler groups modules in its own way."""
     return x.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
 def block_key(module: nn.Module | None) -> Hashable | None:
-    """What blocks have in common that can run together; None for a module that runs alone."""
-    if type(module) is not AttentionBlock or listened(module):
+    """A key that blocks which can run together share; None for a module that runs alone."""
+    if type(module) is not AttentionBlock or has_hooks(module):
         return None
     if type(module.attention) not in (LocalAttention, NonLocalAttention):
         return None  # another one may do more than `attend`
@@ -95,7 +94,7 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
 
 
 def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
-    """Those of each, as parts of one copy: of what is no leaf a backward pass can tell that it is not asked for."""
+    """The embeddings of each, as parts of one copy: a backward pass skips tensors that are no leaves and not needed."""
     own = [attention.embeddings() for attention in attentions]
     every = [part for parts in own for part in parts]
     if not every:

@@ -1,15 +1,15 @@
 """Attentions and dynamic kernels that read the same map, run together: weights stacked, one pass for each stage.
 
-A GPU needs 3-4 µs to start anything, and each of these modules starts many small things. Here all of a node together
-start little more than one of them does. Maps are taken as rows [n·h·w, c], the way channels-last ones lie in memory.
+A GPU needs 3-4 µs to launch a kernel, and each of these modules launches many small ones. Together all modules of a
+node launch little more than one of them does. Maps are read as rows [n·h·w, c], the memory order of channels-last.
 
     channel attentions                one mean, one product to all hidden channels, one batched product back
     spatial attentions and kernels    one product to all hidden channels, one norm
     spatial attentions                one grouped convolution
     dynamic kernels                   one kernel of ours where it fits (`softcell.kernels.dynamic`); else one product to
                                       all scores and one softmax over h·w, whatever their sizes; one product of all
-                                      hidden channels with all scores, of which a module needs only the block of its
-                                      own: arithmetic for launches; the rest once per size
+                                      hidden channels with all scores, although a module needs only its own block:
+                                      arithmetic is cheaper than launches; the rest once per size
 """
 
 from __future__ import annotations
@@ -25,29 +25,28 @@ from torch import Tensor, nn
 from softcell.kernels.backend import is_wanted
 from softcell.kernels.dynamic import dynamic_kernels, fits
 from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttention
-from softcell.nn.flat import flat
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import grouped, listened, norm_key, normalise
+from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalise
 
 LARGEST = 2**20
-"""Elements of an input up to which running them together was seen to pay on a CPU."""
+"""Elements of an input up to which running them together was faster on a CPU."""
 
 KINDS = (DynamicKernel, SpatialAttention, ChannelAttention)
 CHANNEL = "channel"
 Normed = DynamicKernel | SpatialAttention
 
 
-def gathers(x: Tensor) -> bool:
-    """Whether calibrations of `x` should run together; a compiler puts modules together in its own way."""
+def grouping_calibrations_pays(x: Tensor) -> bool:
+    """Whether calibrations on `x` should run together; a compiler groups modules in its own way."""
     return not torch.compiler.is_compiling() and (x.device.type != "cpu" or x.numel() <= LARGEST)
 
 
 def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
-    """What modules have in common whose weights can be stacked; None for a module that runs alone.
+    """A key that modules whose weights can be stacked share; None for a module that runs alone.
 
     Those of one kind are of one size; whatever shares the first item goes through one norm.
     """
-    if module is None or type(module) not in KINDS or listened(module):
+    if module is None or type(module) not in KINDS or has_hooks(module):
         return None
     if isinstance(module, ChannelAttention):
         return CHANNEL, module.squeeze.out_channels
@@ -69,7 +68,7 @@ def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int
         groups.setdefault(key[0], []).append(list(own.values()))
     channel = groups.pop(CHANNEL, [])
     normed = [_Normed(group) for group in groups.values()]
-    # What autocast would cast for every module is cast here at once.
+    # One cast here instead of one by autocast for every module.
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     x = x if dtype is None else x.to(dtype)
@@ -137,7 +136,7 @@ class _Normed:
         y = F.relu(normalise(y, [module.norm for module in self._all]))
         kernels: list[list[Any]] = [[*chain(*self._kernels)]] if self._kernels else []
         widths = [sum(module.norm.num_features for module in own) for own in [*kernels, *self._spatial]]
-        # As rows: their gradients are then put together as rows too, whatever layout they come in, as norms want them.
+        # As rows: their gradients are then concatenated as rows too, the layout that norms read.
         rows = y.permute(0, 2, 3, 1).flatten(1, 2)
         parts = [*torch.split(rows, widths, dim=2)] if len(widths) > 1 else [rows]
         made = self._make_kernels(x, parts.pop(0), weights) if self._kernels else {}
@@ -184,7 +183,7 @@ def _entrance(module: Normed) -> nn.Conv2d:
 
 
 def _by_id(modules: Sequence[nn.Module], outputs: Tensor, dim: int = 0) -> dict[int, Tensor]:
-    """What stands for each module along a dimension of `outputs`; the gradient of a single one needs no stacking."""
+    """The part of each module along a dimension of `outputs`; the gradient of a single one needs no stacking."""
     parts = outputs.unbind(dim) if len(modules) > 1 else (outputs.squeeze(dim),)
     return {id(module): output for module, output in zip(modules, parts, strict=True)}
 
@@ -197,7 +196,7 @@ def _pointwise(x: Tensor, weight: Tensor, stride: tuple[int, ...] = (1, 1)) -> T
 
 
 def _scored(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows [n, h·w, c] and weight [s, c] to [n, s, h·w]: what a softmax over h·w reads lies side by side."""
+    """rows [n, h·w, c] and weight [s, c] to [n, s, h·w]: contiguous for a softmax over h·w."""
     return _Scored.apply(rows, weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -213,7 +212,7 @@ class _Scored(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, weight = ctx.saved_tensors
         back = torch.bmm(gradient.transpose(1, 2), weight.expand(len(rows), -1, -1))
-        # When α learns weights want none.
+        # In architecture steps weights need no gradient.
         return back, torch.bmm(gradient, rows).sum(0) if is_wanted(ctx, 1) else None
 
 

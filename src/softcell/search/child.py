@@ -15,7 +15,7 @@ from softcell.arch import Genotype, Mix
 from softcell.data import Batch
 from softcell.engine.distributed import World
 from softcell.engine.metrics import Measured, measure
-from softcell.nn.drop import Dropout, DropPath
+from softcell.nn.stochastic import Dropout, DropPath
 from softcell.spaces import Network, Supernet
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from softcell.arch import Mix, WeightMix
 from softcell.arch.cost import KINDS, CostTables, linear_cost, log_cost, policy_cost
 from softcell.errors import UserError
-from softcell.nn.draws import draw_uniform
+from softcell.nn.stochastic import draw_uniform
 from softcell.settings import not_negative
 
 Preset = Literal["none", "mild", "moderate", "aggressive"]

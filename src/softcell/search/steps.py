@@ -17,8 +17,8 @@ from softcell.arch import Mix
 from softcell.engine.distributed import World, average_
 from softcell.engine.optim import apply_gradients
 from softcell.methods import Method
-from softcell.nn.draws import SharedDraws
 from softcell.nn.objective import Evaluated, Objective
+from softcell.nn.stochastic import SharedDraws
 from softcell.search.hypergradient import Unrolling, hypergradient
 from softcell.search.resource import ResourcePenalty
 from softcell.spaces import Bound, Supernet

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.picked_cell import PickedCell
 

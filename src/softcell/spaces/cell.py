@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from softcell.arch import Live, Mix, Pick, Table, WeightMix
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces.arrivals import Arrived, Combiner, node_value
 from softcell.spaces.block import Block, calibrates, watched
 from softcell.spaces.bottleneck import Bottleneck, narrowed

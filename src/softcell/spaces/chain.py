@@ -14,9 +14,9 @@ from torch import Tensor
 from softcell.arch import Cell, Mix, Table, WeightMix
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
-from softcell.nn.drop import DropPath
 from softcell.nn.recompute import recomputed
-from softcell.nn.stack_attention import assembles, run_alike, run_blocks
+from softcell.nn.stack_attention import grouping_blocks_pays, run_alike, run_blocks
+from softcell.nn.stochastic import DropPath
 from softcell.spaces.arrivals import Output, zeros
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.edges import SpecOf
@@ -59,7 +59,7 @@ class MixedChain(MixedCell):
         """What the running candidates of a layer make of x, combined; None: zeros alone."""
         modules = [self.edges.module(self._starts[layer] + k) for k in running]
         again = mix.recomputes(site, layer)
-        together = not again and not apart() and assembles(x)
+        together = not again and not apart() and grouping_blocks_pays(x)
         if together and isinstance(mix, WeightMix) and not mix.is_picked(site):
             alike = run_alike(modules, x)
             if alike is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from softcell.arch import Genotype
-from softcell.nn.attention_local import Attention, shifts_only
+from softcell.nn.attention import Attention, shifts_only
 from softcell.settings import merge
 from softcell.spaces.base import Shape, Space
 from softcell.spaces.registry import SPACES, build_space

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Choice, Genotype, Layout, Mix, Table, TopInputs
 from softcell.arch.genotype import alive
 from softcell.errors import UserError
-from softcell.nn.auxiliary import AuxiliaryHead
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.conv import FactorisedReduction, ReLUConvBN
+from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.cell import MixedCell

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from softcell.kernels.derived import NONE, Arrival, Derived, Norm, Pooling, Round, Stage, derived_cell
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.drop import DropPath
-from softcell.nn.flat import flat
+from softcell.nn.stack import flat
+from softcell.nn.stochastic import DropPath
 from softcell.spaces.fused_cell import compute_type, running_statistics, update_running
 from softcell.spaces.fused_plan import Unfit, pool_of
 

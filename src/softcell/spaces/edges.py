@@ -12,8 +12,8 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.recompute import recomputed
-from softcell.nn.stack import grouped, run_stacked, stack_key, stacks
-from softcell.nn.stack_calibrations import gathers, run_calibrations
+from softcell.nn.stack import grouped, run_stacked, stack_key, stacking_pays
+from softcell.nn.stack_calibrations import grouping_calibrations_pays, run_calibrations
 from softcell.spaces.bottleneck import Bottleneck
 from softcell.spaces.fused import apart
 
@@ -93,9 +93,9 @@ class Runner:
         if apart():
             return
         own = list(modules)
-        if stacks(self._x):
+        if stacking_pays(self._x):
             self._stack(own)
-        if gathers(self._x) and any(isinstance(module, Calibration) for module in own):
+        if grouping_calibrations_pays(self._x) and any(isinstance(module, Calibration) for module in own):
             self._done |= run_calibrations(own, self.value())
 
     def _stack(self, modules: Iterable[nn.Module | None]) -> None:

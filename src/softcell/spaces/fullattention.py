@@ -25,7 +25,12 @@ from torch import Tensor, nn
 
 from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
 from softcell.errors import UserError
-from softcell.nn.attention_blocks import EXTENTS, HEADS, local_block, local_name
+from softcell.nn.attention import (
+    EXTENTS,
+    HEADS,
+    local_block,
+    local_name,
+)
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.pool import AveragePool
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from softcell.kernels.cell import Program, mixed_cell
 from softcell.kernels.compose import Recipe, compose, compose_gradient, flat_kernels
-from softcell.nn.flat import as_vector, owned
+from softcell.nn.stack import as_vector, owned
 
 
 class _Flat(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Pick
 from softcell.arch.genotype import check_forward
 from softcell.nn.calibrate import Calibration
-from softcell.nn.drop import DropPath
+from softcell.nn.stochastic import DropPath
 from softcell.spaces.arrivals import node_value
 from softcell.spaces.bottleneck import Bottleneck, narrowed
 from softcell.spaces.derived_plan import DerivedCell, plan_derived

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import softcell.nn.attention_blocks
+import softcell.nn.attention
 import softcell.nn.calibrate
 import softcell.nn.conv
 import softcell.nn.mbconv
-import softcell.nn.noise
-import softcell.nn.pool  # noqa: F401  (registers its candidates)
+import softcell.nn.pool
+import softcell.nn.stochastic  # noqa: F401  (registers its candidates)
 from softcell.registry import Registry
 from softcell.settings import at_most, build
 from softcell.spaces.base import Space

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.draws import SharedDraws
+from softcell.nn.stochastic import SharedDraws
 from softcell.testing.tools import images, require, require_close
 
 CHANNELS = 6
@@ -117,7 +117,7 @@ def input_stays_as_it_was(name: str) -> None:
 
 
 def evaluations_of_a_step_share_their_draws(name: str) -> None:
-    """A second-order step evaluates a batch several times: random numbers come from `softcell.nn.draws` or `.drop`."""
+    """A second-order step evaluates a batch several times: random numbers come from `softcell.nn.stochastic`."""
     module, x = (
         _build(name, Spec(channels_for(name), 1, affine=False, pool_norm=True)),
         images((channels_for(name), 8, 8)),
@@ -126,7 +126,7 @@ def evaluations_of_a_step_share_their_draws(name: str) -> None:
     for _ in range(2):
         with torch.no_grad(), draws.evaluation("train"):
             outputs.append(module(x))
-    require_close(outputs[1], outputs[0], f"{name}: evaluations of one step must draw once (`softcell.nn.draws`)", 0)
+    require_close(outputs[1], outputs[0], f"{name}: evaluations of a step must draw once (`softcell.nn.stochastic`)", 0)
 
 
 CANDIDATE_CHECKS: tuple[CandidateCheck, ...] = (

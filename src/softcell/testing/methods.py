@@ -11,7 +11,7 @@ from torch import Tensor
 from softcell.arch import Genotype, Layout, Mix, Table, WeightMix, check_against, sample
 from softcell.arch.choice import LINK
 from softcell.methods import METHODS, Method, Sampler, fitted
-from softcell.nn.draws import SharedDraws
+from softcell.nn.stochastic import SharedDraws
 from softcell.settings import build, to_dict
 from softcell.spaces import Space, Supernet
 from softcell.testing.tools import NUM_CLASSES, SHAPE, build_supernet, images, require, require_close
@@ -132,7 +132,7 @@ def same_seed_gives_the_same_mix(kind: type[Method], space: Space) -> None:
 
 
 def evaluations_of_a_step_share_their_draws(kind: type[Method], space: Space) -> None:
-    """A second-order step relaxes several times; its random numbers come from `softcell.nn.draws`, so it repeats."""
+    """A second-order step relaxes several times with the same random numbers, those of `softcell.nn.stochastic`."""
     method, supernet, draws = build_method(kind, space), build_supernet(space), SharedDraws()
     outcomes = []
     for _ in range(2):
@@ -141,7 +141,7 @@ def evaluations_of_a_step_share_their_draws(kind: type[Method], space: Space) ->
     require_close(
         outcomes[1],
         outcomes[0],
-        f"{kind.name}: evaluations of one step must draw once, by the functions of softcell.nn.draws",
+        f"{kind.name}: evaluations of one step must draw once, by the functions of softcell.nn.stochastic",
         0,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Pick, WeightMix, check_against, derive, sample
 from softcell.errors import UserError
-from softcell.nn.noise import fixed_noise
+from softcell.nn.stochastic import fixed_noise
 from softcell.settings import build, to_dict
 from softcell.spaces import Network, Shape, Space
 from softcell.testing.rules import RULE_CHECKS

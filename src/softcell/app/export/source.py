@@ -26,8 +26,8 @@ Key = tuple[str, str]
 
 REPLACED: dict[Key, str] = {
     ("softcell.nn.norm", "BatchNorm2d"): "nn.BatchNorm2d",  # exactly that class where one process computes
-    ("softcell.nn.drop", "DropPath"): "nn.Identity",  # nothing is dropped outside training
-    ("softcell.nn.drop", "Dropout"): "nn.Identity",
+    ("softcell.nn.stochastic", "DropPath"): "nn.Identity",  # nothing is dropped outside training
+    ("softcell.nn.stochastic", "Dropout"): "nn.Identity",
 }
 """What plain torch has under another name."""
 DROPPED_BASES = {"ABC", "Generic", "Protocol", "Module"}

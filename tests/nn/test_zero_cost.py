@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.nn.untrained import naswot, score_untrained, synflow
+from softcell.nn.zero_cost import naswot, score_untrained, synflow
 
 
 def test_naswot_counts_agreeing_relus_one_by_one() -> None:

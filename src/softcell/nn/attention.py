@@ -5,13 +5,20 @@ pixels around it. With queries q, keys k and values v of one head, and r = row e
 
     y_ij = Σ_ab softmax_ab( q_ij·k_ab + q_ij·r_{a-i,b-j} ) v_ab
 
-where a, b run over those of the k × k neighbours that lie in the image: what lies outside takes no part. As in that
-paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded
+where a, b run over those of the k × k neighbours that lie in the image; pixels outside are ignored. As in that paper
+the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded
 Gaussian): one head, every position attends to all, no positions.
 
-A neighbourhood is never copied (`softcell.kernels.local`). On a CPU, of maps so small that a neighbourhood is a good
-part of them (h·w <= 4·k², or 8×8) all pairs of pixels are taken in products of matrices, and those too far apart left
-out. Queries, keys and values are one convolution with the weights of the three.
+A neighbourhood is never copied (`softcell.kernels.local`). On a CPU, maps so small that a neighbourhood is a good part
+of them (h·w <= 4·k², or 8×8) are computed from all pairs of pixels by matrix products; pairs too far apart are masked.
+Queries, keys and values are one convolution with the weights of the three.
+
+The candidates of full-attention NAS (Table II) are bottlenecks around such an attention (Figure 1 c, d):
+
+    linear -> ReLU -> attention -> ReLU -> linear (-> average pool where stride is 2), plus a shortcut
+
+The inner width is half the outer one. A norm follows each linear layer; with `Spec.norm=False` a bias replaces it. The
+shortcut is the identity, average-pooled where stride is 2, with a 1×1 convolution where the width changes.
 """
 
 from __future__ import annotations
@@ -27,9 +34,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from softcell.errors import UserError
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.local import attend_by_shifts, attend_packed, unpacked
+from softcell.nn.candidates import Spec, candidate
+from softcell.nn.norm import BatchNorm2d
+from softcell.nn.pool import AveragePool
 
+EXTENTS = (3, 5, 7)
+HEADS = (4, 8)
 DENSE = 4
-"""Maps of at most this many neighbourhoods are computed as a whole,"""
+"""Maps of at most this many neighbourhoods are computed from all pairs of pixels,"""
 SMALL = 64
 """and so are those of at most this many pixels."""
 _SHIFTS_ONLY: list[bool] = []
@@ -37,7 +49,7 @@ _SHIFTS_ONLY: list[bool] = []
 
 @contextmanager
 def shifts_only() -> Iterator[None]:
-    """Within this context maps of any size go by shifted views, whose products are what `uncounted` tells."""
+    """Within this context maps of any size use shifted views, whose products `uncounted` counts."""
     _SHIFTS_ONLY.append(True)
     try:
         yield
@@ -64,19 +76,19 @@ def attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tenso
     inside = F.pad(torch.ones(height, width, dtype=q.dtype, device=q.device), around)
     by_row = torch.einsum("nedhw,edk->nekhw", q, rows)
     by_column = torch.einsum("nedhw,edk->nekhw", q, columns)
-    places = [(dy, dx) for dy in range(extent) for dx in range(extent)]
+    offsets = [(dy, dx) for dy in range(extent) for dx in range(extent)]
     logits = torch.stack(
         [
             ((q * keys[..., dy : dy + height, dx : dx + width]).sum(2) + by_row[:, :, dy] + by_column[:, :, dx])
             .to(torch.promote_types(q.dtype, torch.float32))
             .masked_fill(inside[dy : dy + height, dx : dx + width] == 0, -torch.inf)
-            for dy, dx in places
+            for dy, dx in offsets
         ],
         2,
     )
     weights = torch.softmax(logits, 2)
     y = torch.zeros_like(q, dtype=weights.dtype)
-    for number, (dy, dx) in enumerate(places):
+    for number, (dy, dx) in enumerate(offsets):
         y = y + weights[:, :, number, None] * values[..., dy : dy + height, dx : dx + width]
     return y.to(v.dtype)
 
@@ -98,16 +110,16 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor)
 
 
 def _lined_up(embeddings: Tensor, side: int) -> Tensor:
-    """[heads, d, extent] to those from each of `side` places i to each a, [heads, d, i, a]; 0 beyond the extent."""
+    """[heads, d, extent] to those from each of `side` positions i to each a, [heads, d, i, a]; 0 beyond the extent."""
     reach = embeddings.shape[-1] // 2
     wide = F.pad(embeddings, (side, side))
     return torch.stack([wide[..., side + reach - i : 2 * side + reach - i] for i in range(side)], 2)
 
 
 def _near(side: int, reach: int, device: torch.device) -> Tensor:
-    """Whether places of a line are within reach of each other: bool [side, side]."""
-    places = torch.arange(side, device=device)
-    return (places[:, None] - places[None]).abs() <= reach
+    """Whether positions of a line are within reach of each other: bool [side, side]."""
+    positions = torch.arange(side, device=device)
+    return (positions[:, None] - positions[None]).abs() <= reach
 
 
 def check_heads(width: int, heads: int) -> None:
@@ -120,7 +132,7 @@ def check_heads(width: int, heads: int) -> None:
 
 
 class Attention(nn.Module):
-    """What both kinds share: 1×1 projections to queries, keys and values, and one of the result."""
+    """Common parts of both kinds: 1×1 projections to queries, keys and values, and one of the result."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -132,7 +144,7 @@ class Attention(nn.Module):
         return F.conv2d(x, torch.cat([part.weight for part in (self.queries, self.keys, self.values)]))
 
     def embeddings(self) -> tuple[Tensor, ...]:
-        """What `attend` is given beside queries, keys and values."""
+        """Further inputs of `attend`, beside queries, keys and values."""
         return ()
 
     def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
@@ -197,8 +209,8 @@ def _reached(extent: int, side: int) -> Iterator[int]:
 
 
 TRUSTED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""torch's forms of attention but cuDNN's, its first choice on Hopper since torch 2.11: that makes NaN of some gradients
-(pytorch issue 196678, cudnn-frontend issues 160 and 1072), which is the likely end of a search that we lost on an H200.
+"""torch's backends except cuDNN's, its first choice on Hopper since torch 2.11, which returns NaN for some gradients
+(pytorch issue 196678, cudnn-frontend issues 160 and 1072); it probably ended a search on an H200.
 """
 
 
@@ -212,3 +224,58 @@ class NonLocalAttention(Attention):
             # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
             y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
         return y[:, 0].transpose(1, 2).reshape(n, self.width, height, width)
+
+
+class AttentionBlock(nn.Module):
+    """[n, c_in, h, w] to [n, channels, ⌈h/stride⌉, ⌈w/stride⌉]; `make` builds the attention for the inner width."""
+
+    def __init__(self, spec: Spec, make: Callable[[int], Attention]) -> None:
+        super().__init__()
+        if spec.channels % 2:
+            raise UserError(f"a block of attention needs an even number of channels, but got {spec.channels}")
+        inner = spec.channels // 2
+        self.reduce = _linear(spec.c_in, inner, spec)
+        self.attention = make(inner)
+        self.expand = _linear(inner, spec.channels, spec)
+        self.relu = nn.ReLU()
+        self.pool = _pool(spec.stride)
+        self.widen = nn.Identity() if spec.c_in == spec.channels else _linear(spec.c_in, spec.channels, spec)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.attention(self.relu(self.reduce(x))))
+        return self.pool(self.expand(y)) + self.widen(self.pool(x))  # type: ignore[no-any-return]
+
+
+def _linear(c_in: int, c_out: int, spec: Spec) -> nn.Module:
+    if not spec.norm:
+        return nn.Conv2d(c_in, c_out, 1)
+    return nn.Sequential(nn.Conv2d(c_in, c_out, 1, bias=False), BatchNorm2d(c_out, affine=spec.affine))
+
+
+def _pool(stride: int) -> nn.Module:
+    # ceil_mode: sizes are halved by rounding up, as everywhere; a window at an odd border is the mean of what it has
+    return nn.Identity() if stride == 1 else AveragePool(stride, stride, ceil_mode=True, count_include_pad=False)
+
+
+def local_block(spec: Spec, extent: int, heads: int) -> AttentionBlock:
+    return AttentionBlock(spec, lambda width: LocalAttention(width, extent, heads))
+
+
+def local_name(extent: int, heads: int) -> str:
+    return f"local_sa_k{extent}_h{heads}"
+
+
+def _register(extent: int, heads: int) -> None:
+    @candidate(local_name(extent, heads), widens=True, multiple=2 * heads)
+    def build(spec: Spec) -> nn.Module:
+        return local_block(spec, extent, heads)
+
+
+for _extent in EXTENTS:
+    for _heads in HEADS:
+        _register(_extent, _heads)
+
+
+@candidate("non_local_sa", widens=True, multiple=2)
+def non_local_sa(spec: Spec) -> nn.Module:
+    return AttentionBlock(spec, NonLocalAttention)

@@ -1,4 +1,4 @@
-"""Scores of networks that were never trained: NASWOT and SynFlow.
+"""Zero-cost proxies, scores of untrained networks: NASWOT and SynFlow.
 
 NASWOT    log |det K|, K_ij = how many ReLUs treat images i and j alike (Mellor et al., ICML 2021, arXiv:2006.04647)
 SynFlow   Σ θ · ∂R/∂θ, R = Σ logits of the network of |θ| for an image of ones (Tanaka et al., NeurIPS 2020,
@@ -52,14 +52,14 @@ def synflow(forward: Callable[[Tensor], Tensor], parameters: Iterable[nn.Paramet
 
 
 def score_untrained(network: nn.Module, proxy: Proxy, images: Tensor) -> float:
-    """The score of a network of fresh weights, larger is better; its weights are changed.
+    """The score of an untrained network, larger is better; its weights are changed.
 
     images: [n, c, h, w], normalised as for training, on the network's device. SynFlow runs in float64: its products
     over all layers leave float32's range.
     """
     if proxy == "naswot":
         return naswot(network.train(), images)
-    network = network.double().eval()  # SynFlow wants no statistics of a batch of ones
+    network = network.double().eval()  # SynFlow must not normalise by a batch of ones
     for parameter in network.parameters():
         parameter.data.abs_()
     return synflow(network, network.parameters(), images.double())

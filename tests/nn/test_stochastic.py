@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from softcell.nn.drop import Dropout, DropPath, batch_slice, drop_path, dropout, set_drop_fraction
+from softcell.nn.stochastic import (
+    Dropout,
+    DropPath,
+    batch_slice,
+    drop_path,
+    dropout,
+    set_drop_fraction,
+)
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import DROP_SHAPE, dropped
 
