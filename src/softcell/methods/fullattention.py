@@ -1,6 +1,6 @@
 """Full-attention NAS using context auto-regression (Zhou, Wang, Huo, Wang).
 
-    Tables I, II  stage-wise space of self-attention blocks        -> the space `fullattention`, `nn.attention_blocks`
+    Tables I, II  stage-wise space of self-attention blocks        -> the space `fullattention`, `nn.attention`
     Eq 1          softmax over the candidate blocks of a layer      -> `relax`
     Eq 2-3        bilevel, first order                              -> bilevel steps (`softcell.search.steps`)
     §III-B        the most probable block of each layer             -> the space's rule, `StrongestEach`

@@ -34,7 +34,7 @@ class PickedCell(nn.Module):
         >>> import torch
         >>> from softcell.arch import Cell, Pick
         >>> from softcell.nn import Spec
-        >>> from softcell.nn.drop import DropPath
+        >>> from softcell.nn.stochastic import DropPath
         >>> from softcell.spaces import PickedCell
         >>> picked = Cell((Pick(0, 1, "skip_connect"),), output=(1,))
         >>> cell = PickedCell(picked, 1, lambda source: Spec(channels=4), DropPath(0.0))
