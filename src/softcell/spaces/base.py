@@ -214,7 +214,8 @@ class Space(ABC):
         """Tables, sites and the derivation rule."""
 
     @abstractmethod
-    def supernet(self, shape: Shape, num_classes: int) -> Supernet: ...
+    def supernet(self, shape: Shape, num_classes: int) -> Supernet:
+        """The network with all candidates, for images of `shape` [c, h, w]."""
 
     @abstractmethod
     def network(
