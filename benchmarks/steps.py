@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.plain import make_plain
 from softcell.engine.distributed import World
 from softcell.engine.session import place
 from softcell.engine.timing import Stopwatch, Timing
-from softcell.methods import METHODS, Method, fitted
+from softcell.methods import METHODS, Method
 from softcell.nn.objective import CrossEntropy
 from softcell.search.steps import Players, bilevel, single_level
 from softcell.settings import build
@@ -69,7 +70,7 @@ def players(case: Case, device: torch.device, *, plain: bool) -> Players:
         make_plain(supernet)
     kind = METHODS.get(case.method)
     assert issubclass(kind, Method)
-    method = fitted(kind, build(kind.Settings, case.method_settings), supernet)
+    method = kind.for_supernet(build(kind.Settings, case.method_settings), supernet)
     if plain:
         supernet.to(device)
     else:
@@ -162,10 +163,11 @@ def report_peak(request: str) -> None:
         print(max(once(actors, data, device, case.regime).peak_bytes for _ in range(2)) / 1e6)
         return
     before, peaks = _resident("VmRSS"), []
-    drawn = actors.method.draw(0) is not None
+    planner = actors.method.planner
+    drawn = planner is not None and planner.draw(0) is not None
     for number in range(DRAWS if drawn else 2):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from here on
-        with actors.method.following(actors.method.draw(number)):
+        with nullcontext() if planner is None else planner.following(planner.draw(number)):
             step(actors, data, case.regime)
         peaks.append((_resident("VmHWM") - before) / 1e3)
     # Paths differ in size: their mean tells methods apart, not the largest that happened to be drawn.

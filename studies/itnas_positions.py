@@ -49,7 +49,7 @@ class Read(ItMix):
     """Runs the supernet as it is and notes the attention that one part of the tokens alone would give."""
 
     def __init__(self, method: ItNas, kind: str) -> None:
-        super().__init__(method, method.begin_look())
+        super().__init__(method, method.selection.clear())
         self._kind = kind
 
     def combine_together(
@@ -87,7 +87,7 @@ def read(folder: Path, device: str) -> tuple[dict[str, Tensor], float]:
         for batch in batches.epoch(0):
             found.supernet(batch.images, mix)
         table = found.method.layout.tables[0]
-        rows = found.method.indicator()["cell"].cpu()
+        rows = found.method.selection.indicator()["cell"].cpu()
         result[kind] = rows
         if kind == "whole":
             second = found.method.moments["cell"].mean_products().diagonal().view(table.shape).cpu()

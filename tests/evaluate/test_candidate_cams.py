@@ -8,7 +8,7 @@ from torch import Tensor
 from softcell.app.report.cams import SIDE, cam_grid
 from softcell.arch import WeightMix
 from softcell.evaluate.gradcam import candidate_cams
-from softcell.methods import METHODS, fitted
+from softcell.methods import METHODS
 from softcell.nn.candidates import get_candidate
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.block import watching
@@ -75,7 +75,7 @@ def test_a_candidate_without_weight_has_a_map_too() -> None:
 def test_maps_under_attention_come_from_the_candidates_own_gradients() -> None:
     network, x = supernet()
     kind = METHODS.get("itnas")
-    method = fitted(kind, kind.Settings(), network).double()  # type: ignore[type-var]
+    method = kind.for_supernet(kind.Settings(), network).double()  # type: ignore[type-var]
     found = candidate_cams(network, method.relax(), 1, 5, x, torch.tensor([1, 2]))
     assert sorted(found) == [1, 2, 3, 4]
     assert all(heat.shape == (2, 4, 4) for heat in found.values())
@@ -153,7 +153,7 @@ def test_watching_a_choice_of_a_calibrating_cell_changes_nothing_of_the_forward(
     network, x = calibrating()
     if method == "itnas":
         kind = METHODS.get("itnas")
-        mix = fitted(kind, kind.Settings(), network).double().relax()  # type: ignore[type-var]
+        mix = kind.for_supernet(kind.Settings(), network).double().relax()  # type: ignore[type-var]
     else:
         mix = WeightMix(network.layout, random_weights(network.layout, 1))
     plain = network(x, mix)

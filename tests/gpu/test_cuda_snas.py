@@ -31,9 +31,9 @@ def test_a_step_never_waits_and_can_be_recorded(regime: str, engine: str, drop_p
         task.begin_epoch(1)
         notes.clear()
         ready = warmed(task)
-        before = task.method.diagnostics()["credit"]["normal"].clone()
+        before = task.method.observer.sums()["credit"]["normal"].clone()
         continue_without_waiting(task, ready)
-        after = task.method.diagnostics()["credit"]["normal"]
+        after = task.method.observer.sums()["credit"]["normal"]
         assert not torch.equal(before, after), "a recorded step keeps adding credit"
     assert notes == []
 

@@ -16,7 +16,7 @@ from softcell.engine.checkpoint import load_latest
 from softcell.engine.distributed import World
 from softcell.engine.optim import adam, sgd
 from softcell.engine.task import Event, Stepped
-from softcell.methods import METHODS, fitted
+from softcell.methods import METHODS
 from softcell.nn.objective import CrossEntropy
 from softcell.search import SearchRecipe, search
 from softcell.search.steps import Players
@@ -109,7 +109,7 @@ def players(
     built = build_space(space, TINY[space])
     supernet = built.supernet((1, 8, 8), 3).to(torch.float64)
     kind = METHODS.get("darts") if method is None else method
-    made = fitted(kind, build(kind.Settings, {}), supernet).to(torch.float64)
+    made = kind.for_supernet(build(kind.Settings, {}), supernet).to(torch.float64)
     with torch.no_grad():
         for logits in made.parameters():
             logits.copy_(torch.randn(logits.shape, dtype=torch.float64))

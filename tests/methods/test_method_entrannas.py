@@ -447,7 +447,7 @@ def test_gauges_tell_every_threshold_and_the_connections_per_node() -> None:
 def test_costs_of_dst_are_those_of_what_is_derived() -> None:
     """Several candidates on one edge cost as much as they do in the derived network, and thresholds feel it."""
     method = dst({key: 0.3 * n for n, key in enumerate(KEYS)}, {2: -1.0, 3: 0.0})
-    found = method.penalised(method.relax())["cell"]
+    found = method.occupancy(method.relax())["cell"]
     assert int(found.sum()) == len(method.derive().cells["cell"].picks)
     assert set(found.unique().tolist()) <= {0.0, 1.0}
     costs = torch.rand(RAGGED.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -483,11 +483,11 @@ def test_transit_cells_stay_whole_where_nothing_or_noise_would_cut_them(cut: str
     with torch.no_grad():
         method.alpha["cell"].copy_(torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.0, 1.0], [0.0, 9.0, 1.0]]))
     assert [pick.op for pick in method.derive().cells["cell"].picks] == [cut, cut, "skip_connect"]
-    assert method.planned()[1] == ((1,), (2,), (1,))
+    assert method.planner.current()[1] == ((1,), (2,), (1,))
     assert not reaches_output(table, method.derive().cells["cell"].picks)
     with torch.no_grad():
         method.alpha["cell"][1, 2] = 12.0
-    assert method.planned()[1] == ((0,), (2,), (1,)), "a whole cell runs as derived, what cuts included"
+    assert method.planner.current()[1] == ((0,), (2,), (1,)), "a whole cell runs as derived, what cuts included"
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def test_transit_cells_run_what_would_be_derived(space: str, kind: type[EnTranNa
             for beta in getattr(method, "beta", nn.ParameterDict()).values():
                 beta.fill_(2.0)
         genotype = method.derive()
-        for site, live in enumerate(method.planned()):
+        for site, live in enumerate(method.planner.current()):
             table = layout.table(layout.sites[site])
             picks = genotype.cells[table.name].picks
             if live is not None and reaches_output(table, picks):

@@ -167,11 +167,11 @@ def test_one_sample_is_shared_by_all_sites_and_both_levels_draw_their_own(monkey
 
 
 def test_steps_that_run_everything_can_be_recorded_and_others_cannot() -> None:
-    assert Gdas(LAYOUT, GdasSettings(run="all")).num_plans() is None
-    assert Gdas(LAYOUT, GdasSettings(run="sampled")).num_plans() == 2 * 3
-    assert Gdas(LAYOUT, GdasSettings()).num_plans() == 2 * 3  # auto on a CPU
+    assert Gdas(LAYOUT, GdasSettings(run="all")).planner.num_plans() is None
+    assert Gdas(LAYOUT, GdasSettings(run="sampled")).planner.num_plans() == 2 * 3
+    assert Gdas(LAYOUT, GdasSettings()).planner.num_plans() == 2 * 3  # auto on a CPU
     elsewhere = Gdas(LAYOUT, GdasSettings()).to("meta")  # auto on any other device
-    assert elsewhere.num_plans() is None
+    assert elsewhere.planner.num_plans() is None
     assert elsewhere.relax().live(0) is None
 
 

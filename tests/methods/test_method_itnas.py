@@ -10,7 +10,6 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix, Plan
 from softcell.errors import UserError
-from softcell.methods import fitted
 from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
 from softcell.methods.itnas.attention import Moments
 from softcell.methods.itnas.ensemble import LiteEnsemble
@@ -31,7 +30,7 @@ def make(space: str = "nb201", seed: int = 0, **settings: object) -> tuple[Super
     """Supernet and method in float64, attention spread out so that candidates differ."""
     torch.manual_seed(seed)
     supernet = build_space(space, SIZES.get(space, CHAIN)).supernet((1, 8, 8), 3).double().eval()
-    method = fitted(ItNas, ItNasSettings(**settings), supernet).double()  # type: ignore[arg-type]
+    method = ItNas.for_supernet(ItNasSettings(**settings), supernet).double()  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in method.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -60,8 +59,15 @@ class Literal(Mix):
         return every[:, 0]
 
 
+def whole_pass(method: ItNas) -> ItMix:
+    """The mix of the one pass that a selection over all paths makes."""
+    ((mix, calibration),) = method.selection.passes()
+    assert isinstance(mix, ItMix) and calibration is None
+    return mix
+
+
 def look(supernet: Supernet, method: ItNas, batches: list[Tensor]) -> None:
-    mix = method.looking()
+    mix = whole_pass(method)
     with torch.no_grad():
         for batch in batches:
             supernet(batch, mix)
@@ -95,7 +101,7 @@ def test_edges_run_together_are_those_run_one_by_one(
         loss = y.square().sum() + sum(row.square().sum() for row in rows)
         assert isinstance(loss, Tensor)
         look(supernet.eval(), method, [x])
-        seen = list(method.indicator().values())
+        seen = list(method.selection.indicator().values())
         supernet.train()
         return [y, *rows, *seen, *torch.autograd.grad(loss, wanted, materialize_grads=True)]
 
@@ -153,7 +159,7 @@ def test_network_and_indicator_are_those_of_the_literal_twin(
         expected = torch.stack(
             [torch.stack([literal.rows[s, c] for s in sites]).mean((0, 1)) for c in range(len(table))]
         )
-        torch.testing.assert_close(method.indicator()[table.name], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(method.selection.indicator()[table.name], expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", AGGREGATES)
@@ -165,10 +171,10 @@ def test_every_aggregate_is_that_of_the_literal_rows(space: str, how: Aggregate)
     with torch.no_grad():
         supernet(x, literal)
     look(supernet, method, [x[:2], x[2:]])
-    selected = method.margins()
+    selected = method.selection.margins().edges
     for table in method.layout.tables:
         sites = method.layout.sites_of(table.name)
-        own = method.by_site(table.name)
+        own = method.selection.by_site(table.name)
         for c, choice in enumerate(table.choices):
             rows = torch.stack([literal.rows[s, c] for s in sites])  # [sites, images, width]
             torch.testing.assert_close(own.means[:, c], rows.mean(1), rtol=1e-9, atol=1e-12)
@@ -184,7 +190,7 @@ def test_every_aggregate_is_that_of_the_literal_rows(space: str, how: Aggregate)
                 "last": rows[-1].mean(0),
                 "last-stage": rows[last].mean((0, 1)),
             }[how]
-            torch.testing.assert_close(method.indicator()[table.name][c], expected, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(method.selection.indicator()[table.name][c], expected, rtol=1e-9, atol=1e-12)
             # The error of the lead: over images by single images, over sites by single sites.
             margin, names = selected[table.name][c], choice.candidates
             best, second = names.index(margin.best), names.index(str(margin.runner_up))
@@ -211,7 +217,7 @@ def test_cells_of_one_shape_share_lite_transformers_where_they_are_shared() -> N
     supernet = build_space("nb201", sizes).supernet((1, 8, 8), 3).double().eval()
     counts = {}
     for shared in (False, True):
-        method = fitted(ItNas, ItNasSettings(shared=shared), supernet).double()
+        method = ItNas.for_supernet(ItNasSettings(shared=shared), supernet).double()
         counts[shared] = len(method.transformers)
         for stage in range(3):
             for choice in range(6):
@@ -220,10 +226,10 @@ def test_cells_of_one_shape_share_lite_transformers_where_they_are_shared() -> N
         assert method.transformer(0, 0) is not method.transformer(2, 0), "of another shape"
         assert method.transformer(0, 0) is not method.transformer(0, 1), "of another edge"
     assert counts == {False: 36, True: 18}
-    assert len(method.by_site("cell").means) == 6, "rows are those of every cell still"
+    assert len(method.selection.by_site("cell").means) == 6, "rows are those of every cell still"
 
     # As if each cell had its own, of the same numbers: the gradients of both add up.
-    apart = fitted(ItNas, ItNasSettings(), supernet).double()
+    apart = ItNas.for_supernet(ItNasSettings(), supernet).double()
     for site in range(6):
         for choice in range(6):
             apart.transformer(site, choice).load_state_dict(method.transformer(site, choice).state_dict())
@@ -241,12 +247,14 @@ def test_cells_of_one_shape_share_lite_transformers_where_they_are_shared() -> N
 @pytest.mark.parametrize("how", AGGREGATES)
 def test_before_the_first_look_every_aggregate_is_uniform(how: Aggregate) -> None:
     supernet, method = make(aggregate=how)
-    for rows in method.indicator().values():
+    for rows in method.selection.indicator().values():
         torch.testing.assert_close(rows, torch.full_like(rows, 1 / 6))
     assert float(method.gauges()["own_attention_cell"]) == pytest.approx(1 / 6)
     look(supernet, method, [images(3)])
     kept = float(method.gauges()["own_attention_cell"])
-    assert kept == pytest.approx(float(1 - method.by_site("cell").means.sum(2).mean())), "attention, by any aggregate"
+    assert kept == pytest.approx(float(1 - method.selection.by_site("cell").means.sum(2).mean())), (
+        "attention, by any aggregate"
+    )
 
 
 def test_a_checkpoint_from_before_sums_by_site_is_read() -> None:
@@ -257,7 +265,7 @@ def test_a_checkpoint_from_before_sums_by_site_is_read() -> None:
     _, again = make(seed=1)
     again.load_state_dict(old)
     assert again.derive() == method.derive()
-    assert all(m.site_error == 0.0 and m.sites is None for m in again.margins()["cell"])
+    assert all(m.site_error == 0.0 and m.sites is None for m in again.selection.margins().edges["cell"])
 
 
 def test_none_takes_part_where_it_can_be_derived_and_nowhere_else() -> None:
@@ -265,7 +273,7 @@ def test_none_takes_part_where_it_can_be_derived_and_nowhere_else() -> None:
         supernet, method = make(space)
         look(supernet, method, [images(3)])
         for table in method.layout.tables:
-            attention = method.indicator()[table.name][table.columns("none")]
+            attention = method.selection.indicator()[table.name][table.columns("none")]
             assert bool((attention > 0).all()) is takes_part
             assert bool((attention == 0).all()) is not takes_part
 
@@ -284,23 +292,23 @@ def test_a_table_of_ragged_choices_may_exclude_what_an_edge_has_nothing_else_tha
     )
     assert "0_0" not in method.transformers
     assert method.relax().combine(0, 0, {0: None}) is None
-    mix = method.looking()
+    mix = whole_pass(method)
     for choice in (1, 2):
         mix.combine(0, choice, {0: None, 1: torch.randn(2, 4, 8, 8)})
-    assert method.indicator()["cell"][0].tolist() == [0.5, 0.0], "zeros alone: uniform over them and the IT"
-    assert method.findings()["selection"]["edges"]["cell"][0]["runner_up"] is None
+    assert method.selection.indicator()["cell"][0].tolist() == [0.5, 0.0], "zeros alone: uniform over them and the IT"
+    assert method.selection.findings()["selection"]["edges"]["cell"][0]["runner_up"] is None
 
 
 def test_selection_does_not_depend_on_how_images_are_grouped() -> None:
     supernet, method = make("darts")
     x = images(12)
     look(supernet, method, [x])
-    whole, genotype = method.indicator(), method.derive()
+    whole, genotype = method.selection.indicator(), method.derive()
     for size in (1, 5):
         look(supernet, method, list(x.split(size)))
         assert method.derive() == genotype
         assert int(method.moments["normal"].count) == 12, "a look begins anew"
-        for name, rows in method.indicator().items():
+        for name, rows in method.selection.indicator().items():
             torch.testing.assert_close(rows, whole[name], rtol=1e-12, atol=1e-14)
 
 
@@ -345,7 +353,7 @@ def test_margins_and_their_errors_are_those_of_paired_differences() -> None:
 def test_moments_stay_float64_when_a_method_moves() -> None:
     _, method = make()
     method.float()
-    assert all(sums.dtype == torch.float64 for sums in method.looked())
+    assert all(sums.dtype == torch.float64 for sums in method.selection.sums())
     assert all(p.dtype == torch.float32 for p in method.parameters())
 
 
@@ -365,7 +373,7 @@ def test_a_penalty_reaches_attention_and_weights() -> None:
     supernet, method = make()
     mix = method.relax()
     supernet(images(3), mix)
-    found = method.penalised(mix)["cell"]
+    found = method.occupancy(mix)["cell"]
     torch.testing.assert_close(found.sum(1), torch.ones(6, dtype=torch.float64))
     wanted = [next(method.parameters()), next(supernet.parameters())]
     gradients = torch.autograd.grad(found[:, 3].sum(), wanted)
@@ -375,10 +383,10 @@ def test_a_penalty_reaches_attention_and_weights() -> None:
 def test_attention_under_bfloat16_is_summed_exactly() -> None:
     supernet, method = make()
     supernet, method = supernet.float(), method.float()
-    mix = method.looking()
+    mix = whole_pass(method)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         supernet(images(3).float(), mix)
-    row = method.indicator()["cell"]
+    row = method.selection.indicator()["cell"]
     assert row.dtype == torch.float64
     assert not torch.equal(row, row.bfloat16().double()), "short numbers would be seen"
     own = 1 - row.sum(1)
@@ -387,7 +395,7 @@ def test_attention_under_bfloat16_is_summed_exactly() -> None:
 
 def test_a_mix_keeps_no_rows_that_nobody_reads() -> None:
     supernet, method = make()
-    looking, plain = method.looking(), method.relax()
+    looking, plain = whole_pass(method), method.relax()
     assert isinstance(looking, ItMix) and isinstance(plain, ItMix)
     with torch.no_grad():
         for mix in (looking, plain):
@@ -404,8 +412,8 @@ def test_bad_settings_are_refused(setting: dict[str, float], message: str) -> No
 @pytest.mark.parametrize("paths", ["single", "pairwise"])
 def test_a_step_of_single_paths_attends_to_one_random_choice(paths: str) -> None:
     _, method = make(paths=paths)
-    plans = [method.draw(step) for step in range(40)]
-    assert plans == [method.draw(step) for step in range(40)], "a resumed run draws the same"
+    plans = [method.planner.draw(step) for step in range(40)]
+    assert plans == [method.planner.draw(step) for step in range(40)], "a resumed run draws the same"
     whole = set()
     for plan in plans:
         assert plan is not None
@@ -414,7 +422,7 @@ def test_a_step_of_single_paths_attends_to_one_random_choice(paths: str) -> None
         whole |= set(full)
     if paths == "single":
         assert len(whole) > 10, "every site and choice has its turn"
-    with method.following(plans[0]):
+    with method.planner.following(plans[0]):
         mix = method.relax()
     output = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     is_itself = mix.combine(0, 0, {1: output}) is output
@@ -427,10 +435,10 @@ def test_a_step_of_single_paths_learns_the_same_without_what_candidates_would_ke
     for recompute in (True, False):
         supernet, method = make(space, paths="single", recompute=recompute)
         supernet.train()
-        step = next(n for n in range(40) if _attended(method.draw(n), at_least=4))
+        step = next(n for n in range(40) if _attended(method.planner.draw(n), at_least=4))
         kept: list[Tensor] = []
         keeping = torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: (kept.append(x), x)[1], lambda x: x)
-        with keeping, method.following(method.draw(step)):
+        with keeping, method.planner.following(method.planner.draw(step)):
             loss = supernet(images(6), method.relax()).square().mean()
         size = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
         parameters = [*supernet.parameters(), *method.parameters()]
@@ -450,30 +458,30 @@ def _attended(plan: Plan | None, at_least: int) -> bool:
     return any(len(row) >= at_least for live in plan if live is not None for row in live)
 
 
-def test_looks_in_turn_attend_to_every_choice_under_its_own_path() -> None:
+def test_single_paths_select_in_one_pass_per_choice_under_its_own_path() -> None:
     supernet, method = make(paths="single")
     x = images(6)
-    assert method.looking() is None
+    assert method.selection.last_epoch_only
     with torch.no_grad():
-        for plain, noting in method.looking_in_turn():
+        for noting, plain in method.selection.passes():
             supernet(x, plain)
             for part in x.split(4):
                 supernet(part, noting)
     moments = method.moments["cell"]
     assert isinstance(moments, Moments)
-    assert int(moments.count) == 6, "every image once, and what measured norms not at all"
+    assert int(moments.count) == 6, "every image once, and calibration not at all"
     rows = {}
     with torch.no_grad():
-        for choice, (plain, _) in enumerate(method.looking_in_turn()):
+        for choice, (_, plain) in enumerate(method.selection.passes()):
             kept: list[Tensor] = []
             assert isinstance(plain, ItMix)
             plain.rows.note = lambda site, at, row, kept=kept: kept.append(row)  # type: ignore[method-assign, misc]
             supernet(x, plain)
             rows[choice] = torch.stack(kept).mean((0, 1))[1:]
             assert len(kept) == 3, "all three cells, and no other choice"
-    # The second call of looking_in_turn began anew: repeat the looks before comparing.
+    # The second call of `passes` cleared the sums: repeat the passes before comparing.
     with torch.no_grad():
-        for _, noting in method.looking_in_turn():
+        for noting, _ in method.selection.passes():
             supernet(x, noting)
-    torch.testing.assert_close(method.indicator()["cell"], torch.stack(list(rows.values())))
-    assert all(m.standard_error is not None and m.standard_error > 0 for m in method.margins()["cell"])
+    torch.testing.assert_close(method.selection.indicator()["cell"], torch.stack(list(rows.values())))
+    assert all(m.standard_error is not None and m.standard_error > 0 for m in method.selection.margins().edges["cell"])

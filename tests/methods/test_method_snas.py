@@ -15,6 +15,7 @@ from torch import Tensor
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
 from softcell.arch.relax import concrete, gumbel
 from softcell.errors import UserError
+from softcell.methods import Observer
 from softcell.methods.snas import Snas, SnasSettings, credit, temperature_at
 from softcell.nn.candidates import Spec
 from softcell.search import resolve, search
@@ -281,11 +282,11 @@ def test_credit_on_a_cell_computed_by_hand() -> None:
     torch.manual_seed(0)
     mix = method.relax()
     node = cell([torch.ones(1, 1, 2, 2, dtype=torch.float64)], mix, 0)[-1]
-    (gradient,) = torch.autograd.grad(node.sum(), method.watched(mix))
-    method.observe(mix, [gradient])
-    method.observe(mix, [gradient])
+    (gradient,) = torch.autograd.grad(node.sum(), method.observer.watched(mix))
+    method.observer.observe(mix, [gradient])
+    method.observer.observe(mix, [gradient])
     z = mix.tables["cell"].detach()[0]  # type: ignore[attr-defined]
-    kept = method.diagnostics()["credit"]["cell"]
+    kept = method.observer.sums()["credit"]["cell"]
     torch.testing.assert_close(kept, 2 * torch.tensor([[0.0, -4 * z[1], -4 * z[2]]], dtype=torch.float64))
     torch.testing.assert_close(credit(z[None], gradient).sum(), -node.sum().detach())  # R = -∂L/∂x_j · Õ(x_i)
 
@@ -324,7 +325,7 @@ def test_the_credit_of_an_edge_is_minus_its_share_of_the_loss_slope(
     expected = torch.zeros(6, dtype=torch.float64)
     for (choice, _, output), slope in zip(caught, slopes, strict=True):
         expected[choice] -= (slope * output).sum()
-    found = one.method.diagnostics()["credit"]["cell"].sum(1)
+    found = one.method.observer.sums()["credit"]["cell"].sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     assert found.abs().max() > 1e-6
 
@@ -337,19 +338,19 @@ def test_a_single_level_step_with_credit_makes_one_backward_on_one_batch(monkeyp
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **o: (backwards.append(1), original(*a, **o))[1])
     single_level(one, *batch(0))
     assert (len(forwards), len(backwards)) == (1, 1)
-    assert one.method.diagnostics()["credit"]["cell"].any()
+    assert one.method.observer.sums()["credit"]["cell"].any()
 
 
 def test_recording_credit_changes_no_step_and_can_be_switched_off() -> None:
     states = []
     for record in (True, False):
         one = players("nb201", method=Snas)
-        one.method.settings = SnasSettings(record_credit=record)
+        assert Snas(one.method.layout, SnasSettings(record_credit=record)).observer is None or record
+        one.method.observer = one.method.observer if record else None
         torch.manual_seed(1)
         for step in range(2):
             single_level(one, *batch(step))
         states.append({**one.supernet.state_dict(), **one.method.state_dict()})
-        assert bool(one.method.diagnostics()) is record
     assert same(states[0], states[1])
 
 
@@ -359,10 +360,10 @@ def test_ragged_tables_keep_their_padding_out_of_the_credit() -> None:
     supernet = space.supernet((3, 8, 8), 4).double()
     mix = method.relax()
     loss = supernet(torch.randn(2, 3, 8, 8, dtype=torch.float64), mix).square().sum()
-    watched = method.watched(mix)
-    method.observe(mix, torch.autograd.grad(loss, list(watched)))
+    watched = method.observer.watched(mix)
+    method.observer.observe(mix, torch.autograd.grad(loss, list(watched)))
     for table in space.layout().tables:
-        found = method.diagnostics()["credit"][table.name]
+        found = method.observer.sums()["credit"][table.name]
         assert not found[~table.mask()].any()
         assert not found[table.columns("none")].any()
         assert found[table.mask() & ~table.columns("none")].all()
@@ -401,11 +402,11 @@ def test_a_search_records_temperature_credit_and_children(regime: str, data: Pat
 def test_a_record_is_the_mean_over_the_steps_of_its_own_epoch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def add_one(self: Snas, mix: Any, gradients: Any) -> None:
-        for sums in self.diagnostics()["credit"].values():
+    def add_one(self: Observer, mix: Any, gradients: Any) -> None:
+        for sums in self.sums()["credit"].values():
             sums.add_(1.0)
 
-    monkeypatch.setattr(Snas, "observe", add_one)
+    monkeypatch.setattr(type(Snas(LAYOUT, SnasSettings()).observer), "observe", add_one)
     search(resolve(settings("nb201", data, method="snas")), tmp_path / "run")
     for record in lines(tmp_path / "run" / "credit.jsonl"):
         assert torch.tensor(record["tables"]["cell"]).eq(1.0).all()

@@ -21,8 +21,8 @@ def make(space: str = "proxyless", seed: int = 0) -> Spos:
 def test_every_step_runs_one_candidate_per_layer_with_weight_one() -> None:
     method = make()
     for step in range(5):
-        plan = method.draw(step)
-        with method.following(plan):
+        plan = method.planner.draw(step)
+        with method.planner.following(plan):
             mix = method.relax()
         assert isinstance(mix, WeightMix) and mix.is_picked(0)
         live = mix.live(0)
@@ -34,27 +34,27 @@ def test_every_step_runs_one_candidate_per_layer_with_weight_one() -> None:
 
 def test_paths_depend_on_seed_and_step_alone() -> None:
     first, second, other = make(seed=1), make(seed=1), make(seed=2)
-    drawn = [first.draw(step) for step in range(20)]
-    assert [second.draw(step) for step in reversed(range(20))] == drawn[::-1]
-    assert [other.draw(step) for step in range(20)] != drawn
+    drawn = [first.planner.draw(step) for step in range(20)]
+    assert [second.planner.draw(step) for step in reversed(range(20))] == drawn[::-1]
+    assert [other.planner.draw(step) for step in range(20)] != drawn
     assert len(set(drawn)) > 15
     torch.rand(7)  # other random numbers change nothing
-    assert first.draw(3) == drawn[3]
+    assert first.planner.draw(3) == drawn[3]
 
 
 def test_a_loaded_method_draws_what_the_saved_one_would() -> None:
     first, other = make(seed=1), make(seed=2)
-    assert first.draw(0) != other.draw(0) or first.draw(1) != other.draw(1)
+    assert first.planner.draw(0) != other.planner.draw(0) or first.planner.draw(1) != other.planner.draw(1)
     other.load_state_dict(first.state_dict())
-    assert [other.draw(step) for step in range(5)] == [first.draw(step) for step in range(5)]
+    assert [other.planner.draw(step) for step in range(5)] == [first.planner.draw(step) for step in range(5)]
 
 
 def test_architectures_are_drawn_uniformly_from_the_space() -> None:
     torch.manual_seed(0)
     layout = build_space("nb201", {"nodes": 3, "candidates": ["none", "skip_connect"]}).layout()
     method = Spos(layout, NoSettings())
-    assert count(layout) == method.num_plans() == 8
-    found = Counter(method.draw(step) for step in range(4000))
+    assert count(layout) == method.planner.num_plans() == 8
+    found = Counter(method.planner.draw(step) for step in range(4000))
     assert len(found) == 8
     expected = 4000 / 8
     chi = sum((n - expected) ** 2 / expected for n in found.values())
@@ -63,7 +63,7 @@ def test_architectures_are_drawn_uniformly_from_the_space() -> None:
 
 def test_all_sites_of_a_table_run_the_same_cell_of_the_space() -> None:
     method = make("darts")
-    plan = method.draw(0)
+    plan = method.planner.draw(0)
     by_table: dict[str, set[object]] = {}
     for name, live in zip(method.layout.sites, plan, strict=True):
         by_table.setdefault(name, set()).add(live)

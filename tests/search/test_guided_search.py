@@ -26,7 +26,7 @@ from softcell.engine.task import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.kernels.backend import runs_triton
-from softcell.methods import METHODS, fitted
+from softcell.methods import METHODS
 from softcell.nn.classifiers import PyramidNet, ResNet18
 from softcell.nn.guide import Guided, Tapped, attention_vector, transfer_loss
 from softcell.nn.objective import CrossEntropy
@@ -171,7 +171,7 @@ def test_norms_are_measured_as_steps_are_made(
 def test_sizes_of_maps_are_found_without_kernels(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be compiled for one image, and never be used again."""
     supernet = tiny_space(space).supernet((3, 8, 8), 3)
-    method = fitted(METHODS.get("darts"), build(METHODS.get("darts").Settings, {}), supernet)
+    method = METHODS.get("darts").for_supernet(build(METHODS.get("darts").Settings, {}), supernet)
     expected = [tuple(m.shape[1:]) for m in supernet.features(torch.zeros(2, 3, 8, 8), method.relax())]
     forward, seen = supernet.features, list[tuple[bool, bool]]()
     monkeypatch.setattr("softcell.kernels.backend.has_triton", lambda: True)

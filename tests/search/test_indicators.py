@@ -13,7 +13,6 @@ from softcell.api import compare_indicators
 from softcell.arch import WeightMix
 from softcell.data import Batch
 from softcell.errors import UserError
-from softcell.methods import fitted
 from softcell.search import resolve, search
 from softcell.search.child import norms_measured_anew
 from softcell.search.indicators import (
@@ -215,8 +214,8 @@ def test_the_images_that_were_used_are_recorded(runs: dict[str, Path]) -> None:
 
 def test_a_token_that_is_taken_out_gets_no_attention(runs: dict[str, Path]) -> None:
     found = restore(runs["itnas"], device="cpu")
-    looking = found.method.looking()
-    assert looking is not None
+    assert found.method.selection is not None
+    ((looking, _),) = found.method.selection.passes()
     with torch.no_grad():
         found.supernet(torch.randn(3, 1, 8, 8), Without(looking, found.supernet.layout, "cell", 1, 3))
     rows = found.method.probabilities()["cell"]
@@ -257,7 +256,7 @@ def test_alpha_is_trained_on_the_supernet_of_a_method_without_and_leaves_it_alon
     supernet, method = trained_selector(found, 1, silent, "darts")
     logits = torch.cat([p.detach().flatten() for p in method.parameters()])
     torch.manual_seed(found.recipe.seed)
-    fresh = fitted(type(method), type(method).Settings(), supernet)
+    fresh = type(method).for_supernet(type(method).Settings(), supernet)
     moved = logits - torch.cat([p.detach().flatten() for p in fresh.parameters()])
     steps = -(-len(found.parts["validation"]) // found.recipe.batch_size)
     assert 0 < float(moved.abs().max()) <= steps * found.recipe.architecture.lr * 1.5

@@ -18,7 +18,7 @@ from softcell.arch import Cell, Genotype
 from softcell.data import load, split
 from softcell.engine.task import Note, Stepped
 from softcell.errors import UserError
-from softcell.methods import METHODS, fitted
+from softcell.methods import METHODS
 from softcell.nn.candidates import candidate
 from softcell.search import resolve, search
 from softcell.spaces import build_space
@@ -103,10 +103,10 @@ def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Pat
     space = build_space("nb201", {"cells_per_stage": 1, "channels": 2})
     supernet = space.supernet((1, 8, 8), 3)
     kind = METHODS.get("itnas")
-    method = fitted(kind, kind.Settings(), supernet)  # type: ignore[type-var]
+    method = kind.for_supernet(kind.Settings(), supernet)  # type: ignore[type-var]
     supernet.load_state_dict(state["supernet"])
     method.load_state_dict(state["method"])
-    before = method.margins()["cell"]  # type: ignore[attr-defined]
+    before = method.selection.margins().edges["cell"]  # type: ignore[attr-defined]
     assert [m.to_dict() for m in before] == stored, "the state holds what was selected from"
     search_module = sys.modules["softcell.search.search"]
     dataset = load(str(data))
@@ -115,11 +115,11 @@ def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Pat
         dataset.train, parts["validation"]
     )
     supernet.eval()
-    mix = method.looking()
+    ((mix, _),) = method.selection.passes()
     with torch.no_grad():
         for batch in batches.epoch(0):
             supernet(batch.images, mix)
-    for old, new in zip(before, method.margins()["cell"], strict=True):  # type: ignore[attr-defined]
+    for old, new in zip(before, method.selection.margins().edges["cell"], strict=True):  # type: ignore[attr-defined]
         assert (old.best, old.runner_up) == (new.best, new.runner_up)
         assert new.margin == pytest.approx(old.margin, rel=1e-3, abs=1e-6)
         assert new.standard_error == pytest.approx(old.standard_error, rel=1e-3)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from softcell.engine.task import Event, Note, Stepped
 from softcell.errors import UserError
-from softcell.methods import Method, fitted
+from softcell.methods import Method
 from softcell.search import resolve, search
 from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read_logits
 from softcell.search.restored import restore
@@ -47,12 +46,12 @@ def test_phase_2_takes_nothing_but_logits_from_phase_1(
     """A search without a first phase whose logits are set to those of phase 1 ends in the same state, bit for bit:
     weights, statistics of norms, states of both optimisers and random numbers."""
 
-    def with_logits(*given: Any) -> Method:
-        method = fitted(*given)
+    def with_logits(kind: type[Method], *given: Any) -> Method:
+        method = kind(given[1].layout, given[0])
         read_logits(method, whole / FIRST / LOGITS)
         return method
 
-    monkeypatch.setattr(sys.modules["softcell.search.search"], "fitted", with_logits)
+    monkeypatch.setattr(Method, "for_supernet", classmethod(with_logits))
     assert search(recipe(data, pretrain={"epochs": 0}), tmp_path / "alone").exit_code == 0
     assert same(state_of(tmp_path / "alone"), state_of(whole))
     own, theirs = remains(tmp_path / "alone"), remains(whole)

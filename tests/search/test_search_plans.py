@@ -33,18 +33,18 @@ def moved(method: EnTranNas, seed: int) -> None:
 
 def test_a_plan_comes_from_the_parameters_as_they_were_before_the_step_in_front() -> None:
     method = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings())
-    plans, exact, found = Plans(method), list[Plan](), list[Plan | None]()
+    plans, exact, found = Plans(method.planner), list[Plan](), list[Plan | None]()
     for step in range(5):
         moved(method, step)
-        exact.append(method.planned())
+        exact.append(method.planner.current())
         found.append(plans.next())
     assert len(set(exact)) == 5, "every step derives another architecture"
     assert found == [exact[0], *exact[:-1]]
 
 
-def test_resumed_plans_go_on_where_the_unbroken_ones_would() -> None:
+def test_resumed_plans_are_those_of_an_uninterrupted_run() -> None:
     method = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings())
-    plans, resumed = Plans(method), Plans(method)
+    plans, resumed = Plans(method.planner), Plans(method.planner)
     for step in range(3):
         moved(method, step)
         plans.next()
@@ -54,9 +54,9 @@ def test_resumed_plans_go_on_where_the_unbroken_ones_would() -> None:
 
 
 def test_methods_without_plans_have_none() -> None:
-    assert Plans(Darts(tiny_space("darts").layout(), DartsSettings())).next() is None
+    assert Plans(Darts(tiny_space("darts").layout(), DartsSettings()).planner).next() is None
     everything = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings(engines="all"))
-    assert Plans(everything).next() is None
+    assert Plans(everything.planner).next() is None
 
 
 class Recorded(CapturedStep):

@@ -111,7 +111,7 @@ def test_only_the_weights_of_drawn_paths_move(tmp_path: Path, monkeypatch: pytes
 
     def noting(self: SearchTask, batch: Any) -> None:
         before = {name: p.detach().clone() for name, p in self.supernet.named_parameters()}
-        plan = self.method.draw(self._number)
+        plan = self.method.planner.draw(self._number)
         original(self, batch)
         moved = {name for name, p in self.supernet.named_parameters() if not torch.equal(p, before[name])}
         assert plan is not None and plan[0] is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from softcell.arch import Live, WeightMix
 from softcell.kernels import mix
 from softcell.kernels.mix import small_weighted_sum
-from softcell.methods import METHODS, fitted
+from softcell.methods import METHODS
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.settings import build
 from softcell.spaces import block, build_space, edges
@@ -84,14 +84,15 @@ def outcome(
     torch.manual_seed(0)
     supernet = build_space("nos", {**SIZE, **space}).supernet((3, *shape), 5).double()
     kind: Any = METHODS.get(method)
-    player = fitted(kind, build(kind.Settings, settings), supernet.float()).double()
+    player = kind.for_supernet(build(kind.Settings, settings), supernet.float()).double()
     supernet.double().train(training)
     if dropping:
         supernet.use_drop_path(0.5)
         supernet.drop_path.set_fraction(1.0)
     x = torch.randn(4, 3, *shape, dtype=torch.float64)
     torch.manual_seed(1)
-    with player.following(player.draw(0)):
+    planner = player.planner
+    with nullcontext() if planner is None else planner.following(planner.draw(0)):
         y = supernet(x, player.relax())
     wanted = [*player.parameters(), *supernet.parameters()]
     return [y, *torch.autograd.grad(y.square().sum(), wanted, allow_unused=True), *supernet.buffers()]

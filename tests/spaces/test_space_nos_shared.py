@@ -7,7 +7,7 @@ from torch import Tensor
 
 from softcell.arch import Cell, Pick, WeightMix
 from softcell.arch.mix import live_of
-from softcell.methods import METHODS, fitted
+from softcell.methods import METHODS
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
 from softcell.nn.stochastic import DropPath
@@ -79,7 +79,7 @@ def test_maps_of_the_standard_cell_stay_within_bounds_when_all_connections_are_k
         torch.manual_seed(0)
         supernet = build_space(name, {"cells": 3, "channels": 4, "nodes": 4}).supernet((3, 16, 16), 10)
         kind = METHODS.get("entrannas-dst")
-        method = fitted(kind, build(kind.Settings, {}, name), supernet)  # type: ignore[arg-type]
+        method = kind.for_supernet(build(kind.Settings, {}, name), supernet)  # type: ignore[arg-type]
         with torch.no_grad():
             maps = supernet.features(torch.randn(8, 3, 16, 16), method.relax())
         largest[name] = max(float(one.abs().mean()) for one in maps)

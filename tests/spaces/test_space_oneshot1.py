@@ -12,7 +12,6 @@ from torch import Tensor
 
 from softcell.arch import Mix, StrongestEach, Table, WeightMix, count, derive, sample
 from softcell.errors import UserError
-from softcell.methods import fitted
 from softcell.methods.darts import Darts, DartsSettings
 from softcell.methods.itnas import ItNas, ItNasSettings
 from softcell.methods.snas import Snas, SnasSettings, concrete
@@ -223,11 +222,12 @@ def test_the_indicator_token_attends_to_all_parents_together(drop_path: bool, sh
         supernet.use_drop_path(0.5)
         supernet.drop_path.set_fraction(1.0)
     supernet.train(drop_path)
-    method = fitted(ItNas, ItNasSettings(shared=shared), supernet).double()
+    method = ItNas.for_supernet(ItNasSettings(shared=shared), supernet).double()
     with torch.no_grad():
         for parameter in method.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    x, literal, looking = torch.randn(3, 3, 8, 8, dtype=torch.float64), LiteralParents(method), method.looking()
+    x, literal = torch.randn(3, 3, 8, 8, dtype=torch.float64), LiteralParents(method)
+    ((looking, _),) = method.selection.passes()
     found = []
     for mix in (looking, literal):
         torch.manual_seed(1)
@@ -236,7 +236,7 @@ def test_the_indicator_token_attends_to_all_parents_together(drop_path: bool, sh
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-7)
     (table,) = method.layout.tables
     sites = range(len(method.layout.sites))
-    rows = method.indicator()["cell"]
+    rows = method.selection.indicator()["cell"]
     shares = method.probabilities()["cell"]
     for i in range(len(table)):
         expected = torch.stack([literal.rows[s, i] for s in sites]).mean((0, 1))
@@ -253,4 +253,4 @@ def test_the_indicator_token_attends_to_all_parents_together(drop_path: bool, sh
 def test_single_paths_are_refused_where_edges_compete() -> None:
     supernet = tiny_space("nb1shot1-1").supernet((3, 8, 8), 5)
     with pytest.raises(UserError, match=r"method\.paths=all"):
-        fitted(ItNas, ItNasSettings(paths="single"), supernet)
+        ItNas.for_supernet(ItNasSettings(paths="single"), supernet)

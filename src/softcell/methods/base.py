@@ -1,30 +1,25 @@
-"""What a search method is.
+"""Base classes of search methods.
 
-A `Method` owns architecture parameters and nothing else: it hands the supernet a mix for each step and, at the end,
-says which architecture it found. A `Sampler` owns no parameters: it proposes architectures that are trained one by
-one, and is told how they did. Neither knows of loops, devices or data.
+A `Method` owns architecture parameters and nothing else: it gives the supernet a mix for each step and derives an
+architecture at the end. A `Sampler` owns no parameters: it proposes architectures that are trained one by one, and is
+given their scores. Neither knows of loops, devices or data.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Genotype, Layout, Mix, Plan, Rule, WeightMix, derive
-from softcell.arch.relax import (
-    contested_shares,
-    contested_softmax,
-    masked_softmax,
-    normalised,
-)
+from softcell.arch import Genotype, Layout, Mix, Rule, WeightMix, derive
+from softcell.arch.relax import contested_shares, contested_softmax, masked_softmax, normalised
+from softcell.methods.parts import Observer, Planner, Selection
+from softcell.registry import Registry
 from softcell.spaces import Supernet
-from softcell.spaces.shapes import Shapes, output_shapes
 
 Regime = Literal["single-level", "bilevel", "unrolled"]
 
@@ -37,197 +32,81 @@ class NoSettings:
 class Method(nn.Module, ABC):
     """Architecture parameters and what they mean.
 
-    `rule` derives the architecture; None stands for the space's own. `recipes` maps a scale (`small`, `paper`,
-    others of its own, such as a dataset's name) to what its recipe changes in the defaults of `SearchRecipe`; settings
-    of a space in it hold for spaces that have them. `excludes` names candidates that the method leaves out of its
-    tables wherever an edge has others. `learns` is False where there are no parameters at all. `home` names the space
-    that is searched when none is asked for; None leaves it to the recipe's default.
+    name, about: for `softcell list` and recipes. home: the space that is searched by default; None: the recipe's.
+    regime: the step that the method is made for. recipes: by scale (`small`, `paper` or a name of its own) the
+    changes to the defaults of `SearchRecipe`; settings of a space apply to spaces that have them.
+    rule: derives the architecture; None stands for the space's own. excludes: candidates that the method leaves out of
+    its tables wherever an edge has others. learns: False for a method without parameters. is_distribution: whether
+    `occupancy` sums to 1 per choice, so that it can be sampled.
+    many_cells: whether weights learn in other cells than the one that is validated (samples, or the cell derived at
+    that step). Running statistics of BatchNorm then fit no single cell, so the last validation recalibrates them.
 
-    A method some of whose sites do not run every candidate has a *plan* for each step: `reading` says on the device
-    what the host needs for it, `plan` makes it, and `relax` follows `self.planned()`. Where a step is recorded, the
-    plan is made before it, from numbers that are one step old (`softcell.search.plans`). A method whose host decides
-    alone what runs (a random path) gives it in `draw`.
-
-    A method whose parameters have the shape of feature maps sets `needs_shapes` and makes them in `fit`. A method that
-    derives from what the supernet does with images, not from parameters, *looks*: `looking` gives the mix for one pass
-    over the validation split, which adds to the tensors of `looked`.
+    selection, planner, observer: parts that most methods do not have (`softcell.methods.parts`). compiled: modules of
+    the method that `engine=compile` compiles instead of the cells.
     """
 
     name: ClassVar[str]
     about: ClassVar[str] = ""
-    excludes: ClassVar[tuple[str, ...]] = ()
-    regime: ClassVar[Regime] = "bilevel"
-    learns: ClassVar[bool] = True
-    is_distribution: ClassVar[bool] = (
-        True  # what is penalised sums to 1 per choice, so that samples of it mean something
-    )
     home: ClassVar[str | None] = None
-    needs_shapes: ClassVar[bool] = False
-    rule: ClassVar[Rule | None] = None
+    regime: ClassVar[Regime] = "bilevel"
     Settings: ClassVar[type] = NoSettings
     recipes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    rule: ClassVar[Rule | None] = None
+    excludes: ClassVar[tuple[str, ...]] = ()
+    learns: ClassVar[bool] = True
+    is_distribution: ClassVar[bool] = True
+    many_cells: bool = False
 
     def __init__(self, layout: Layout, settings: Any) -> None:
         super().__init__()
         self.layout, self.settings = layout, settings
-        self._plan: Plan | None = None
+        self.selection: Selection | None = None
+        self.planner: Planner | None = None
+        self.observer: Observer | None = None
+        self.compiled: Sequence[nn.Module] = ()
 
-    def fit(self, shapes: Shapes) -> None:
-        """Makes what depends on the shapes of the candidates' outputs; called once, before anything else."""
-
-    def regions(self) -> Sequence[nn.Module]:
-        """Modules of its own that work on feature maps; `engine=compile` compiles them instead of the cells."""
-        return ()
+    @classmethod
+    def for_supernet(cls, settings: Any, supernet: Supernet) -> Self:
+        """The method for a supernet. Override it where parameters depend on the shapes of feature maps."""
+        return cls(supernet.layout, settings)
 
     @abstractmethod
     def relax(self) -> Mix:
-        """The mix of one step. Runs on the device's clock: nothing in it may wait for the host."""
+        """The mix of one step. It must not wait for the host: a step may be captured as a CUDA graph."""
 
     @abstractmethod
     def probabilities(self) -> dict[str, Tensor]:
-        """Per table how much each candidate is believed in, [choices, width], padding 0; for records and derivation."""
+        """Per table [choices, width] the probability of each candidate, padding 0; for records and derivation."""
 
     def derive(self) -> Genotype:
         """The architecture found so far; by default the method's or the space's rule on the probabilities."""
         return derive(self.layout, self.probabilities(), self.rule, about={"method": self.name})
 
-    @property
-    def many_cells(self) -> bool:
-        """Whether weights learn in other cells than the one that is validated (samples, or the cell of the moment).
+    def begin_epoch(self, progress: float) -> None:
+        """Moves schedules; `progress` runs from 0 to 1 over the search. Values go into buffers, in place."""
 
-        Batch-norm's running statistics are then those of no cell: the last validation is made with norms measured anew,
-        too.
-        """
-        return False
-
-    @property
-    def reads(self) -> Literal["always", "validated", "last"]:
-        """After which epochs `derive` says something new: all, those that are validated, or the last."""
-        return "always"
-
-    def looking(self) -> Mix | None:
-        """The mix for a pass over the validation split that `derive` rests on, begun anew; None: it needs none."""
+    def penalty(self, mix: Mix) -> Tensor | None:
+        """A term [] that is added to the loss of the architecture; None for none."""
         return None
 
-    def looking_in_turn(self) -> Sequence[tuple[Mix, Mix]]:
-        """Mixes for one pass each over the validation split after the last epoch, begun anew.
+    def occupancy(self, mix: Mix | None = None) -> dict[str, Tensor]:
+        """Per table [choices, width] how much of each candidate a derived network is expected to have.
 
-        Before each pass batch-norm measures its statistics anew under the first mix of a pair, which takes no note: for
-        supernets whose paths are trained one by one.
+        A resource penalty acts on it. mix: the mix of the step, after its forward pass; None outside of steps.
         """
-        return ()
-
-    def attending(self, table: str, choice: int) -> Mix:
-        """A mix under which all candidates of a choice run, at all sites of its table; for looking at them."""
-        return self.relax()
-
-    def looked(self) -> Sequence[Tensor]:
-        """Sums over images that a pass with the mix of `looking` has added to; the search adds those of all ranks."""
-        return ()
-
-    def readings(self) -> dict[str, Any]:
-        """What the latest pass over the validation split read, by the name of a record: a line of `<name>.jsonl`."""
-        return {}
-
-    def strengths(self) -> dict[str, Tensor] | None:
-        """Per table [choices, width] what the architecture within a budget shall have most of, in sum.
-
-        For a method whose probabilities no penalty can move; None: it cannot select within a budget.
-        """
-        return None
-
-    def findings(self) -> dict[str, Any]:
-        """What the derived architecture rests on, as JSON, for `run.json`."""
-        return {}
-
-    def remarks(self) -> Sequence[str]:
-        """What a user has to know about the derived architecture."""
-        return ()
-
-    def occupancy(self) -> dict[str, Tensor]:
-        """How much of each candidate a derived network is expected to have, per table: what costs are recorded by."""
         return self.probabilities()
-
-    def penalised(self, mix: Mix) -> dict[str, Tensor]:
-        """The probabilities that a resource penalty acts on, after a forward pass under `mix`."""
-        return self.probabilities()
-
-    def is_steerable(self) -> bool:
-        """Whether `penalised` carries gradients."""
-        return any(p.requires_grad for p in self.probabilities().values())
-
-    def reading(self) -> Tensor | None:
-        """Numbers [n] that the host reads to plan a step; None: this method needs no plan. On the device's clock."""
-        return None
-
-    def plan(self, reading: Tensor) -> Plan:
-        """What runs in a step, from a copy of `reading` on the host."""
-        raise NotImplementedError(f"{type(self).__name__} has a `reading`, so it needs `plan` too")
-
-    def draw(self, step: int) -> Plan | None:
-        """What runs in step number `step` of the run, where the host decides that alone; None: it does not.
-
-        It must depend on `step` and on what the seed gave the method, so that a resumed run draws the same.
-        """
-        return None
-
-    def num_plans(self) -> int | None:
-        """How many different plans `draw` can give; None: so few that each is worth a recording.
-
-        Also for a method without `draw` whose `relax` decides on the host what runs: it cannot be recorded.
-        """
-        return None
-
-    def planned(self) -> Plan:
-        """The plan that is being followed; where there is none, one is made at once, which waits for the device."""
-        if self._plan is not None:
-            return self._plan
-        with torch.no_grad():
-            reading = self.reading()
-        assert reading is not None
-        return self.plan(reading.cpu())
-
-    @contextmanager
-    def following(self, plan: Plan | None) -> Iterator[None]:
-        """Within this context `relax` follows `plan`; None: it makes its own at every call."""
-        before, self._plan = self._plan, plan
-        try:
-            yield
-        finally:
-            self._plan = before
 
     def parameter_groups(self, lr: float, weight_decay: float) -> list[dict[str, Any]]:
         """The groups of the architecture's optimiser; together they hold every parameter once."""
         return [{"params": list(self.parameters()), "lr": lr, "weight_decay": weight_decay}]
 
-    def begin_epoch(self, progress: float) -> None:
-        """Moves schedules; `progress` runs from 0 to 1 over the search. Values go into buffers, in place."""
-
-    def penalty(self, mix: Mix) -> Tensor | None:
-        """A term added to the loss that trains the architecture, if the method has one."""
-        return None
-
-    def watched(self, mix: Mix) -> Sequence[Tensor]:
-        """Tensors of the mix whose gradients `observe` wants; they come from the architecture's own backward pass."""
-        return ()
-
-    def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of what is watched, once per step on the device's clock; sums go into buffers, in place.
-
-        Under several processes these are the gradients of this one's part of the batch.
-        """
-
-    def diagnostics(self) -> dict[str, dict[str, Tensor]]:
-        """By name of a record the running sums per table [choices, width] that `observe` adds to.
-
-        The search zeroes them before an epoch, saves them within one, and writes their mean per step, averaged over
-        processes, to `<name>.jsonl`. They are no part of the method's state.
-        """
-        return {}
-
     def gauges(self) -> dict[str, Tensor]:
         """Single numbers [] for `metrics.jsonl`, such as a temperature; read once per epoch."""
         return {}
+
+    def remarks(self) -> Sequence[str]:
+        """Messages about the derived architecture for the user."""
+        return ()
 
 
 class Sampler(ABC):
@@ -280,17 +159,6 @@ class UntrainedSampler(Sampler):
     @abstractmethod
     def findings(self) -> dict[str, Any]:
         """What the scores are, as JSON, for `run.json`."""
-
-
-M = TypeVar("M", bound=Method)
-
-
-def fitted(kind: type[M], settings: Any, supernet: Supernet) -> M:
-    """A method for the space and the image size of `supernet`."""
-    method = kind(supernet.layout, settings)
-    if kind.needs_shapes:
-        method.fit(output_shapes(supernet))
-    return method
 
 
 def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:
@@ -355,3 +223,7 @@ class SoftmaxMethod(Method):
 
     def probabilities(self) -> dict[str, Tensor]:
         return {name: self.masks.softmax(name, alpha) for name, alpha in self.alpha.items()}
+
+
+METHODS: Registry[Method | Sampler] = Registry("method", "softcell.methods")
+register_method = METHODS.add

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix
 from softcell.arch.choice import LINK
-from softcell.methods.base import Regime, SoftmaxMethod
-from softcell.methods.registry import register_method
+from softcell.methods.base import Regime, SoftmaxMethod, register_method
 from softcell.settings import not_negative
 
 

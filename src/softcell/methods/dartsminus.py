@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Layout, Mix, Table, WeightMix
-from softcell.methods.base import Regime, SoftmaxMethod
-from softcell.methods.registry import register_method
+from softcell.methods.base import Regime, SoftmaxMethod, register_method
 from softcell.settings import not_negative
 
 SKIP = "skip_connect"

@@ -24,8 +24,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.choice import LINK
 from softcell.arch.relax import with_links
-from softcell.methods.base import Masks, Method, Regime, logits_like
-from softcell.methods.registry import register_method
+from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
 from softcell.nn.stochastic import draw_gamma
 from softcell.settings import not_negative
 
@@ -101,6 +100,7 @@ class DrNas(Method):
     name: ClassVar[str] = "drnas"
     about: ClassVar[str] = "DrNAS: mixing weights drawn from a learned Dirichlet distribution per edge; bilevel"
     regime: ClassVar[Regime] = "bilevel"
+    many_cells: bool = True
     Settings: ClassVar[type] = DrNasSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         # DARTS-space/train_search.py of the released code. Deviation: without its progressive scheme.
@@ -113,10 +113,6 @@ class DrNas(Method):
         super().__init__(layout, settings)
         self.beta = logits_like(layout, settings.init_scale)
         self.masks = Masks(layout)
-
-    @property
-    def many_cells(self) -> bool:
-        return True
 
     def relax(self) -> Mix:
         return WeightMix(self.layout, {name: self._sample(name) for name in self.beta})

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Table, WeightMix, derive
-from softcell.methods.base import Regime, SoftmaxMethod
-from softcell.methods.registry import register_method
+from softcell.methods.base import Regime, SoftmaxMethod, register_method
 from softcell.settings import not_negative
 
 

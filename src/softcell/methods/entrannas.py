@@ -1,7 +1,7 @@
 """EnTranNAS and EnTranNAS-DST: Towards Improving the Consistency, Efficiency, and Flexibility of Differentiable Neural
 Architecture Search (Yang, You, Li, Wang, Qian, Lin; CVPR 2021, arXiv:2101.11342).
 
-    Eq 4     A = Proj(P): the two strongest of each node           -> the space's rule, at every step (`EnTranNas.plan`)
+    Eq 4     A = Proj(P): the two strongest of each node           -> the space's rule, every step (`_TransitPlanner`)
     Eq 5     p = softmax(α / τ), τ annealed                        -> `_EngineTransit.softened`
     Eq 6     engine cells Σ p_k o_k(x_i), transit cells Σ_S o_k(x_i) -> `_EngineTransit.relax`
              one weight set per source node and candidate          -> the space's `share_features`
@@ -31,8 +31,8 @@ from softcell.arch.derive import derive_picks
 from softcell.arch.mix import live_of
 from softcell.arch.relax import Schedule, temperature_at
 from softcell.errors import UserError
-from softcell.methods.base import Masks, Method, Regime, logits_like
-from softcell.methods.registry import register_method
+from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
+from softcell.methods.parts import Planner
 from softcell.nn.candidates import get_candidate, known_candidates
 from softcell.settings import not_negative, positive
 
@@ -196,6 +196,7 @@ class _EngineTransit(Method):
     """Engine cells that weigh with `probabilities`, transit cells that run what is derived from them."""
 
     regime: ClassVar[Regime] = "bilevel"
+    many_cells: bool = True
 
     temperature: Tensor
 
@@ -205,8 +206,10 @@ class _EngineTransit(Method):
         self.alpha = logits_like(layout, settings.init_scale)
         self.register_buffer("temperature", torch.tensor(settings.first_temperature))
         self.masks = Masks(layout, self.excludes)
-        # Never dropped: a recorded step goes on reading them.
+        # Never dropped: a captured step keeps reading them.
         self._ones: dict[tuple[Any, ...], Tensor] = {}
+        if len(self.engines) < len(layout.sites):
+            self.planner = _TransitPlanner(self)
 
     @abstractmethod
     def probabilities(self) -> dict[str, Tensor]:
@@ -220,32 +223,12 @@ class _EngineTransit(Method):
         """p [choices, width] (Eq 5)."""
         return self.masks.softmax(table, self.alpha[table], self.temperature)
 
-    def reading(self) -> Tensor | None:
-        if len(self.engines) == len(self.layout.sites):
-            return None
-        found = self.probabilities()
-        return torch.cat([found[table.name].flatten() for table in self.layout.tables])
-
-    def plan(self, reading: Tensor) -> Plan:
-        # A search that has diverged is told by its loss: until then something has to run.
-        reading = torch.nan_to_num(reading, nan=1.0)
-        pieces = torch.split(reading, [table.shape[0] * table.shape[1] for table in self.layout.tables])
-        lives = {
-            table.name: self._derived(table, piece.view(table.shape))
-            for table, piece in zip(self.layout.tables, pieces, strict=True)
-        }
-        return tuple(None if site in self.engines else lives[name] for site, name in enumerate(self.layout.sites))
-
-    @property
-    def many_cells(self) -> bool:
-        return True
-
     def relax(self) -> Mix:
         weights = self.probabilities()
-        if len(self.engines) == len(self.layout.sites):
+        if self.planner is None:
             return WeightMix(self.layout, weights)
         picked = {}
-        for site, live in enumerate(self.planned()):
+        for site, live in enumerate(self.planner.current()):
             if live is not None:
                 table = self.layout.sites[site]
                 picked[site] = live, self._ones_at(table, live, weights[table])
@@ -254,20 +237,8 @@ class _EngineTransit(Method):
     def gauges(self) -> dict[str, Tensor]:
         return {"temperature": self.temperature}
 
-    def _derived(self, table: Table, strengths: Tensor) -> Live:
-        strengths = strengths.nan_to_num()  # a search that has diverged is told by its loss, with the step
-        picks = derive_picks(self.layout, table, strengths, self.rule)
-        if not reaches_output(table, picks):
-            # Deviation: where `none` or noise may be picked a cell can break in two; its transit twins would end all
-            # learning, so they run the strongest other candidates until it is whole again.
-            whole = strengths
-            for op in {op for choice in table.choices for op in choice.candidates if cuts(op)}:
-                whole = whole.masked_fill(table.columns(op), -torch.inf)
-            picks = derive_picks(self.layout, table, whole, self.rule)
-        return live_of(table, picks)
-
     def _ones_at(self, table: str, live: Live, like: Tensor) -> Tensor:
-        """1 at what is live, 0 elsewhere [choices, width]; made once, since no step with a copy can be recorded."""
+        """1 at what is live, 0 elsewhere [choices, width]; made once, since a step with a copy cannot be captured."""
         key = (table, live, like.device, like.dtype)
         if key not in self._ones:
             width = like.shape[1]
@@ -276,6 +247,41 @@ class _EngineTransit(Method):
                 ones = ones.pin_memory()
             self._ones[key] = ones.to(like.device, non_blocking=True)
         return self._ones[key]
+
+
+class _TransitPlanner(Planner):
+    """Transit cells run what is derived from the probabilities of the moment (Eq 4); engine cells run everything."""
+
+    def __init__(self, method: _EngineTransit) -> None:
+        super().__init__()
+        self._method, self._layout = method, method.layout
+
+    def reading(self) -> Tensor:
+        found = self._method.probabilities()
+        return torch.cat([found[table.name].flatten() for table in self._layout.tables])
+
+    def plan(self, reading: Tensor) -> Plan:
+        # A search that diverges stops because of its loss; until then something has to run.
+        reading = torch.nan_to_num(reading, nan=1.0)
+        pieces = torch.split(reading, [table.shape[0] * table.shape[1] for table in self._layout.tables])
+        lives = {
+            table.name: self._derived(table, piece.view(table.shape))
+            for table, piece in zip(self._layout.tables, pieces, strict=True)
+        }
+        engines = self._method.engines
+        return tuple(None if site in engines else lives[name] for site, name in enumerate(self._layout.sites))
+
+    def _derived(self, table: Table, strengths: Tensor) -> Live:
+        strengths = strengths.nan_to_num()  # as above: infinite values too
+        picks = derive_picks(self._layout, table, strengths, self._method.rule)
+        if not reaches_output(table, picks):
+            # Deviation: where `none` or noise may be picked a cell can break in two; its transit twins would end all
+            # learning, so they run the strongest other candidates until it is whole again.
+            whole = strengths
+            for op in {op for choice in table.choices for op in choice.candidates if cuts(op)}:
+                whole = whole.masked_fill(table.columns(op), -torch.inf)
+            picks = derive_picks(self._layout, table, whole, self._method.rule)
+        return live_of(table, picks)
 
 
 @register_method
@@ -330,14 +336,11 @@ class EnTranNasDst(_EngineTransit):
         """q̂; an edge that is pruned away has 0 throughout."""
         return {name: operation_normalised(q) for name, q in self._pruned().items()}
 
-    def occupancy(self) -> dict[str, Tensor]:
-        return {name: (q > 0).to(q.dtype) for name, q in self._pruned().items()}
-
-    def penalised(self, mix: Mix) -> dict[str, Tensor]:
+    def occupancy(self, mix: Mix | None = None) -> dict[str, Tensor]:
         """1 for every connection that is derived, 0 for others; the gradient is that of p + q.
 
-        q̂ would not do: an edge's coefficients sum to 1 however many connections, each of full cost, are on it. Through
-        q a cost raises thresholds, through p it moves each edge to cheaper candidates, the last of a node included.
+        Not q̂: an edge's coefficients sum to 1 however many connections, each of full cost, are on it. Through q a cost
+        raises thresholds, through p it moves each edge to cheaper candidates, the last of a node included.
         """
         found = {}
         for name, q in self._pruned().items():

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 from softcell.arch import Genotype, Layout
 from softcell.arch.evolve import mutate_one, random_architecture
 from softcell.errors import UserError
-from softcell.methods.base import Sampler
-from softcell.methods.registry import register_method
+from softcell.methods.base import Sampler, register_method
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from softcell.methods.base import Regime, SoftmaxMethod
-from softcell.methods.registry import register_method
+from softcell.methods.base import Regime, SoftmaxMethod, register_method
 from softcell.settings import not_negative
 
 

@@ -27,8 +27,8 @@ from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.choice import LINK
 from softcell.arch.mix import live_where
 from softcell.arch.relax import Schedule, concrete, temperature_at, with_links
-from softcell.methods.base import Masks, Method, Regime, logits_like
-from softcell.methods.registry import register_method
+from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
+from softcell.methods.parts import Planner
 from softcell.nn.stochastic import draw_uniform
 from softcell.settings import not_negative, positive
 
@@ -85,6 +85,21 @@ class GdasSettings:
         not_negative("init_scale", self.init_scale)
 
 
+class _SampledPaths(Planner):
+    """`Gdas.relax` decides on the host what runs, so there is nothing to plan and no step to capture."""
+
+    def __init__(self, method: Gdas) -> None:
+        super().__init__()
+        self._method = method
+
+    def num_plans(self) -> int | None:
+        """How many sets of candidates a step may run; None where it runs all of them."""
+        if not self._method.runs_sampled_only():
+            return None
+        tables = self._method.layout.tables
+        return math.prod(len(choice.candidates) for table in tables for choice in table.choices)
+
+
 @register_method
 class Gdas(Method):
     """Samples one operation per edge and pass; the distribution learns through the relaxed sample."""
@@ -92,6 +107,7 @@ class Gdas(Method):
     name: ClassVar[str] = "gdas"
     about: ClassVar[str] = "GDAS: one sampled operation per edge, gradients of its Gumbel-softmax; bilevel"
     regime: ClassVar[Regime] = "bilevel"
+    many_cells: bool = True
     Settings: ClassVar[type] = GdasSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         # The released GDAS-NASNet-CIFAR.config of AutoDL-Projects.
@@ -108,18 +124,15 @@ class Gdas(Method):
         self.alpha = logits_like(layout, settings.init_scale)
         self.masks = Masks(layout)
         self.register_buffer("temperature", torch.tensor(settings.first_temperature))
+        self.planner = _SampledPaths(self)
 
     def begin_epoch(self, progress: float) -> None:
         s = self.settings
         self.temperature.fill_(temperature_at(progress, s.first_temperature, s.last_temperature, s.schedule))
 
-    @property
-    def many_cells(self) -> bool:
-        return True
-
     def relax(self) -> Mix:
         samples = {name: self._sample(name) for name in self.alpha}
-        if not self._runs_sampled_alone():
+        if not self.runs_sampled_only():
             return WeightMix(self.layout, samples)
         lives = {name: live_where(sample.detach() > 0) for name, sample in samples.items()}
         return WeightMix(self.layout, samples, lives={site: lives[name] for site, name in enumerate(self.layout.sites)})
@@ -128,16 +141,11 @@ class Gdas(Method):
         """softmax(A): how often each operation is sampled, at any temperature."""
         return {name: self.masks.softmax(name, alpha) for name, alpha in self.alpha.items()}
 
-    def num_plans(self) -> int | None:
-        """How many sets of candidates a step may run; so many that no step is worth recording. None: it runs all."""
-        if not self._runs_sampled_alone():
-            return None
-        return math.prod(len(choice.candidates) for table in self.layout.tables for choice in table.choices)
-
     def gauges(self) -> dict[str, Tensor]:
         return {"temperature": self.temperature}
 
-    def _runs_sampled_alone(self) -> bool:
+    def runs_sampled_only(self) -> bool:
+        """Whether candidates that were not sampled are skipped."""
         run = self.settings.run
         return bool(self.temperature.device.type == "cpu" if run == "auto" else run == "sampled")
 

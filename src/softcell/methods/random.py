@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 from softcell.arch import Genotype, sample
 from softcell.errors import UserError
-from softcell.methods.base import Sampler
-from softcell.methods.registry import register_method
+from softcell.methods.base import Sampler, register_method
 
 
 @dataclass(frozen=True)

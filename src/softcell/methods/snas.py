@@ -6,7 +6,7 @@
     Eq 6, 24  ∂Z^l/∂α^k = (δ_lk - Z^l) Z^k / (λ α^k)                   -> autograd through `concrete`
     Eq 7-8    credit R_ij = -∂L/∂x_j · Õ_ij(x_i)                       -> `credit`
     Eq 9-11   E[L] + η E[C]                                             -> the recipe's `resource`, for any method
-    Eq 33-34  per candidate -Z^k · ∂L/∂Z^k, which sums to R_ij          -> `credit`, `Snas.observe`
+    Eq 33-34  per candidate -Z^k · ∂L/∂Z^k, which sums to R_ij          -> `credit`, `_CreditObserver`
     §3.1      argmax over all candidates, zero among them              -> `StrongestEach`
 
 The parameters are log α: ∂/∂ log α^k = α^k ∂/∂ α^k, so Eq 24 loses its 1/α^k. One sample per table and step is shared
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
 from softcell.arch.relax import Schedule, concrete, temperature_at
-from softcell.methods.base import Masks, Method, Regime
-from softcell.methods.registry import register_method
+from softcell.methods.base import Masks, Method, Regime, register_method
+from softcell.methods.parts import Observer
 from softcell.nn.stochastic import draw_uniform
 from softcell.settings import not_negative, positive
 
@@ -47,7 +47,7 @@ class SnasSettings:
 
     `schedule`: how the temperature moves from `first_temperature` in the first epoch to `last_temperature` in the last;
     the paper says "annealed to be close to zero". `init_mean` and `init_std`: the normal distribution that log α starts
-    from. `record_credit`: whether credits are kept at all.
+    from. `record_credit`: whether credits are recorded.
 
     Deviation: the authors' code has 1 - 0.97·(e + 1)/150 in epoch e from 0, with 150 whatever the number of epochs, so
     that a shorter search never gets cold. Here the first epoch has the first temperature and the last one the last, in
@@ -67,6 +67,28 @@ class SnasSettings:
         not_negative("init_std", self.init_std)
 
 
+class _CreditObserver(Observer):
+    """Sums the credits of an epoch's steps (Eq 34) in buffers of the method."""
+
+    def __init__(self, method: Snas) -> None:
+        self._method = method
+
+    def watched(self, mix: Mix) -> Sequence[Tensor]:
+        assert isinstance(mix, WeightMix)
+        return list(mix.tables.values())
+
+    @torch.no_grad()
+    def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
+        assert isinstance(mix, WeightMix)
+        sums = self.sums()["credit"]
+        for (name, sample), gradient in zip(mix.tables.items(), gradients, strict=True):
+            if gradient is not None:  # None: no site reads this table
+                sums[name].add_(credit(sample, gradient))
+
+    def sums(self) -> dict[str, dict[str, Tensor]]:
+        return {"credit": {name: self._method.get_buffer(f"credit_{name}") for name in self._method.log_alpha}}
+
+
 @register_method
 class Snas(Method):
     """Samples a relaxed architecture each step; its distribution and the weights learn from one backward pass."""
@@ -75,6 +97,7 @@ class Snas(Method):
     about: ClassVar[str] = "SNAS: concrete samples, annealed; single-level (bilevel with --set regime=bilevel)"
     regime: ClassVar[Regime] = "single-level"
     rule: ClassVar[Rule] = StrongestEach()
+    many_cells: bool = True
     Settings: ClassVar[type] = SnasSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {
@@ -112,14 +135,12 @@ class Snas(Method):
         self.register_buffer("temperature", torch.tensor(settings.first_temperature))
         for table in layout.tables:
             self.register_buffer(f"credit_{table.name}", torch.zeros(table.shape), persistent=False)
+        if settings.record_credit:
+            self.observer = _CreditObserver(self)
 
     def begin_epoch(self, progress: float) -> None:
         s = self.settings
         self.temperature.fill_(temperature_at(progress, s.first_temperature, s.last_temperature, s.schedule))
-
-    @property
-    def many_cells(self) -> bool:
-        return True
 
     def relax(self) -> Mix:
         return WeightMix(self.layout, {name: self._sample(name) for name in self.log_alpha})
@@ -127,24 +148,6 @@ class Snas(Method):
     def probabilities(self) -> dict[str, Tensor]:
         """α^k / Σ_l α^l: how often each candidate wins a sample, at any temperature."""
         return {name: self.masks.softmax(name, log_alpha) for name, log_alpha in self.log_alpha.items()}
-
-    def watched(self, mix: Mix) -> Sequence[Tensor]:
-        assert isinstance(mix, WeightMix)
-        return list(mix.tables.values()) if self.settings.record_credit else ()
-
-    @torch.no_grad()
-    def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
-        assert isinstance(mix, WeightMix)
-        if not self.settings.record_credit:
-            return
-        for (name, sample), gradient in zip(mix.tables.items(), gradients, strict=True):
-            if gradient is not None:  # None: no site reads this table
-                self.get_buffer(f"credit_{name}").add_(credit(sample, gradient))
-
-    def diagnostics(self) -> dict[str, dict[str, Tensor]]:
-        if not self.settings.record_credit:
-            return {}
-        return {"credit": {name: self.get_buffer(f"credit_{name}") for name in self.log_alpha}}
 
     def gauges(self) -> dict[str, Tensor]:
         return {"temperature": self.temperature}

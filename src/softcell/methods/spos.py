@@ -1,12 +1,12 @@
 """SPOS: Single Path One-Shot Neural Architecture Search with Uniform Sampling (Guo et al., ECCV 2020; 1904.00420).
 
-    Eq 5-6   W = argmin E_{a ~ U(A)} L_train(N(a, W(a)))   -> `Spos.draw`: one uniform architecture per step
+    Eq 5-6   W = argmin E_{a ~ U(A)} L_train(N(a, W(a)))   -> `PathPlanner.draw`: one uniform architecture per step
     §3.3     a* = argmax ACC_val(N(a, W(a)))               -> evolution (`softcell.arch.evolve`)
 
 Only the supernet learns. Each step runs one architecture, drawn uniformly from the space, with coefficients of exactly
-1; it is drawn on the host before the step, from the run's seed and the step's number alone, so a resumed run goes on
-with the same ones and the device is never waited for. What is best is found afterwards by evolution, which measures
-architectures with the supernet's weights and batch-norm estimated anew, within the limits that are stated.
+1; it is drawn on the host before the step, from the run's seed and the step's number alone, so a resumed run draws the
+same ones and the host never waits for the device. The best one is found afterwards by evolution, which measures
+architectures with the supernet's weights and recalibrated BatchNorm, within the budgets.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from softcell.arch import Layout, Live, Mix, Plan, WeightMix, count
+from softcell.arch import Layout, Live, Mix, Plan, WeightMix
 from softcell.arch.mix import uniform_path
-from softcell.methods.base import Masks, Method, Regime
-from softcell.methods.registry import register_method
+from softcell.methods.base import Masks, Method, Regime, register_method
+from softcell.methods.parts import PathPlanner
 
 # IT-NAS, A.3, which trains this way too; SPOS itself has batch 1024 and a learning rate of 0.5 for 120 epochs.
 CHAIN = {
@@ -31,10 +31,6 @@ CHAIN = {
 }
 
 
-def _forget_key(method: Spos, incompatible: object) -> None:
-    method._known_key = None
-
-
 @register_method
 class Spos(Method):
     """Uniform single-path training; `probabilities` are uniform, since nothing is believed in before the selection."""
@@ -42,6 +38,7 @@ class Spos(Method):
     name: ClassVar[str] = "spos"
     about: ClassVar[str] = "SPOS: one uniformly drawn architecture per step trains the supernet, evolution selects"
     learns: ClassVar[bool] = False
+    many_cells: bool = True
     regime: ClassVar[Regime] = "single-level"
     home: ClassVar[str] = "proxyless"
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
@@ -57,17 +54,14 @@ class Spos(Method):
         },
     }
 
-    key: Tensor
     basis: Tensor
 
     def __init__(self, layout: Layout, settings: Any) -> None:
         super().__init__(layout, settings)
         self.masks = Masks(layout)
         width = max(table.width for table in layout.tables)
-        self.register_buffer("key", torch.randint(2**31, (1,)))
+        self.planner: PathPlanner = PathPlanner(self, layout, self._path)
         self.register_buffer("basis", torch.eye(width), persistent=False)
-        self._known_key: int | None = None
-        self.register_load_state_dict_post_hook(_forget_key)  # type: ignore[no-untyped-call]
 
     def probabilities(self) -> dict[str, Tensor]:
         found = {}
@@ -76,29 +70,10 @@ class Spos(Method):
             found[table.name] = mask / mask.sum(1, keepdim=True)
         return found
 
-    def draw(self, step: int) -> Plan:
-        if self._known_key is None:
-            self._known_key = int(self.key)  # waits for the device, once per run
-        return self._path(f"{self._known_key} {step}")
-
-    def num_plans(self) -> int:
-        return count(self.layout)
-
-    def reading(self) -> Tensor:
-        """The path that runs outside of steps, so that the supernet's accuracy is always that of the same one."""
-        return self.key
-
-    def plan(self, reading: Tensor) -> Plan:
-        return self._path(str(int(reading)))
-
-    @property
-    def many_cells(self) -> bool:
-        return True
-
     def relax(self) -> Mix:
         weights = self.probabilities()
         picked = {}
-        for site, live in enumerate(self.planned()):
+        for site, live in enumerate(self.planner.current()):
             assert live is not None
             picked[site] = live, self._ones(live, weights[self.layout.sites[site]].shape[1])
         return WeightMix(self.layout, weights, picked=picked)

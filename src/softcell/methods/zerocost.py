@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from softcell.arch import Genotype, Layout
 from softcell.arch.evolve import Evolution, Evolved, evolving
 from softcell.errors import UserError
-from softcell.methods.base import UntrainedSampler
-from softcell.methods.registry import register_method
+from softcell.methods.base import UntrainedSampler, register_method
 from softcell.nn.zero_cost import PROXIES, Proxy, score_untrained
 
 

@@ -32,7 +32,7 @@ from softcell.engine.capture import prepare_step
 from softcell.engine.distributed import World
 from softcell.engine.optim import adam, apply_gradients, rate_at, set_lr, sgd
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method, fitted
+from softcell.methods import METHODS, Method
 from softcell.search.child import norms_measured_anew
 from softcell.search.restored import Restored
 from softcell.spaces import Supernet
@@ -152,7 +152,7 @@ def compute(
     images: how many of the validation split perturbation looks at, at most. epochs: how long Lite-Transformers, or
     DARTS's logits, learn on the supernet of another method.
     """
-    has_alpha = not found.looks()
+    has_alpha = found.method.selection is None
     names = tuple(wanted) if wanted is not None else tuple(n for n in USUAL if n != "alpha" or has_alpha)
     unknown = [name for name in names if name not in NAMES]
     if unknown:
@@ -177,19 +177,20 @@ def compute(
 def attention(found: Restored, epochs: int, notify: Notify, selector: str = "itnas") -> Tables:
     """The rows of the indicator token, from one pass over the validation split: the search's own where it ended."""
     supernet, method = found.supernet, found.method
-    if found.looks() and found.is_finished:
+    if method.selection is not None and found.is_finished:
         return _host(method.probabilities())
-    if not found.looks():
+    if method.selection is None:
         supernet, method = trained_selector(found, epochs, notify, selector)
     supernet.eval()
     images = found.feeds().plain(found.dataset.train, found.parts["validation"])
-    looking = method.looking()
-    if looking is not None:
-        _pass(supernet, looking, images)
-    for plain, mix in method.looking_in_turn():
+    assert method.selection is not None
+    for mix, calibration in method.selection.passes():
+        if calibration is None:
+            _pass(supernet, mix, images)
+            continue
         notify("attention, one choice after the other")
         training = found.feeds().training(found.parts["weights"], found.dataset.augment).epoch(0)
-        with norms_measured_anew(supernet, plain, islice(training, found.recipe.evolution.norm_batches)):
+        with norms_measured_anew(supernet, calibration, islice(training, found.recipe.evolution.norm_batches)):
             _pass(supernet, mix, images)
     return _host(method.probabilities())
 
@@ -211,7 +212,7 @@ def trained_selector(found: Restored, epochs: int, notify: Notify, selector: str
     assert issubclass(kind, Method)
     supernet = copy.deepcopy(found.supernet).requires_grad_(False).train()
     torch.manual_seed(found.recipe.seed)
-    method = fitted(kind, kind.Settings(), supernet)
+    method = kind.for_supernet(kind.Settings(), supernet)
     method.to(found.device, next(supernet.parameters()).dtype)
     w, a, single = found.recipe.weights, found.recipe.architecture, kind.regime == "single-level"
     optimiser: torch.optim.Optimizer
@@ -307,7 +308,7 @@ def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
     0.2 points in the first example); never more batches than the search itself takes. All mixes see the same ones,
     made once: what two mixes differ by is then no matter of images.
     """
-    if not (found.method.many_cells or found.looks()):
+    if not (found.method.many_cells or found.method.selection is not None):
         return None
     count = min(found.recipe.evolution.norm_batches, -(-images // found.recipe.batch_size))
     training = found.feeds().training(found.parts["weights"], found.dataset.augment)

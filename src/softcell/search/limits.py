@@ -32,8 +32,12 @@ def resource_of(
     settings = recipe.resource
     if not settings.is_on:
         return None, None
-    steerable = method.is_steerable()
-    selects = method.strengths() is not None and bool(settings.budgets())
+    selection = method.selection
+    if selection is None:
+        steerable = any(p.requires_grad for p in method.probabilities().values())
+    else:
+        steerable = selection.accepts_penalty
+    selects = selection is not None and selection.strengths() is not None and bool(settings.budgets())
     penalised = steerable or settings.eta > 0 or not (recipe.evolution.is_on or selects)
     if penalised and not steerable:
         check_steerable(method.probabilities(), recipe.method)

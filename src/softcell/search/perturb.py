@@ -82,17 +82,12 @@ def check_perturbable(layout: Layout, method: Method) -> None:
             f"{layout.space!r} ({type(layout.rule).__name__}) picks operations of several edges together; leave out "
             "--select perturbation, or let evolution select (--set evolution.generations=20)"
         )
-    if _looks(method) and method.num_plans() is not None:
+    if method.selection is not None and method.planner is not None and method.planner.num_plans() is not None:
         raise UserError(
             f"selection by perturbation removes candidates from a supernet that runs all of them, but method "
             f"{method.name!r} trains single paths in space {layout.space!r}; leave out --select perturbation, or let "
             "evolution select (--set evolution.generations=20)"
         )
-
-
-def _looks(method: Method) -> bool:
-    """Whether the method combines feature maps itself, so that its mix has no plain weights."""
-    return type(method).looking is not Method.looking
 
 
 def allowed_candidates(layout: Layout, table: Table, choice: int) -> list[int]:
@@ -256,7 +251,7 @@ class PerturbationSelection:
     @torch.no_grad()
     def _mix(self, without: tuple[str, int, int | None] | None = None) -> Mix:
         """The mix that the method believes in, with what is decided, less a candidate or an edge (None)."""
-        if _looks(self._method):
+        if self._method.selection is not None:  # its mix has no plain weights
             return self._looking_mix(without)
         tables = {name: values.detach().clone() for name, values in self._method.probabilities().items()}
         for (name, i), k in self._decided.items():
@@ -332,7 +327,7 @@ class PerturbationSelection:
         def learn(*draft: Tensor) -> None:
             batch = self._weights.finish(*draft)
             with self._surroundings():
-                used = self._looking_mix(None) if _looks(self._method) else mix
+                used = self._looking_mix(None) if self._method.selection is not None else mix
                 loss = self._objective(Bound(self._supernet, used), batch.images, batch.labels).loss
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             apply_gradients(self._optimiser, parameters, gradients, self._world, w.clip)

@@ -12,23 +12,23 @@ from torch import Tensor
 
 from softcell.arch import Plan
 from softcell.engine.capture import Readback
-from softcell.methods import Method
+from softcell.methods import Planner
 
 
 class Plans:
     """Makes the plan of each step of a run."""
 
-    def __init__(self, method: Method) -> None:
-        self._method, self._readback = method, Readback()
+    def __init__(self, planner: Planner | None) -> None:
+        self._planner, self._readback = planner, Readback()
 
     @torch.no_grad()
     def next(self) -> Plan | None:
-        """The plan of the step that follows; None where the method needs none. The first one waits for the device."""
-        reading = self._method.reading()
-        if reading is None:
+        """The plan of the next step; None where the method needs none. The first one waits for the device."""
+        reading = None if self._planner is None else self._planner.reading()
+        if self._planner is None or reading is None:
             return None
         before = self._readback.exchange(reading)
-        return self._method.plan(reading.cpu() if before is None else before)
+        return self._planner.plan(reading.cpu() if before is None else before)
 
     def state_dict(self) -> Tensor | None:
         """The reading that the next plan comes from, so that a resumed run follows the plans of an unbroken one."""

@@ -18,7 +18,7 @@ from softcell.engine import RunFolder, resolve_device
 from softcell.engine.checkpoint import check_identity, identity_of, load_latest
 from softcell.engine.session import place
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method, fitted
+from softcell.methods import METHODS, Method
 from softcell.registry import load_plugins
 from softcell.search.phases import load_images
 from softcell.search.recipe import SearchRecipe, resolve
@@ -43,13 +43,10 @@ class Restored:
         dtype = next(self.supernet.parameters()).dtype
         return Feeds(self.dataset, batch_size or self.recipe.batch_size, self.recipe.seed, self.device, dtype)
 
-    def looks(self) -> bool:
-        """Whether the method derives from images, by combining feature maps itself."""
-        return type(self.method).looking is not Method.looking
-
     def by_paths(self) -> bool:
-        """Whether no mix runs everything, since the supernet was trained path by path and is read so."""
-        return self.looks() and self.method.num_plans() is not None
+        """Whether no mix runs all candidates, since the supernet was trained path by path."""
+        planner = self.method.planner
+        return self.method.selection is not None and planner is not None and planner.num_plans() is not None
 
     @torch.no_grad()
     def mix(self, at: tuple[str, int] | None = None) -> Mix:
@@ -57,9 +54,10 @@ class Restored:
 
         at: the choice of a table that must run all its candidates; it matters where the rest is a single path.
         """
-        if not self.looks():
+        selection = self.method.selection
+        if selection is None:
             return WeightMix(self.supernet.layout, self.method.probabilities())
-        return self.method.relax() if at is None else self.method.attending(*at)
+        return self.method.relax() if at is None else selection.mix_with(*at)
 
 
 def restore(folder: str | Path, *, device: str = "auto", data_root: str | None = None) -> Restored:
@@ -87,7 +85,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
         space = build_space(recipe.space, recipe.space_settings)
         supernet = place(space.supernet(dataset.shape, dataset.num_classes), where, dtype)
         settings: object = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
-        method = place(fitted(kind, settings, supernet), where, dtype)
+        method = place(kind.for_supernet(settings, supernet), where, dtype)
     now = identity_of({**manifest, "recipe": recipe.to_dict()})
     check_identity(loaded.state, {**now, "data": content_of(dataset)}, folder)
     try:

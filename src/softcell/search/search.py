@@ -29,7 +29,7 @@ from softcell.engine.session import Session, open_session
 from softcell.engine.task import OnEvent
 from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method, UntrainedSampler, fitted
+from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.nn.context import ContextAutoRegression
 from softcell.nn.objective import Objective
 from softcell.registry import load_plugins
@@ -422,7 +422,7 @@ def _task(
         reason = "keeps its own" if name in recipe.space_settings else "has no such setting"
         notify(f"`space.{name}` of {recipe.method}'s recipe is ignored: space {recipe.space!r} {reason}")
     supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
-    method = session.place(fitted(kind, settings, supernet))
+    method = session.place(kind.for_supernet(settings, supernet))
     if recipe.select.is_on:
         check_perturbable(layout, method)
     resource, budget = resource_of(recipe, space, method, dataset, session, notify)
@@ -443,7 +443,7 @@ def _task(
         weights=weights,
         validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,
-        looked=_looked(recipe, kind, feeds, dataset, parts, held),
+        looked=_looked(recipe, method, feeds, dataset, parts, held),
         judged=_judged(recipe, feeds, dataset, parts) if recipe.select.is_on else None,
         notify=notify,
         resource=resource,
@@ -452,10 +452,10 @@ def _task(
 
 
 def _looked(
-    recipe: SearchRecipe, kind: type[Method], feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
+    recipe: SearchRecipe, method: Method, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
 ) -> Batches:
     """The validation split as it is, for methods that derive from a pass over it and for evolution."""
-    selects = kind.looking is not Method.looking or recipe.evolution.is_on
+    selects = method.selection is not None or recipe.evolution.is_on
     if recipe.measured_split != "held" or not selects:
         return held
     if "validation" not in parts:

@@ -50,8 +50,17 @@ class Players:
         own = self.method.penalty(mix)
         if self.resource is None:
             return own
-        cost: Tensor = self.resource(self.method.penalised(mix), mix)
+        cost: Tensor = self.resource(self.method.occupancy(mix), mix)
         return cost if own is None else own + cost
+
+    def watched(self, mix: Mix) -> Sequence[Tensor]:
+        """The tensors whose gradients the method's observer needs."""
+        observer = self.method.observer
+        return () if observer is None else observer.watched(mix)
+
+    def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
+        if self.method.observer is not None:
+            self.method.observer.observe(mix, gradients)
 
     def learn_weights(self, gradients: Sequence[Tensor | None]) -> None:
         apply_gradients(self.weight_optimiser, self.weights(), gradients, self.world, self.clip_weights)
@@ -73,12 +82,12 @@ def single_level(players: Players, images: Tensor, labels: Tensor) -> Evaluated:
     result = players.objective(Bound(players.supernet, mix), images, labels)
     penalty = players.penalty(mix)
     total = result.loss if penalty is None else result.loss + penalty
-    weights, architecture, watched = players.weights(), players.architecture(), players.method.watched(mix)
+    weights, architecture, watched = players.weights(), players.architecture(), players.watched(mix)
     gradients = torch.autograd.grad(total, [*weights, *architecture, *watched], allow_unused=True)
     learned = len(weights) + len(architecture)
     players.learn_weights(gradients[: len(weights)])
     players.learn_architecture(gradients[len(weights) : learned])
-    players.method.observe(mix, gradients[learned:])
+    players.observe(mix, gradients[learned:])
     return _detached(result)
 
 
@@ -93,12 +102,12 @@ def bilevel(
     held = players.objective(Bound(players.supernet, mix), *validation)
     penalty = players.penalty(mix)
     total = held.loss if penalty is None else held.loss + penalty
-    architecture, watched = players.architecture(), players.method.watched(mix)
+    architecture, watched = players.architecture(), players.watched(mix)
     # Only α is asked for: the backward pass then never forms the gradients of the convolutions' weights.
     asked = [*architecture, *watched]
     gradients = torch.autograd.grad(total, asked, allow_unused=True) if asked else ()
     players.learn_architecture(gradients[: len(architecture)])
-    players.method.observe(mix, gradients[len(architecture) :])
+    players.observe(mix, gradients[len(architecture) :])
     return weight_step(players, *train), _detached(held)
 
 

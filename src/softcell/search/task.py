@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from softcell.engine.distributed import World, average_, broadcast_module, sum_
 from softcell.engine.metrics import Failure, Meter, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import computing_in, in_precision
-from softcell.methods import Method
+from softcell.methods import Method, Pass
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
@@ -96,11 +96,12 @@ class SearchTask:
         self._collapse = CollapseWatch(recipe.collapse, method.layout, notify, recipe.epochs)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
-        regions = method.regions()
+        regions = method.compiled
         if recipe.engine == "compile" and compile_regions(regions or supernet.regions(), notify) and not regions:
             self._cells = modules_only  # the compiler makes its own kernels
         engine = recipe.engine
-        if (kinds := method.num_plans()) is not None and kinds > KEPT:
+        kinds = None if method.planner is None else method.planner.num_plans()
+        if kinds is not None and kinds > KEPT:
             # A recording pays where it is replayed.
             if engine != "eager" and world.device.type == "cuda":
                 notify(f"steps draw one of {kinds:,} paths, of which hardly one comes twice: they are not recorded")
@@ -109,7 +110,7 @@ class SearchTask:
             explain_modules(recipe, supernet, world, notify)
         notify_once = once(notify)
         self._run = prepare_step(learn, engine, world, notify_once)
-        self._plans, self._number = Plans(method), 0
+        self._plans, self._number = Plans(method.planner), 0
         measured = [held] if looked is held else [held, looked]
         self._measure, *others = (
             Validation(supernet, own, recipe.engine, world, self._surroundings, notify_once) for own in measured
@@ -128,7 +129,7 @@ class SearchTask:
         self.objective.train()
         self.supernet.drop_path.set_fraction(epoch / self.num_epochs)
         self.method.begin_epoch(epoch / max(1, self.num_epochs - 1))
-        for tables in self.method.diagnostics().values():
+        for tables in self._observed().values():
             for sums in tables.values():
                 sums.zero_()
         w = self.recipe.weights
@@ -157,15 +158,17 @@ class SearchTask:
         return self._weights.finish(*own), self._validation.finish(*held) if held else None
 
     def step(self, batch: Draft) -> None:
-        plan = self.method.draw(self._number)
+        planner = self.method.planner
+        plan = None if planner is None else planner.draw(self._number)
         self._number += 1
-        if not isinstance(self._run, CapturedStep):
-            with self.method.following(plan):
+        captured = isinstance(self._run, CapturedStep)
+        if captured and plan is None:
+            plan = self._plans.next()
+        with nullcontext() if planner is None else planner.following(plan):
+            if isinstance(self._run, CapturedStep):
+                self._run(*batch, key=plan)
+            else:
                 self._run(*batch)
-            return
-        plan = self._plans.next() if plan is None else plan
-        with self.method.following(plan):
-            self._run(*batch, key=plan)
 
     def _learn(self, *drafts: Tensor) -> None:
         """One step of the regime on a training batch and, unless single-level, a validation batch.
@@ -211,10 +214,12 @@ class SearchTask:
         last = epoch + 1 == self.num_epochs
         readings: dict[str, Any] = {}
         validates = last or (epoch + 1) % self.recipe.validate_every == 0
-        is_read = {"always": True, "validated": validates, "last": last}[self.method.reads]
+        selection = self.method.selection
+        is_read = selection is None or last or (validates and not selection.last_epoch_only)
         if validates:
             metrics |= self._validate(last)
-            readings = {name: {"epoch": epoch, **row} for name, row in self.method.readings().items()}
+            found = {} if selection is None else selection.records()
+            readings = {name: {"epoch": epoch, **row} for name, row in found.items()}
             many = self.method.many_cells
             text = doubt(metrics.get("train_accuracy"), metrics.get("val_accuracy"), many=many)
             # Early on running statistics fit no method's cells yet; those of many cells will fit none later either.
@@ -250,7 +255,7 @@ class SearchTask:
         """The architecture found; the last one from before a collapse, or within the budget, where it has left that."""
         own = self._collapse.kept or self.method.derive()
         if not self.recipe.evolution.is_on:
-            strengths = self.method.strengths()
+            strengths = None if self.method.selection is None else self.method.selection.strengths()
             if self._budget is not None and strengths is not None:
                 found, self._selection = strongest_within_budget(
                     self.method.layout, strengths, own, self._budget, self._notify
@@ -295,7 +300,8 @@ class SearchTask:
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
         """What is measured once, after the last epoch, on the architecture found."""
-        results: dict[str, Any] = {**self.method.findings(), **self._selection}
+        selection = self.method.selection
+        results: dict[str, Any] = {**({} if selection is None else selection.findings()), **self._selection}
         for remark in self.method.remarks():
             self._notify(remark)
         if self.recipe.child_every and self.objective.supervised:
@@ -327,7 +333,7 @@ class SearchTask:
             "step": self._tally.step,
             "_local": {
                 "meter": self._tally.sums,
-                "diagnostics": self.method.diagnostics(),
+                "diagnostics": self._observed(),
                 "objective": self.objective.gauges(),
             },
         }
@@ -345,7 +351,7 @@ class SearchTask:
         if "_local" in state:
             for name, sums in self.objective.gauges().items():
                 sums.copy_(state["_local"]["objective"][name])
-            for name, tables in self.method.diagnostics().items():
+            for name, tables in self._observed().items():
                 for table, sums in tables.items():
                     sums.copy_(state["_local"]["diagnostics"][name][table])
 
@@ -364,12 +370,15 @@ class SearchTask:
         metrics = {f"expected_{kind}": value for kind, value in expected.items()}
         return metrics if self._budget is None else metrics | self._budget.end_epoch(epoch, genotype)
 
+    def _observed(self) -> dict[str, dict[str, Tensor]]:
+        return {} if self.method.observer is None else self.method.observer.sums()
+
     def _diagnosed(self, epoch: int) -> dict[str, Any]:
         """A line per record of the method's diagnostics: means per step over all ranks, and their sums per choice."""
         if self.recipe.regime == "unrolled":  # its gradients are not those of one backward pass
             return {}
         records = {}
-        for name, tables in self.method.diagnostics().items():
+        for name, tables in self._observed().items():
             means = {table: sums.double() / self.steps_in(epoch) for table, sums in tables.items()}
             average_(means.values(), self.world)
             records[name] = {
@@ -396,17 +405,15 @@ class SearchTask:
         if not self.objective.supervised:
             return self._validate_objective(last)
         with torch.no_grad():
-            looking = self.method.looking()
-            if looking is not None and self._look is not None:
-                self._look(looking)
-            together = looking is not None and self._look is None
-            mix = looking if looking is not None and together else self.method.relax()
+            passes = self._passes(last)
+            whole = passes[0].mix if passes and passes[0].calibration is None else None
+            if whole is not None and self._look is not None:
+                self._look(whole)
+            mix = whole if whole is not None and self._look is None else self.method.relax()
             held = self._measure(mix)
-            anew = self._measure_anew(mix) if last and self.method.many_cells and looking is None else {}
-            if last:
-                self._look_in_turn()
-            for sums in self.method.looked():
-                sum_(sums, self.world)
+            anew = self._measure_anew(mix) if last and self.method.many_cells and whole is None else {}
+            self._look_in_turn(passes)
+            self._sum_up(passes)
         return {
             "val_loss": held.loss,
             **held.named("val"),
@@ -427,8 +434,8 @@ class SearchTask:
 
         A method that derives from a pass over the split makes it here.
         """
-        device, looking = self.world.device, self.method.looking()
-        mix = self.method.relax() if looking is None else looking
+        device, passes = self.world.device, self._passes(last)
+        mix = passes[0].mix if passes and passes[0].calibration is None else self.method.relax()
         meter = Meter().to(device)
         self.supernet.eval()
         self.objective.eval()
@@ -438,24 +445,31 @@ class SearchTask:
                 if batch.labels.shape[0]:
                     loss = self.objective(Bound(self.supernet, mix), batch.images, batch.labels).loss
                     meter.update(loss, None, batch.labels)
-        if last:
-            self._look_in_turn()
+        self._look_in_turn(passes)
         self.supernet.train()
         self.objective.train()
-        for sums in self.method.looked():
-            sum_(sums, self.world)
+        self._sum_up(passes)
         measured = meter.read(self.world)
         return {"val_loss": measured.loss, "val_split": self.recipe.measured_split, "val_count": measured.count}
 
-    def _look_in_turn(self) -> None:
-        """For methods that look at one part of the supernet after the other, each with norms of its own."""
-        pairs = self.method.looking_in_turn()
+    def _passes(self, last: bool) -> Sequence[Pass]:
+        selection = self.method.selection
+        return selection.passes() if selection is not None and (last or not selection.last_epoch_only) else ()
+
+    def _look_in_turn(self, passes: Sequence[Pass]) -> None:
+        """The passes that recalibrate BatchNorm first."""
+        pairs = [(mix, calibration) for mix, calibration in passes if calibration is not None]
         if pairs:
             self._notify(f"selection in {len(pairs)} passes over the validation split")
-        for plain, mix in pairs:
+        for mix, calibration in pairs:
             batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
-            with norms_measured_anew(self.supernet, plain, batches, self._measuring_norms):
+            with norms_measured_anew(self.supernet, calibration, batches, self._measuring_norms):
                 (self._look or self._measure)(mix)
+
+    def _sum_up(self, passes: Sequence[Pass]) -> None:
+        if passes and self.method.selection is not None:
+            for sums in self.method.selection.sums():
+                sum_(sums, self.world)
 
 
 def explain_modules(recipe: SearchRecipe, supernet: Supernet, world: World, notify: Callable[[str], None]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softcell.arch import Genotype, Layout, Mix, Table, WeightMix, check_against, sample
 from softcell.arch.choice import LINK
-from softcell.methods import METHODS, Method, Sampler, fitted
+from softcell.methods import METHODS, Method, Sampler
 from softcell.nn.stochastic import SharedDraws
 from softcell.settings import build, to_dict
 from softcell.spaces import Space, Supernet
@@ -227,14 +227,18 @@ def precision_is_that_of_the_method(kind: type[Method], space: Space) -> None:
 
 
 def relax_never_waits_for_the_host(kind: type[Method], space: Space) -> None:
-    """Nothing in `relax` and `reading` reads a value: they work on tensors that have none, given a plan."""
+    """Nothing in `relax` and `Planner.reading` reads a value: they work on tensors that have none, given a plan."""
     method = build_method(kind, space)
-    plan = None if method.reading() is None else method.planned()
+    planner = method.planner
+    plan = None if planner is None or planner.reading() is None else planner.current()
     method = method.to("meta")
     try:
-        method.reading()
-        with method.following(plan):
+        if planner is None:
             mix = method.relax()
+        else:
+            planner.reading()
+            with planner.following(plan):
+                mix = method.relax()
     except (RuntimeError, NotImplementedError) as error:
         raise AssertionError(f"{kind.name}: relax must not read values on the host, but: {error}") from error
     if isinstance(mix, WeightMix):
@@ -245,19 +249,20 @@ def relax_never_waits_for_the_host(kind: type[Method], space: Space) -> None:
 def relax_follows_the_plan_it_is_given(kind: type[Method], space: Space) -> None:
     """A plan made from a copy of the reading is the method's own; under another, just that one's candidates run."""
     method, layout = build_method(kind, space), space.layout()
-    reading = method.reading()
-    if reading is None:
+    planner = method.planner
+    reading = None if planner is None else planner.reading()
+    if planner is None or reading is None:
         return
-    own = method.plan(reading.detach().clone())
-    require(own == method.planned(), f"{kind.name}: `plan` must depend on the reading alone")
+    own = planner.plan(reading.detach().clone())
+    require(own == planner.current(), f"{kind.name}: `plan` must depend on the reading alone")
     require(len(own) == len(layout.sites), f"{kind.name}: a plan names every site, got {len(own)} of them")
-    hash(own)  # recorded steps are kept by plan
+    hash(own)  # captured steps are kept by plan
     first_planned = next((site for site, live in enumerate(own) if live is not None), None)
     if first_planned is None:
         return
     last = tuple((len(choice.candidates) - 1,) for choice in layout.table(layout.sites[first_planned]).choices)
     other = tuple(last if site == first_planned else live for site, live in enumerate(own))
-    with method.following(other):
+    with planner.following(other):
         require(method.relax().live(first_planned) == last, f"{kind.name}: relax must follow the plan it is given")
     require(method.relax().live(first_planned) == own[first_planned], f"{kind.name}: a plan must end with its context")
 
@@ -360,7 +365,7 @@ def build_method(kind: type[Method], space: Space, seed: int = 0, progress: floa
     """The method with its default settings in float64, at the beginning of an epoch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        method = fitted(kind, kind.Settings(), build_supernet(space)).double()
+        method = kind.for_supernet(kind.Settings(), build_supernet(space)).double()
     method.begin_epoch(progress)
     return method
 

@@ -1,8 +1,8 @@
-"""Attention rows of single images, gathered over a forward pass: those of all cells of a table become one vector.
+"""Attention rows of single images: collected over a forward pass, aggregated over cells, summed over images.
 
-A row [n, tokens + 1] is what an indicator token paid itself (column 0) and each candidate. Cells of a table share one
-architecture, so a table's attention is an aggregate of its cells' rows, as a rule their mean. Over images it is summed
-up by `Moments`; the rows of every cell by `SiteSums`.
+A row [n, tokens + 1] is the attention of an indicator token to itself (column 0) and to each candidate. Cells of a
+table share one architecture, so a table's attention is an aggregate of its cells' rows, usually their mean. `Moments`
+sums it over images, `SiteSums` the rows of every cell: in float64, whatever the precision of the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Moments(nn.Module):
         self.register_buffer("products", torch.zeros(size, size, dtype=torch.float64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves like any module, but `.float()` and `.to(dtype)` leave float64 alone."""
+        """Moves like any module, but stays in float64 under `.float()` and `.to(dtype)`."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in self._buffers.items():
             assert buffer is not None
@@ -42,12 +42,12 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def add(self, vectors: Tensor, first: int = 0, *, counts: bool = True) -> None:
-        """vectors [n, m], in place, to the `m` places from `first` on; `counts`: as images not seen before."""
-        exact, places = vectors.double(), slice(first, first + vectors.shape[1])
+        """Adds vectors [n, m] in place to the `m` entries from `first` on; counts: whether the images are new."""
+        exact, entries = vectors.double(), slice(first, first + vectors.shape[1])
         if counts:
             self.count += vectors.shape[0]
-        self.total[places] += exact.sum(0)
-        self.products[places, places] += exact.T @ exact
+        self.total[entries] += exact.sum(0)
+        self.products[entries, entries] += exact.T @ exact
 
     def sums(self) -> list[Tensor]:
         return [self.count, self.total, self.products]
@@ -65,49 +65,49 @@ class Moments(nn.Module):
 
 
 class SiteSums(nn.Module):
-    """Sums over images of the rows of a table's places, and of their logarithms: [places, width] each.
+    """Sums over images of the rows of a table's edges, and of their logarithms: [edges, width] each.
 
-    places: (site, choice) of each row, in the order in which rows come.
+    edges: (site, choice) of each row, in the order of the forward pass.
     """
 
     total: Tensor
     logs: Tensor
 
-    def __init__(self, places: Sequence[tuple[int, int]], width: int) -> None:
+    def __init__(self, edges: Sequence[tuple[int, int]], width: int) -> None:
         super().__init__()
-        self.places = tuple(places)
+        self.edges = tuple(edges)
         for name in ("total", "logs"):
-            self.register_buffer(name, torch.zeros(len(self.places), width, dtype=torch.float64))
+            self.register_buffer(name, torch.zeros(len(self.edges), width, dtype=torch.float64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves like any module, but `.float()` and `.to(dtype)` leave float64 alone."""
+        """Moves like any module, but stays in float64 under `.float()` and `.to(dtype)`."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.total, self.logs = self.total.double(), self.logs.double()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Checkpoints from before there were sums by site have none: they are zero then."""
+        """Older checkpoints have no sums by site: these are zero then."""
         for name, buffer in self._buffers.items():
             assert buffer is not None
             state_dict.setdefault(f"{prefix}{name}", torch.zeros_like(buffer))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @torch.no_grad()
-    def add(self, rows: Tensor, places: slice = slice(None)) -> None:
-        """rows [places, n, width] of images, in place, those of all places or of some in succession."""
+    def add(self, rows: Tensor, edges: slice = slice(None)) -> None:
+        """Adds rows [edges, n, width] of images in place, for all edges or a range of them."""
         exact = rows.double()
-        self.total[places] += exact.sum(1)
-        self.logs[places] += logarithm(exact).sum(1)
+        self.total[edges] += exact.sum(1)
+        self.logs[edges] += logarithm(exact).sum(1)
 
     def sums(self) -> list[Tensor]:
         return [self.total, self.logs]
 
     def extra_repr(self) -> str:
-        return f"places={len(self.places)}"
+        return f"edges={len(self.edges)}"
 
 
 def logarithm(x: Tensor) -> Tensor:
-    """log x in float64; of 0 that of the smallest float32: attention that vanished is small, not impossible."""
+    """log x in float64; 0 counts as the smallest float32, since attention that vanished is small, not impossible."""
     return x.double().clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
@@ -116,7 +116,7 @@ class TableMoments(nn.ModuleDict):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__({table.name: Moments(table.shape[0] * table.shape[1]) for table in layout.tables})
-        self._read = tuple(layout.first_sites())  # tables that are read at all
+        self._read = tuple(layout.first_sites())  # tables that a site reads
 
     def __getitem__(self, key: str) -> Moments:
         found = super().__getitem__(key)
@@ -127,14 +127,14 @@ class TableMoments(nn.ModuleDict):
         return [sums for name in self for sums in self[name].sums()]
 
     def images(self) -> int:
-        """How many were added; waits for the device."""
+        """The number of images added; waits for the device."""
         return int(self[self._read[0]].count)
 
 
-class Looked(NamedTuple):
-    """Where rows of a pass over images go: sums of the tables' vectors by `aggregate`, and of every site's rows.
+class AttentionSums(NamedTuple):
+    """The sums that a pass over images fills: of the tables' vectors by `aggregate`, and of every site's rows.
 
-    stages: a number for every site; those with maps of one shape have the same.
+    stages: by site a number; sites with maps of one shape have the same one.
     """
 
     tables: TableMoments
@@ -146,24 +146,24 @@ class Looked(NamedTuple):
 class AttentionRows:
     """The rows of one pass by site and choice.
 
-    places: by table the sites and choices that attend. uniform: a table's name to [choices, width], what choices
-    count that attend to nothing. into: takes the vectors [n, choices · width] of a table when all its rows are there,
-    which are let go then; without it rows stay to be read by `mean`, where gradients are enabled. only: the one choice
-    of a table that is noted, in a pass that `counts` its images or is one more over the same.
+    edges: by table the (site, choice) pairs that attend. uniform: a table's name to [choices, width], used for choices
+    that attend to nothing. sums: receives the vectors [n, choices · width] of a table once all its rows are there; the
+    rows are dropped then. Without it rows are kept for `mean` where gradients are enabled. only: the one choice of a
+    table that is recorded. counts: whether the pass counts its images; False for a further pass over the same ones.
     """
 
     def __init__(
         self,
         layout: Layout,
-        places: Mapping[str, Sequence[tuple[int, int]]],
+        edges: Mapping[str, Sequence[tuple[int, int]]],
         uniform: Callable[[str], Tensor],
-        into: Looked | None = None,
+        sums: AttentionSums | None = None,
         only: tuple[str, int] | None = None,
         *,
         counts: bool = True,
     ) -> None:
-        self._layout, self._places, self._uniform = layout, places, uniform
-        self._into, self._only, self._counts = into, only, counts
+        self._layout, self._edges, self._uniform = layout, edges, uniform
+        self._sums, self._only, self._counts = sums, only, counts
         self._rows: dict[tuple[int, int], tuple[Tensor, Sequence[int] | None]] = {}
 
     def __len__(self) -> int:
@@ -171,16 +171,16 @@ class AttentionRows:
 
     @property
     def is_summed(self) -> bool:
-        """Whether rows go into moments."""
-        return self._into is not None
+        """Whether rows are added to sums."""
+        return self._sums is not None
 
     def tables(self) -> set[str]:
         """Names of the tables that have rows."""
         return {self._layout.sites[site] for site, _ in self._rows}
 
     def note(self, site: int, choice: int, attention: Tensor, order: Sequence[int] | None = None) -> None:
-        """Keeps a row [n, tokens + 1], or of tokens in an `order`; when all of a table are there, hands them on."""
-        if self._into is None:
+        """Records a row [n, tokens + 1], or one of tokens in an `order`; adds a table's rows once they are complete."""
+        if self._sums is None:
             if torch.is_grad_enabled():
                 self._rows[site, choice] = attention, order
             return
@@ -188,35 +188,34 @@ class AttentionRows:
         if self._only is not None and self._only != (table, choice):
             return
         self._rows[site, choice] = attention.detach(), order
-        awaited = [place for place in self._places[table] if self._only is None or place[1] == choice]
-        if any(place not in self._rows for place in awaited):
+        expected = [edge for edge in self._edges[table] if self._only is None or edge[1] == choice]
+        if any(edge not in self._rows for edge in expected):
             return
-        sums, sites = self._into.tables[table], self._into.sites[table]
+        sums, sites = self._sums.tables[table], self._sums.sites[table]
         if self._only is None:
-            sums.add(self.viewed(table).flatten(1))
-            sites.add(torch.stack([self._candidates(*place) for place in sites.places]))
+            sums.add(self.by_image(table).flatten(1))
+            sites.add(torch.stack([self._candidates(*edge) for edge in sites.edges]))
         else:
             first = choice * self._layout.table(table).width
-            sums.add(self.viewed(table)[:, choice], first, counts=self._counts)
-            for place in awaited:
-                at = sites.places.index(place)
-                sites.add(self._candidates(*place)[None], slice(at, at + 1))
-        for place in awaited:
-            del self._rows[place]
+            sums.add(self.by_image(table)[:, choice], first, counts=self._counts)
+            for edge in expected:
+                at = sites.edges.index(edge)
+                sites.add(self._candidates(*edge)[None], slice(at, at + 1))
+        for edge in expected:
+            del self._rows[edge]
 
-    def viewed(self, table: str) -> Tensor:
-        """What every image says of the candidates [n, choices, width], by the aggregate of what is looked at.
+    def by_image(self, table: str) -> Tensor:
+        """The attention of every image to the candidates [n, choices, width], aggregated over sites.
 
         The mean over the sites that count, of attention or of its logarithm, in float64: without a norm on tokens
-        candidates may differ in the seventh digit. A vote is one of sites, not of images: there it is the mean over
-        all sites.
+        candidates may differ in the seventh digit. With `vote` sites vote, not images: here the mean over all sites.
         """
-        assert self._into is not None
-        how = self._into.aggregate
+        assert self._sums is not None
+        how = self._sums.aggregate
         own, found = self._layout.table(table), dict[int, Tensor]()
         for choice in {choice for site, choice in self._rows if self._layout.sites[site] == table}:
             sites = [s for s in self._layout.sites_of(table) if (s, choice) in self._rows]
-            used = used_sites([True] * len(sites), [self._into.stages[s] for s in sites], how)
+            used = used_sites([True] * len(sites), [self._sums.stages[s] for s in sites], how)
             rows = torch.stack([self._candidates(sites[i], choice) for i in used])
             found[choice] = (logarithm(rows) if how == "log-mean" else rows.double()).mean(0)
         n = next(iter(found.values())).shape[0]
@@ -225,7 +224,7 @@ class AttentionRows:
         return torch.stack([found[i] if i in found else uniform[i].expand(n, -1) for i in range(len(own))], dim=1)
 
     def mean(self, table: str) -> Tensor:
-        """Attention to the candidates [n, choices, width] of every image, the mean over the table's cells."""
+        """Attention of every image to the candidates [n, choices, width], the mean over the table's cells."""
         own = self._layout.table(table)
         found: dict[int, list[Tensor]] = {}
         for site, choice in self._rows:
@@ -245,7 +244,7 @@ class AttentionRows:
         return F.pad(row[:, 1:], (0, width + 1 - row.shape[1]))
 
     def _by_position(self, site: int, choice: int) -> Tensor:
-        """[n, tokens + 1]; laid out only here, since most rows are never read."""
+        """[n, tokens + 1]; reordered only here, since most rows are never read."""
         attention, order = self._rows[site, choice]
         if order is None:
             return attention

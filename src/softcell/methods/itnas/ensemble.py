@@ -1,10 +1,10 @@
-"""Lite-Transformers of one shape run side by side: those of all edges that leave a node as one.
+"""Lite-Transformers of one shape in one batch: those of all edges that leave a node run together.
 
 Alone, each costs a GPU some thirty launches forward and sixty backward, however small its maps are. Here the weights of
-all Lite-Transformers of one shape are laid side by side once per step, and whatever no image changes is computed from
-them for all at once: the query, what the keys make of it, the logits of the indicator token and of tokens of zeros.
-Each group of edges then takes its share (`softcell.kernels.indicator`). The equations are `LiteTransformer`'s, which is
-the oracle in the tests.
+all Lite-Transformers of one shape are stacked once per step, and all that does not depend on images is computed from
+them at once: the query, its product with the keys, the logits of the indicator token and of tokens of zeros. Each group
+of edges then uses its part (`softcell.kernels.indicator`). Groups of one kind share a `LiteEnsemble`, whichever cells
+they are in. The equations are those of `LiteTransformer`, which is the oracle in the tests.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LiteEnsemble(nn.Module):
         self._form = Form(first.sides, first.token_eps, first.after_attention.eps)
 
     def serves(self, maps: Sequence[Tensor]) -> bool:
-        """Whether running these maps together pays: on a GPU, and on a CPU where calls cost as much as arithmetic."""
+        """Whether running these maps together is faster: on a GPU, and on a CPU if they are small."""
         return bool(maps) and (maps[0].is_cuda or maps[0].numel() <= LARGEST)
 
     def lay(self, dtype: torch.dtype) -> list[Laid]:
-        """One per group, for maps in `dtype`."""
+        """The stacked weights of each group, for maps in `dtype`."""
         modules = [module for group in self._groups for module in group]
         first = modules[0]
         (c, h, w), width = first.shape, first.query.out_features
@@ -63,7 +63,7 @@ class LiteEnsemble(nn.Module):
             itself, zeros = torch.split((known * asked[:, None]).sum(2) + moved, [1, known.shape[1] - 1], dim=1)
             positions = taken(p["positions"], self.order[1 : self.maps + 1], 1)
             indicator = p["indicator"].permute(0, 2, 3, 1).reshape(len(modules), h * w, c)
-            value = _turned(p["value.weight"])
+            value = _transposed(p["value.weight"])
             found = [
                 *(self._channels_last(positions), self._channels_last(asked)[:, :, None], moved[:, :, None]),
                 *(itself, zeros),
@@ -71,9 +71,9 @@ class LiteEnsemble(nn.Module):
                 torch.bmm(indicator, value).flatten(1)[:, None].to(dtype),
                 value.to(dtype).contiguous(),
                 *_norm(p, "after_attention", dtype),
-                _turned(p["ffn.0.weight"]).to(dtype).contiguous(),
+                _transposed(p["ffn.0.weight"]).to(dtype).contiguous(),
                 p["ffn.0.bias"][:, None].to(dtype),
-                _turned(p["ffn.2.weight"]).to(dtype).contiguous(),
+                _transposed(p["ffn.2.weight"]).to(dtype).contiguous(),
                 p["ffn.2.bias"][:, None].to(dtype),
                 *_norm(p, "after_ffn", dtype),
             ]
@@ -96,12 +96,12 @@ class LiteEnsemble(nn.Module):
         return total.permute(0, 1, 4, 2, 3), attention
 
     def _channels_last(self, x: Tensor) -> Tensor:
-        """[…, d] with pooled values channel by channel, as `LiteTransformer` has them, to place by place."""
+        """[…, d] with pooled values channel by channel, as `LiteTransformer` has them, to position by position."""
         return x.reshape(*x.shape[:-1], self.shape[0], -1).transpose(-1, -2).flatten(-2)
 
 
 def _side_by_side(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters by name, those of all modules stacked: in one copy, whose gradient is one copy too."""
+    """Parameters by name, stacked over modules in one copy, so that their gradients are one copy too."""
     tables = [dict(module.named_parameters()) for module in modules]
     shapes = {name: parameter.shape for name, parameter in tables[0].items()}
     flat = torch.cat([table[name].reshape(-1) for name in shapes for table in tables])
@@ -109,8 +109,8 @@ def _side_by_side(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {name: piece.view(len(modules), *shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
 
-def _turned(weight: Tensor) -> Tensor:
-    """Of 1×1 convolutions [f, out, in, 1, 1] to [f, in, out]."""
+def _transposed(weight: Tensor) -> Tensor:
+    """Weights of 1×1 convolutions [f, out, in, 1, 1] to [f, in, out]."""
     return weight.flatten(2).transpose(1, 2)
 
 
@@ -120,7 +120,7 @@ def _norm(p: dict[str, Tensor], name: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 class Member(NamedTuple):
-    """The Lite-Transformer of one edge, and the shapes [c, h, w] of what it attends to by candidate; None for zeros."""
+    """The Lite-Transformer of one edge, and by candidate the shapes [c, h, w] it attends to; None for zeros."""
 
     site: int
     source: int
@@ -130,11 +130,11 @@ class Member(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Choices of one site that leave one node: group number `place` of an ensemble."""
+    """Choices of one site that leave one node: group `number` of an ensemble."""
 
     choices: tuple[int, ...]
     ensemble: int
-    place: int
+    number: int
 
 
 def form_groups(members: Iterable[Member]) -> tuple[list[LiteEnsemble], dict[int, list[Group]]]:
@@ -150,7 +150,7 @@ def form_groups(members: Iterable[Member]) -> tuple[list[LiteEnsemble], dict[int
     ensembles: list[LiteEnsemble] = []
     groups: dict[int, list[Group]] = {}
     for (_, _, order, num_maps), alike in kinds.items():
-        for place, ((site, _), own) in enumerate(alike.items()):
-            groups.setdefault(site, []).append(Group(tuple(m.choice for m in own), len(ensembles), place))
+        for number, ((site, _), own) in enumerate(alike.items()):
+            groups.setdefault(site, []).append(Group(tuple(m.choice for m in own), len(ensembles), number))
         ensembles.append(LiteEnsemble([[m.module for m in own] for own in alike.values()], order, num_maps))
     return ensembles, groups

@@ -1,4 +1,9 @@
-"""How sure a derivation is: margins between candidates whose strengths are means over images, with standard errors."""
+"""From the rows of many sites to one row per choice, and how clear the choice is.
+
+Every cell has an indicator token of its own, so a choice has as many rows as there are cells. With the mean, one
+saturated cell outweighs many others; the other aggregates avoid that. `margins` compares the leads of the strongest
+candidates, which are means over images, with their standard errors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 
 @dataclass(frozen=True, slots=True)
 class SiteRows:
-    """What every site of a table read, as means over images.
+    """The rows of every site of a table, as means over images.
 
     means, logs: [sites, choices, width], of the values and of their logarithms. present: bool [sites, choices], whether
     a site has a row for a choice. stages: one number per site; sites of one stage have maps of one shape.
@@ -42,7 +47,7 @@ def used_sites(present: Sequence[bool], stages: Sequence[int], how: Aggregate) -
 
 
 def scores(rows: SiteRows, how: Aggregate) -> list[Tensor]:
-    """Per choice what its sites say, [sites that count, width]: values, logarithms, or a 1 for each site's winner."""
+    """Per choice the scores of its sites [sites that count, width]: values, logarithms, or a 1 for each winner."""
     found = []
     for choice in range(rows.present.shape[1]):
         used = used_sites(rows.present[:, choice].tolist(), rows.stages, how)
@@ -75,10 +80,10 @@ def aggregate(rows: SiteRows, how: Aggregate) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """By how much the strongest candidate of an edge leads the second, and the standard error of that lead.
+    """The lead of an edge's strongest candidate over the second, and its standard error.
 
     The error has two parts: `image_error`, over images, and `site_error`, over the sites that were averaged. `wins`:
-    at how many of the `sites` the strongest candidate leads the second.
+    the number of `sites` at which the strongest candidate leads the second.
     """
 
     edge: str
@@ -102,10 +107,10 @@ class Margin:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """What a derivation from images rests on: the margins of every table's edges, by its name.
+class Margins:
+    """The margins of all edges by table, over so many `images`.
 
-    An edge is close when its margin is below `close_below` standard errors. `aggregate`: how sites were put together.
+    An edge is close when its margin is below `close_below` standard errors. `aggregate`: how sites were combined.
     """
 
     images: int
@@ -142,8 +147,8 @@ def margins(
 
     mean [choices, width] of the strengths over images, products [choices·width, choices·width] the mean of their
     products of two; None where strengths are not means over images. sites: per choice the strengths [sites, width] that
-    the mean is one of. An edge is close when its margin is below `close` standard errors, over images and over sites: a
-    candidate that leads by a little in all cells is surer than one that leads by much in some and trails in others.
+    were averaged. An edge is close when its margin is below `close` standard errors, over images and over sites: a
+    candidate that leads by a little in all cells is clearer than one that leads by much in some and trails in others.
     """
     values, found = rows(table, mean), []
     second: list[list[float]] | None = None if products is None else products.double().cpu().tolist()

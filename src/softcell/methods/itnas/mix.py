@@ -13,7 +13,7 @@ from torch.func import functional_call
 from softcell.arch import Live, Mix, Plan
 from softcell.arch.choice import LINK
 from softcell.kernels.indicator import Laid
-from softcell.methods.itnas.attention import AttentionRows, Looked
+from softcell.methods.itnas.attention import AttentionRows, AttentionSums
 from softcell.methods.itnas.ensemble import Group, LiteEnsemble
 from softcell.methods.itnas.transformer import order_of
 from softcell.nn.recompute import inputs_kept_alone
@@ -25,25 +25,25 @@ T = TypeVar("T")
 
 
 class ItMix(Mix):
-    """Combines a choice's outputs by its Lite-Transformer; `rows` takes the attention of every image."""
+    """Combines a choice's outputs by its Lite-Transformer; `rows` collects the attention of every image."""
 
     def __init__(
         self,
         method: ItNas,
-        into: Looked | None = None,
+        sums: AttentionSums | None = None,
         plan: Plan | None = None,
-        place: tuple[str, int] | None = None,
+        only: tuple[str, int] | None = None,
     ) -> None:
-        """into: sums of the attention over images. plan: what runs at each site; None: all.
+        """sums: of the attention over images. plan: what runs at each site; None: all candidates.
 
-        place: the one choice of a table that is looked at under a plan; its table's first choice counts the images.
+        only: the one choice of a table that is recorded under a plan. Its table's first choice counts the images.
         """
         self._method, self._plan = method, plan
         self._learns = torch.is_grad_enabled()  # weight steps of a bilevel search relax without gradients
-        self._met: dict[tuple[int, int], Tensor] = {}
+        self._attention: dict[tuple[int, int], Tensor] = {}  # by site and choice, where outputs are combined in parts
         self._laid: dict[tuple[int, torch.dtype], list[Laid]] = {}  # by ensemble
-        counts = place is None or place[1] == method.attended(place[0])[0]
-        self.rows = AttentionRows(method.layout, method.places, method.uniform, into, place, counts=counts)
+        counts = only is None or only[1] == method.selection.attended(only[0])[0]
+        self.rows = AttentionRows(method.layout, method.edges, method.uniform, sums, only, counts=counts)
 
     def live(self, site: int) -> Live | None:
         if self._plan is not None:
@@ -51,7 +51,7 @@ class ItMix(Mix):
         return self._method.live[self._method.layout.sites[site]]
 
     def recomputes(self, site: int, choice: int) -> bool:
-        """The one choice of a path that runs all its candidates, which would keep more than all others together."""
+        """The one choice of a path that runs all its candidates: its activations exceed those of all others."""
         if self._plan is None or not self._method.settings.recompute:
             return False
         live = self._plan[site]
@@ -62,7 +62,7 @@ class ItMix(Mix):
 
     @torch.no_grad()
     def take(self, other: Self) -> None:
-        """What was laid of the Lite-Transformers' weights is laid anew, in the memory that a recording reads."""
+        """Copies the Lite-Transformers' weights again into the memory that a captured step reads."""
         for (number, dtype), own in self._laid.items():
             for old, new in zip(own, self._method.ensembles[number].lay(dtype), strict=True):
                 for kept, now in zip(old, new, strict=True):
@@ -71,8 +71,8 @@ class ItMix(Mix):
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
         """Deviation: where outputs are of different kinds (NOS) attention alone is computed, over all of them."""
         if any(x is not None for x in outputs.values()) and not self._passes(outputs):
-            (self._met[site, choice],) = self._run(site, choice, outputs, attention_alone=True)
-            self.rows.note(site, choice, self._met[site, choice])
+            (self._attention[site, choice],) = self._run(site, choice, outputs, attention_alone=True)
+            self.rows.note(site, choice, self._attention[site, choice])
 
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         if all(x is None for x in outputs.values()):
@@ -80,8 +80,8 @@ class ItMix(Mix):
         if self._passes(outputs):
             (only,) = outputs.values()
             return only
-        if (site, choice) in self._met:
-            weights = self._met[site, choice]
+        if (site, choice) in self._attention:
+            weights = self._attention[site, choice]
             terms = [
                 weights[:, k + 1].to(x.dtype)[:, None, None, None] * x for k, x in outputs.items() if x is not None
             ]
@@ -106,7 +106,7 @@ class ItMix(Mix):
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
     ) -> Mapping[int, Tensor | None]:
-        """All edges that leave a node as one, where all candidates run; each edge is `LiteTransformer`'s still."""
+        """All edges that leave a node at once, where all candidates run; equal to each edge's `LiteTransformer`."""
         found: dict[int, Tensor | None] = {}
         for group in self._method.groups.get(site, ()) if self._plan is None else ():
             own = [outputs.get(choice, {}) for choice in group.choices]
@@ -126,10 +126,10 @@ class ItMix(Mix):
         if key not in self._laid:
             with torch.set_grad_enabled(self._learns and torch.is_grad_enabled()):
                 self._laid[key] = ensemble.lay(dtype)
-        return self._economical(ensemble, self._laid[key][group.place], maps)  # type: ignore[no-any-return]
+        return self._economical(ensemble, self._laid[key][group.number], maps)  # type: ignore[no-any-return]
 
     def _passes(self, outputs: Mapping[int, Tensor | None]) -> bool:
-        """Whether a choice off the attended one runs its sampled candidate, with a coefficient of exactly 1."""
+        """Whether a choice that is not attended to runs its sampled candidate, with a coefficient of exactly 1."""
         return self._plan is not None and len(outputs) == 1 and self._method.settings.paths == "single"
 
     def _run(
@@ -149,5 +149,5 @@ class ItMix(Mix):
         return self._economical(forward, *(x for x in outputs.values() if x is not None))
 
     def _economical(self, run: Callable[..., T], *given: Any) -> T:
-        """run(*given); with `recompute`, candidates' maps, which others keep too, are all that stays of it."""
+        """run(*given); with `recompute` only the candidates' maps are kept for the backward pass."""
         return inputs_kept_alone(run, *given) if self._method.settings.recompute else run(*given)
