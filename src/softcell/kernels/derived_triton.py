@@ -2,8 +2,11 @@
 """Triton kernels of `derived`. A program handles some rows (pixels) and a block of channels.
 
 A *view* says where a map lies: unit (multiples of rows · c), column, distance of rows. Jobs are rows of small integer
-tables; those that read a gradient begin with the seven numbers of `_pull`, those that read a value have the seven of
-`_value`.
+tables; those that read a gradient begin with the seven numbers of `_pull`.
+
+What windows are read from, ReLU(z) forward and ∂ of the depthwise results backward, is first written within a border of
+zeros: a tap is then a load and a multiplication, with no mask, norm or ReLU. Gradients of weights come from that of the
+dense kernel depthwise[tap, k] · matrix[n, k], which tensor cores compute.
 """
 
 import functools
@@ -24,18 +27,18 @@ class Blocks:
 
     channels: int = 64
     rows: int = 128
-    stage_depth: int = 64
+    stage_depth: int = 16
     stage_warps: int = 8
-    lower_depth: int = 64
+    lower_depth: int = 32
     lower_columns: int = 64
     lower_warps: int = 8
-    matrix_rows: int = 64
-    matrix_side: int = 64
-    matrix_warps: int = 8
-    depth_elements: int = 1024
-    depth_warps: int = 4
-    gather_rows: int = 128
-    gather_warps: int = 8
+    weight_rows: int = 64
+    weight_side: int = 64
+    weight_warps: int = 4
+    weight_stages: int = 3
+    weight_programs: int = 528
+    gather_rows: int = 64
+    gather_warps: int = 4
     sums_elements: int = 1024
     add_elements: int = 2048
 
@@ -43,37 +46,33 @@ class Blocks:
 BLOCKS = Blocks()
 
 
-@triton.jit
-def _value(
-    job, x_ptr, w_ptr, coefficients_ptr, x_size, image, top, left, m_ok, k, k_ok, height, width, planes,
-    C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, AFFINE: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "planes"])
+def _activate(
+    x_ptr, coefficients_ptr, to_ptr, jobs_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
+    x_size, to_size, planes, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """depthwise(ReLU(z)) [rows, k] in float32; rows are given by image, top and left of their windows."""
-    size, dilation, unit, column = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * FAN_IN
-    distance, source, depth = tl.load(job + 4) * FAN_IN, tl.load(job + 5), tl.load(job + 6) * WEIGHTS
+    """ReLU(z) of planes within a BORDER of zeros, dense, so that windows are read without a mask."""
+    job = jobs_ptr + tl.program_id(1) * 4
+    unit, column, distance, plane = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(2) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    wide = WIDTH + 2 * BORDER
+    area = (HEIGHT + 2 * BORDER) * wide
+    image = m // area
+    inside = m - image * area
+    h = inside // wide - BORDER
+    w = inside % wide - BORDER
+    m_ok = m < rows
+    ok = (m_ok & (h >= 0) & (h < HEIGHT) & (w >= 0) & (w < WIDTH))[:, None] & c_ok[None, :]
+    row = (image * HEIGHT + h) * WIDTH + w
     base = x_ptr + unit.to(tl.int64) * x_size + column
-    kernel = w_ptr + depth
-    if AFFINE:
-        at = coefficients_ptr + source * C + k
-        a = tl.load(at, mask=k_ok, other=0.0)
-        b = tl.load(at + planes * C, mask=k_ok, other=0.0)
-    total = tl.zeros((top.shape[0], k.shape[0]), dtype=tl.float32)
-    for r in range(size):
-        h = top + r * dilation
-        start = (image * height + h) * width
-        h_ok = m_ok & (h >= 0) & (h < height)
-        for first in range(0, size, 3):
-            for i in tl.static_range(3):  # three loads at a time are under way
-                s = first + i
-                w = left + s * dilation
-                ok = (h_ok & (w >= 0) & (w < width) & (s < size))[:, None] & k_ok[None, :]
-                x = tl.load(base + (start + w)[:, None] * distance + k[None, :], mask=ok, other=0.0).to(tl.float32)
-                if AFFINE:
-                    x = x * a[None, :] + b[None, :]
-                x = tl.where(ok, tl.maximum(x, 0.0), 0.0)
-                weight = tl.load(kernel + (r * size + s) * FAN_IN + k, mask=k_ok & (depth >= 0) & (s < size), other=1.0)
-                total += x * weight[None, :]
-    return total
+    x = tl.load(base + row[:, None] * distance + c[None, :], mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(coefficients_ptr + plane * C + c, mask=c_ok, other=0.0)
+    b = tl.load(coefficients_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
+    z = tl.where(ok, tl.maximum(x * a[None, :] + b[None, :], 0.0), 0.0)
+    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + (m * C)[:, None] + c[None, :]
+    tl.store(to, z.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & c_ok[None, :])
 
 
 @triton.jit
@@ -100,44 +99,55 @@ def _pull(
     return tl.where(ok, g * slope[None, :] + y * back[None, :] + level[None, :], 0.0)
 
 
-@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes", "measured"])
+@triton.jit(do_not_specialize=["rows", "measured"])
 def _stages(
-    x_ptr, w_ptr, coefficients_ptr, y_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_size,
-    y_size, planes, measured, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, AFFINE: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, partial_ptr, jobs_ptr, rows, TALL: tl.constexpr, WIDE: tl.constexpr, OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr,
+    COLUMNS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EXTERNAL: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(1) * 14
-    padding, matrix, columns = tl.load(job + 7), tl.load(job + 8) * WEIGHTS, tl.load(job + 9) * COLUMNS
-    unit, plane, column, first = (
-        tl.load(job + 10),
-        tl.load(job + 11),
-        tl.load(job + 12) * COLUMNS,
-        tl.load(job + 13) * 16,
-    )
+    """matrix · depthwise(x), and sums over rows for the norm. EXTERNAL: x is an input tensor before its ReLU."""
+    job = jobs_ptr + tl.program_id(1) * 11
+    source, dilation, shift, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+    depth, matrix, columns = tl.load(job + 4) * WEIGHTS, tl.load(job + 5) * WEIGHTS, tl.load(job + 6) * COLUMNS
+    unit, plane, column = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9) * COLUMNS
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
-    area = out_height * out_width
-    image = m // area
-    inside = m - image * area
-    top = (inside // out_width) * STRIDE - padding
-    left = (inside % out_width) * STRIDE - padding
-    n = first + tl.arange(0, BLOCK_N)
+    within = tl.minimum(m, rows - 1)  # a row that exists: windows are read without a mask of rows
+    area = OUT_HEIGHT * OUT_WIDTH
+    image = within // area
+    inside = within - image * area
+    h = (inside // OUT_WIDTH) * STRIDE
+    w = (inside % OUT_WIDTH) * STRIDE
+    row = (image * TALL + h) * WIDE + w + shift
+    n = tl.load(job + 10) * 16 + tl.arange(0, BLOCK_N)
     n_ok = n < columns
+    base = x_ptr + source.to(tl.int64) * x_size
+    kind = y_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k0 in range(0, FAN_IN, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         k_ok = k < FAN_IN
-        value = _value(
-            job, x_ptr, w_ptr, coefficients_ptr, x_size, image, top, left, m_ok, k, k_ok, height, width, planes, C,
-            FAN_IN, WEIGHTS, AFFINE,
-        )  # fmt: skip
+        if SIZE == 1:
+            ok = k_ok[None, :]
+            if EXTERNAL and STRIDE > 1:  # an input tensor has no border
+                ok = ok & ((h - padding < TALL) & (w - padding < WIDE))[:, None]
+            value = tl.load(base + row[:, None] * FAN_IN + k[None, :], mask=ok, other=0.0)
+            if EXTERNAL:
+                value = tl.maximum(value, 0.0)
+        else:
+            value = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+            for r in range(SIZE):
+                line = base + (row + r * dilation * WIDE)[:, None] * FAN_IN + k[None, :]
+                for s in tl.static_range(SIZE):
+                    x = tl.load(line + s * dilation * FAN_IN, mask=k_ok[None, :], other=0.0)
+                    weight = tl.load(w_ptr + depth + (r * SIZE + s) * FAN_IN + k, mask=k_ok, other=0.0)
+                    value += x.to(tl.float32) * weight[None, :]
         weight = tl.load(
             w_ptr + matrix + (n * FAN_IN)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0
         )
-        kind = y_ptr.dtype.element_ty
         total = tl.dot(value.to(kind), weight.to(kind), total, input_precision=PRECISION)
-    y = total.to(y_ptr.dtype.element_ty)
+    y = total.to(kind)
     at = y_ptr + unit.to(tl.int64) * y_size + (m * C)[:, None] + (column + n)[None, :]
     tl.store(at, y, mask=m_ok[:, None] & n_ok[None, :])
     if STATS:
@@ -187,10 +197,10 @@ def _finish_moments(
     tl.store(to + planes * C, beta - mean * gamma * rstd, mask=c_ok)
 
 
-@triton.jit(do_not_specialize=["begin", "end", "rows", "area", "samples", "planes", "column", "distance"])
+@triton.jit(do_not_specialize=["begin", "end", "rows", "samples", "planes", "column", "distance"])
 def _add_up(
-    buffer_ptr, coefficients_ptr, factors_ptr, jobs_ptr, begin, end, rows, area, samples, size, planes, column,
-    distance, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    buffer_ptr, coefficients_ptr, factors_ptr, jobs_ptr, begin, end, rows, AREA: tl.constexpr, samples, size, planes,
+    column, distance, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -209,18 +219,18 @@ def _add_up(
         b = tl.load(coefficients_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
         value = value * a[None, :] + b[None, :]
         if DROPS:
-            factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
+            factor = tl.load(factors_ptr + path * samples + m // AREA, mask=m_ok & (path >= 0), other=1.0)
             value *= factor[:, None]
         total += value
     to = buffer_ptr + column * C + m[:, None] * (distance * C) + c[None, :]
     tl.store(to, total.to(buffer_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
+@triton.jit(do_not_specialize=["rows", "planes"])
 def _pools(
-    x_ptr, coefficients_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width,
-    x_size, y_size, planes, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    STATS: tl.constexpr,
+    x_ptr, coefficients_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, x_size, y_size, planes, C: tl.constexpr,
+    CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 7
     unit, column, distance, source = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
@@ -230,11 +240,11 @@ def _pools(
     c = tl.program_id(2) * CB + tl.arange(0, CB)
     c_ok = c < C
     m_ok = m < rows
-    area = out_height * out_width
+    area = OUT_HEIGHT * OUT_WIDTH
     image = m // area
     inside = m - image * area
-    top = (inside // out_width) * STRIDE - 1
-    left = (inside % out_width) * STRIDE - 1
+    top = (inside // OUT_WIDTH) * STRIDE - 1
+    left = (inside % OUT_WIDTH) * STRIDE - 1
     a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
     b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
     base = x_ptr + unit.to(tl.int64) * x_size + column
@@ -245,9 +255,9 @@ def _pools(
     for tap in tl.static_range(9):
         h = top + tap // 3
         w = left + tap % 3
-        here = m_ok & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        here = m_ok & (h >= 0) & (h < HEIGHT) & (w >= 0) & (w < WIDTH)
         ok = here[:, None] & c_ok[None, :]
-        row = (image * height + h) * width + w
+        row = (image * HEIGHT + h) * WIDTH + w
         x = tl.load(base + row[:, None] * distance + c[None, :], mask=ok, other=0.0).to(tl.float32)
         x = tl.where(ok, x * a[None, :] + b[None, :], 0.0)
         total += x
@@ -271,10 +281,10 @@ def _pools(
         tl.store(to + tl.num_programs(0) * planes * C, tl.sum(centred * centred, 0), mask=c_ok)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each", "area", "samples", "planes", "terms"])
+@triton.jit(do_not_specialize=["rows", "rows_each", "samples", "planes", "terms"])
 def _arrival_sums(
-    buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, jobs_ptr, rows, rows_each, area, samples, size,
-    planes, terms, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, jobs_ptr, rows, rows_each, AREA: tl.constexpr,
+    samples, size, planes, terms, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     """Σ g and Σ g·ŷ of planes that arrive at a node, over a part of the rows."""
     t = tl.program_id(1)
@@ -296,7 +306,7 @@ def _arrival_sums(
         at = gradient_ptr + g_unit.to(tl.int64) * size + g_column + m[:, None] * distance + c[None, :]
         g = tl.load(at, mask=ok, other=0.0).to(tl.float32)
         if DROPS:
-            factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
+            factor = tl.load(factors_ptr + path * samples + m // AREA, mask=m_ok & (path >= 0), other=1.0)
             g *= factor[:, None]
         y = tl.load(buffer_ptr + y_unit.to(tl.int64) * size + m[:, None] * C + c[None, :], mask=ok, other=0.0)
         plain += g
@@ -337,147 +347,161 @@ def _finish_slopes(
     tl.store(to + 2 * planes * C, a * (rstd * mean * second - first) * scale, mask=c_ok)
 
 
-@triton.jit(do_not_specialize=["rows", "area", "samples", "planes", "height", "width", "out_width"])
+@triton.jit(do_not_specialize=["rows", "samples", "planes"])
 def _lower(
-    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, jobs_ptr, rows, area, samples, size, planes, height,
-    width, out_width, to_size, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DROPS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples,
+    size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    BORDER: tl.constexpr, to_size, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr,
+    EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """∂ of the depthwise result: ∂y · matrix. MASKED: of the input tensor itself, where it is positive."""
+    """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER that is zero before.
+
+    EXTERNAL: the latter is the gradient of the input tensor itself, where that is positive.
+    """
     job = jobs_ptr + tl.program_id(1) * 12
     matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
     unit, first, shift = tl.load(job + 9), tl.load(job + 10) * 16, tl.load(job + 11)
+    column = tl.load(job + 6) * COLUMNS
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
     k = first + tl.arange(0, BLOCK_K)
     k_ok = k < FAN_IN
+    kind = to_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for n0 in range(0, columns, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         n_ok = n < columns
         dy = _pull(
-            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C, COLUMNS, DROPS
-        )
+            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, AREA, samples, planes, C, COLUMNS, DROPS
+        ).to(kind)
+        at = dy_ptr + unit.to(tl.int64) * size + (m * C)[:, None] + (column + n)[None, :]
+        tl.store(at, dy, mask=m_ok[:, None] & n_ok[None, :] & (first == 0))
         weight = tl.load(
             w_ptr + matrix + (n * FAN_IN)[:, None] + k[None, :], mask=n_ok[:, None] & k_ok[None, :], other=0.0
         )
-        kind = to_ptr.dtype.element_ty
-        total = tl.dot(dy.to(kind), weight.to(kind), total, input_precision=PRECISION)
+        total = tl.dot(dy, weight.to(kind), total, input_precision=PRECISION)
     ok = m_ok[:, None] & k_ok[None, :]
-    if MASKED:
-        if STRIDE == 1:
-            row = m
-        else:
-            image = m // area
-            inside = m - image * area
-            h = (inside // out_width) * STRIDE + shift
-            w = (inside % out_width) * STRIDE + shift
-            ok = ok & ((h < height) & (w < width))[:, None]
-            row = (image * height + h) * width + w
-        at = row[:, None].to(tl.int64) * FAN_IN + k[None, :]
-        x = tl.load(x_ptr + at, mask=ok, other=0.0)
-        tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(to_ptr.dtype.element_ty), mask=ok)
+    if EXTERNAL and STRIDE == 1:
+        row = m
     else:
-        at = to_ptr + unit.to(tl.int64) * to_size + m[:, None] * FAN_IN + k[None, :]
-        tl.store(at, total.to(to_ptr.dtype.element_ty), mask=ok)
+        image = m // AREA
+        inside = m - image * AREA
+        h = (inside // OUT_WIDTH) * STRIDE + shift
+        w = (inside % OUT_WIDTH) * STRIDE + shift
+        if EXTERNAL:
+            ok = ok & ((h < HEIGHT) & (w < WIDTH))[:, None]
+            row = (image * HEIGHT + h) * WIDTH + w
+        else:
+            row = (image * (OUT_HEIGHT + 2 * BORDER) + h) * (OUT_WIDTH + 2 * BORDER) + w
+    at = row[:, None].to(tl.int64) * FAN_IN + k[None, :]
+    if EXTERNAL:
+        x = tl.load(x_ptr + at, mask=ok, other=0.0)
+        tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(kind), mask=ok)
+    else:
+        tl.store(to_ptr + unit.to(tl.int64) * to_size + at, total.to(kind), mask=ok)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each", "height", "width", "out_height", "out_width", "samples", "planes"])
-def _matrix_gradient(
-    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, coefficients_ptr, to_ptr, jobs_ptr, rows, rows_each, height,
-    width, out_height, out_width, samples, size, x_size, planes, to_size, C: tl.constexpr, FAN_IN: tl.constexpr,
-    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AFFINE: tl.constexpr, DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def _window(base, row, ok, k, offset, FAN_IN: tl.constexpr, RELU: tl.constexpr):
+    x = tl.load(base + (row + offset)[:, None] * FAN_IN + k[None, :], mask=ok, other=0.0)
+    if RELU:
+        x = tl.maximum(x, 0.0).to(x.dtype)
+    return x
+
+
+@triton.jit(do_not_specialize=["rows", "rows_each"])
+def _weight_gradient(
+    dy_ptr, x_ptr, to_ptr, jobs_ptr, rows, rows_each, TALL: tl.constexpr, WIDE: tl.constexpr, OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr, dy_size, x_size, to_size, C: tl.constexpr, FAN_IN: tl.constexpr, COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(0) * 19
-    inner = job + 7
-    padding, matrix, columns = tl.load(job + 14), tl.load(job + 15) * WEIGHTS, tl.load(job + 16) * COLUMNS
-    n = tl.load(job + 17) * 16 + tl.arange(0, BLOCK_N)
-    k = tl.load(job + 18) * 16 + tl.arange(0, BLOCK_K)
+    """Σ over rows of ∂y[n] · x[tap, k], for the taps of one line of the window: the gradient of a dense kernel."""
+    job = jobs_ptr + tl.program_id(0) * 11
+    unit, column, columns = tl.load(job), tl.load(job + 1) * COLUMNS, tl.load(job + 2) * COLUMNS
+    source, dilation, shift, padding = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5), tl.load(job + 6)
+    to, r = tl.load(job + 7), tl.load(job + 10)
+    n = tl.load(job + 8) * 16 + tl.arange(0, BLOCK_N)
+    k = tl.load(job + 9) * 16 + tl.arange(0, BLOCK_K)
     n_ok = n < columns
     k_ok = k < FAN_IN
-    area = out_height * out_width
+    area = OUT_HEIGHT * OUT_WIDTH
     begin = tl.program_id(1) * rows_each
     end = tl.minimum(begin + rows_each, rows)
-    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    dy_base = dy_ptr + unit.to(tl.int64) * dy_size + column
+    base = x_ptr + source.to(tl.int64) * x_size
+    first = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    second = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    third = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    fourth = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    fifth = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for start in range(begin, end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         m_ok = m < end
         image = m // area
         inside = m - image * area
-        top = (inside // out_width) * STRIDE - padding
-        left = (inside % out_width) * STRIDE - padding
-        dy = _pull(
-            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C, COLUMNS, DROPS
-        )
-        value = _value(
-            inner, x_ptr, w_ptr, coefficients_ptr, x_size, image, top, left, m_ok, k, k_ok, height, width, planes, C,
-            FAN_IN, WEIGHTS, AFFINE,
-        )  # fmt: skip
-        kind = y_ptr.dtype.element_ty
-        total = tl.dot(tl.trans(dy.to(kind)), value.to(kind), total, input_precision=PRECISION)
-    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + matrix + (n * FAN_IN)[:, None] + k[None, :]
-    tl.store(to, total, mask=n_ok[:, None] & k_ok[None, :])
+        h = (inside // OUT_WIDTH) * STRIDE
+        w = (inside % OUT_WIDTH) * STRIDE
+        row = (image * TALL + h + r * dilation) * WIDE + w + shift
+        ok = m_ok[:, None] & k_ok[None, :]
+        if EXTERNAL and STRIDE > 1:
+            ok = ok & ((h - padding < TALL) & (w - padding < WIDE))[:, None]
+        dy = tl.load(dy_base + (m * C)[:, None] + n[None, :], mask=m_ok[:, None] & n_ok[None, :], other=0.0)
+        dy = tl.trans(dy)
+        x = _window(base, row, ok, k, 0, FAN_IN, EXTERNAL)
+        first = tl.dot(dy, x, first, input_precision=PRECISION)
+        if SIZE > 1:
+            x = _window(base, row, ok, k, dilation, FAN_IN, EXTERNAL)
+            second = tl.dot(dy, x, second, input_precision=PRECISION)
+            x = _window(base, row, ok, k, 2 * dilation, FAN_IN, EXTERNAL)
+            third = tl.dot(dy, x, third, input_precision=PRECISION)
+        if SIZE > 3:
+            x = _window(base, row, ok, k, 3 * dilation, FAN_IN, EXTERNAL)
+            fourth = tl.dot(dy, x, fourth, input_precision=PRECISION)
+            x = _window(base, row, ok, k, 4 * dilation, FAN_IN, EXTERNAL)
+            fifth = tl.dot(dy, x, fifth, input_precision=PRECISION)
+    tap = columns * FAN_IN
+    at = to_ptr + tl.program_id(1).to(tl.int64) * to_size + to + r * SIZE * tap + (n * FAN_IN)[:, None] + k[None, :]
+    ok = n_ok[:, None] & k_ok[None, :]
+    tl.store(at, first, mask=ok)
+    if SIZE > 1:
+        tl.store(at + tap, second, mask=ok)
+        tl.store(at + 2 * tap, third, mask=ok)
+    if SIZE > 3:
+        tl.store(at + 3 * tap, fourth, mask=ok)
+        tl.store(at + 4 * tap, fifth, mask=ok)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each", "height", "width", "out_height", "out_width", "planes"])
-def _depth_gradient(
-    x_ptr, coefficients_ptr, lowered_ptr, to_ptr, jobs_ptr, rows, rows_each, height, width, out_height, out_width,
-    x_size, lowered_size, planes, to_size, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit
+def _finish_weights(
+    dense_ptr, w_ptr, to_ptr, jobs_ptr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Three taps of one row of a depthwise kernel: Σ ReLU(z) · ∂ of the depthwise result."""
-    job = jobs_ptr + tl.program_id(0) * 12
-    size, dilation, unit, column = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * C
-    distance, source, depth, padding = tl.load(job + 4) * C, tl.load(job + 5), tl.load(job + 6), tl.load(job + 7)
-    lowered, r, s, block = tl.load(job + 8), tl.load(job + 9), tl.load(job + 10), tl.load(job + 11)
-    c = block * CB + tl.arange(0, CB)
-    c_ok = c < C
-    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
-    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-    base = x_ptr + unit.to(tl.int64) * x_size + column
-    d_base = lowered_ptr + lowered.to(tl.int64) * lowered_size
-    area = out_height * out_width
-    begin = tl.program_id(1) * rows_each
-    end = tl.minimum(begin + rows_each, rows)
-    first = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    second = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    third = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    for start in range(begin, end, BLOCK):
-        m = start + tl.arange(0, BLOCK)
-        m_ok = m < end
-        image = m // area
-        inside = m - image * area
-        h = (inside // out_width) * STRIDE - padding + r * dilation
-        left = (inside % out_width) * STRIDE - padding + s * dilation
-        h_ok = m_ok & (h >= 0) & (h < height)
-        d = tl.load(d_base + m[:, None] * C + c[None, :], mask=m_ok[:, None] & c_ok[None, :], other=0.0).to(tl.float32)
-        row = (image * height + h) * width
-        for i in tl.static_range(3):
-            w = left + i * dilation
-            ok = (h_ok & (w >= 0) & (w < width))[:, None] & c_ok[None, :]
-            x = tl.load(base + (row + w)[:, None] * distance + c[None, :], mask=ok, other=0.0).to(tl.float32)
-            x = x * a[None, :] + b[None, :]
-            x = tl.where(ok & (x > 0), x, 0.0) * d
-            if i == 0:
-                first += x
-            elif i == 1:
-                second += x
-            else:
-                third += x
-    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + depth + (r * size + s) * C + c
-    tl.store(to, tl.sum(first, 0), mask=c_ok)
-    tl.store(to + C, tl.sum(second, 0), mask=c_ok & (s + 1 < size))
-    tl.store(to + 2 * C, tl.sum(third, 0), mask=c_ok & (s + 2 < size))
+    """From the gradient of the dense kernel, depthwise[tap, k] · matrix[n, k], to those of its two factors."""
+    job = jobs_ptr + tl.program_id(0) * 3
+    dense, matrix, depth = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    n = tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    k_ok = k < C
+    ok = (n < C)[:, None] & k_ok[None, :]
+    inner = (n * C)[:, None] + k[None, :]
+    weight = tl.load(w_ptr + matrix + inner, mask=ok, other=0.0)
+    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for tap in range(SIZE * SIZE):
+        gradient = tl.load(dense_ptr + dense + tap * C * C + inner, mask=ok, other=0.0)
+        scale = tl.load(w_ptr + depth + tap * C + k, mask=k_ok, other=0.0)
+        total += gradient * scale[None, :]
+        tl.store(to_ptr + depth + tap * C + k, tl.sum(gradient * weight, 0), mask=k_ok)
+    tl.store(to_ptr + matrix + inner, total, mask=ok)
 
 
-@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "samples", "planes", "terms"])
+@triton.jit(do_not_specialize=["rows", "samples", "planes", "terms"])
 def _gather(
     x_ptr, coefficients_ptr, moments_ptr, w_ptr, lowered_ptr, dy_ptr, y_ptr, dx_ptr, slopes_ptr, factors_ptr,
-    winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, rows, height, width, out_height, out_width, samples,
-    x_size, dy_size, planes, terms, C: tl.constexpr, CB: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
+    winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size,
+    planes, terms, C: tl.constexpr, CB: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a plane's value: of all convolutions, identities and pools that read it."""
@@ -490,34 +514,36 @@ def _gather(
     c_ok = c < C
     m_ok = m < rows
     ok = m_ok[:, None] & c_ok[None, :]
-    area = height * width
-    image = m // area
-    inside = m - image * area
-    i = inside // width
-    j = inside % width
+    area = HEIGHT * WIDTH
+    within = tl.minimum(m, rows - 1)  # a row that exists: windows are read without a mask of rows
+    image = within // area
+    inside = within - image * area
+    i = inside // WIDTH
+    j = inside % WIDTH
+    tall = OUT_HEIGHT + 2 * BORDER
+    wide = OUT_WIDTH + 2 * BORDER
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     for number in range(begin, end):
         job = jobs_ptr + number * 5
         size, dilation, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2)
         depth, lowered = tl.load(job + 3) * WEIGHTS, tl.load(job + 4)
-        base = lowered_ptr + lowered.to(tl.int64) * dy_size
+        base = lowered_ptr + lowered.to(tl.int64) * lowered_size
         for r in range(size):
             h = i + padding - r * dilation
-            h_ok = m_ok & (h >= 0)
-            if STRIDE == 2:
-                h_ok = h_ok & ((h & 1) == 0)
-                h = h >> 1
-            h_ok = h_ok & (h < out_height)
-            start = (image * out_height + h) * out_width
+            if STRIDE == 1:
+                start = (image * tall + h + BORDER) * wide + BORDER
+            else:
+                h_ok = (h & 1) == 0
+                start = (image * tall + (h >> 1) + BORDER) * wide + BORDER
             for left in range(0, size, 3):
                 for step in tl.static_range(3):  # three loads at a time are under way
                     s = left + step
                     w = j + padding - s * dilation
-                    w_ok = (w >= 0) & (s < size)
-                    if STRIDE == 2:
-                        w_ok = w_ok & ((w & 1) == 0)
+                    if STRIDE == 1:
+                        here = c_ok[None, :] & (s < size)
+                    else:
+                        here = (h_ok & ((w & 1) == 0))[:, None] & c_ok[None, :] & (s < size)
                         w = w >> 1
-                    here = (h_ok & w_ok & (w < out_width))[:, None] & c_ok[None, :]
                     d = tl.load(base + (start + w)[:, None] * C + c[None, :], mask=here, other=0.0).to(tl.float32)
                     weight = tl.load(
                         w_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
@@ -553,17 +579,17 @@ def _gather(
                     here = here & ((h & 1) == 0) & ((w & 1) == 0)
                     h = h >> 1
                     w = w >> 1
-                here = here & (h < out_height) & (w < out_width)
-                row = (image * out_height + h) * out_width + w
+                here = here & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
+                row = (image * OUT_HEIGHT + h) * OUT_WIDTH + w
                 dy = _pull(
-                    job, dy_ptr, y_ptr, factors_ptr, slopes_ptr, dy_size, row, here, c, c_ok, out_height * out_width,
+                    job, dy_ptr, y_ptr, factors_ptr, slopes_ptr, dy_size, row, here, c, c_ok, OUT_HEIGHT * OUT_WIDTH,
                     samples, planes, C, C, DROPS,
                 )  # fmt: skip
                 top = h * STRIDE - 1
                 left = w * STRIDE - 1
-                tall = tl.minimum(top + 3, height) - tl.maximum(top, 0)
-                broad = tl.minimum(left + 3, width) - tl.maximum(left, 0)
-                share = 1.0 / tl.maximum(tall * broad, 1).to(tl.float32)
+                high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
+                broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
+                share = 1.0 / tl.maximum(high * broad, 1).to(tl.float32)
                 seen = here[:, None] & c_ok[None, :]
                 at_tap = slot.to(tl.int64) * dy_size + (row * C)[:, None] + c[None, :]
                 won = tl.load(winners_ptr + at_tap, mask=seen & (slot >= 0), other=9).to(tl.int32)
@@ -586,6 +612,28 @@ def _units(program):
     stages = [*program.preprocess, *(s for r in program.rounds for s in (*r.first, *r.second))]
     offsets = [s.matrix for s in stages] + [s.depth for s in stages if s.depth != NONE]
     return math.gcd(16, *offsets), math.gcd(program.channels, *(n for s in stages for n in (s.column, s.width)))
+
+
+@dataclass(frozen=True)
+class Read:
+    """Maps that stages read, dense: `tall` × `wide` with a border, `size` elements each, by source."""
+
+    tensor: torch.Tensor
+    size: int
+    tall: int
+    wide: int
+    border: int
+    sources: dict[int, int]
+
+    def window(self, stage):
+        """Which map, dilation, distance from a pixel of the output to its window's first, padding."""
+        shift = (self.border - stage.padding) * (self.wide + 1)
+        return self.sources[stage.source], stage.dilation, shift, stage.padding
+
+
+def by_size(stages):
+    """Stages in groups of one window size, whose loops the compiler then knows."""
+    return [tuple(s for s in stages if s.size == size) for size in sorted({s.size for s in stages}, reverse=True)]
 
 
 class Run:
@@ -661,7 +709,7 @@ class Run:
         early = self.parameters.new_empty(2, self.tiles(self.rows_in), p.inputs, c) if self.running is None else None
         for number, x in enumerate(self.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            self._run_stages(stages, x, self.given, early, (self.height, self.width), self.rows_in)
+            self._run_stages(stages, self._external(x), self.given, early, (self.height, self.width), self.rows_in)
         self._measure(early, tuple(range(p.inputs)), self.rows_in)
         for plane in (p.inputs - 1, *p.node_planes):
             if p.is_node(plane):
@@ -671,10 +719,13 @@ class Run:
                 continue
             x = self.given if plane < p.inputs else self.buffer
             size = (self.out_height, self.out_width)
-            self._run_stages(found.first, x, self.buffer, partial, size, self.rows)
+            if found.first:
+                self._run_stages(found.first, self._activated(found.first, x), self.buffer, partial, size, self.rows)
             self._pool(found.pools, x, partial)
             self._measure(partial, found.measured, self.rows)
-            self._run_stages(found.second, self.buffer, self.buffer, partial, size, self.rows)
+            if found.second:
+                read = self._activated(found.second, self.buffer)
+                self._run_stages(found.second, read, self.buffer, partial, size, self.rows)
             self._measure(partial, found.measured_second, self.rows)
 
     def _start_coefficients(self):
@@ -699,38 +750,52 @@ class Run:
             found[1, where] = shift - mean[where] * a
         return found
 
-    def _value_fields(self, stage):
-        depth = self._weights_at(stage.depth)
-        if stage.source < 0:
-            return stage.size, stage.dilation, 0, 0, 1, 0, depth
-        return stage.size, stage.dilation, *self.view(stage.source), stage.source, depth
-
     def _weights_at(self, offset):
         return offset if offset == NONE else offset // self.weights_unit
 
-    def _run_stages(self, stages, x, y, partial, size, rows):
-        """size: that of the output; the input's is that of `x` or of its buffer."""
-        if not stages:
-            return
+    def _activated(self, stages, x):
+        """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
+        sources = tuple(sorted({s.source for s in stages}))
+        border = max(max(s.padding, -s.padding) for s in stages)
+        height, width = self._size_of(stages[0])
+        tall, wide = height + 2 * border, width + 2 * border
+        rows = self.n * tall * wide
+        to = torch.empty(len(sources) * rows * self.c, dtype=self.dtype, device=self.device)
+        jobs = tuple((*self.view(source), source) for source in sources)
+        block = max(1, self.blocks.add_elements // self.block_c)
+        _activate[(triton.cdiv(rows, block), len(sources), triton.cdiv(self.c, self.block_c))](
+            x, self.coefficients, to, table(jobs, self.device), rows, height, width, border, self._plane_size(x),
+            rows * self.c, self.program.planes, C=self.c, CB=self.block_c, BLOCK=block,
+        )  # fmt: skip
+        return Read(to, rows * self.c, tall, wide, border, {source: i for i, source in enumerate(sources)})
+
+    def _external(self, x):
+        """An input tensor: it has no border."""
+        return Read(x, x.numel(), x.shape[1], x.shape[2], 0, {-1 - i: 0 for i in range(self.program.inputs)})
+
+    def _run_stages(self, stages, read, y, partial, size, rows):
+        """size: that of the output."""
+        for group in by_size(stages):
+            self._run_group(group, read, y, partial, size, rows)
+
+    def _run_group(self, stages, read, y, partial, size, rows):
         p, c = self.program, self.c
         external = stages[0].source < 0
-        height, width = x.shape[1:3] if external else self._size_of(stages[0])
         block_n = min(256, padded(max(stage.width for stage in stages)))
-        block_m = self.tile
         jobs = tuple(
-            (*self._value_fields(stage), stage.padding, self._weights_at(stage.matrix),
+            (*read.window(stage), self._weights_at(stage.depth), self._weights_at(stage.matrix),
              stage.width // self.columns_unit, self.unit(stage.plane), stage.plane, stage.column // self.columns_unit,
              first // 16)
-            for stage in sorted(stages, key=lambda stage: -stage.taps)
+            for stage in stages
             for first in range(0, stage.width, block_n)
         )  # fmt: skip
-        _stages[(triton.cdiv(rows, block_m), len(jobs))](
-            x, self.parameters, self.coefficients, y, x if partial is None else partial, table(jobs, self.device), rows,
-            height, width, size[0], size[1], x.numel() if external else self._plane_size(x), self._plane_size(y),
-            p.planes, p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit,
-            COLUMNS=self.columns_unit, STRIDE=stages[0].stride, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_K=min(self.blocks.stage_depth, padded(stages[0].fan_in)),
-            AFFINE=not external, STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps,
+        _stages[(triton.cdiv(rows, self.tile), len(jobs))](
+            read.tensor, self.parameters, y, y if partial is None else partial, table(jobs, self.device), rows,
+            read.tall, read.wide, size[0], size[1], read.size, self._plane_size(y),
+            p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit,
+            COLUMNS=self.columns_unit, SIZE=stages[0].size, STRIDE=stages[0].stride, BLOCK_M=self.tile,
+            BLOCK_N=block_n, BLOCK_K=min(self.blocks.stage_depth, padded(stages[0].fan_in)), EXTERNAL=external,
+            STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps,
         )  # fmt: skip
 
     def _plane_size(self, buffer):
@@ -755,7 +820,7 @@ class Run:
         )  # fmt: skip
 
     def _drops(self):
-        return {"area": self.out_height * self.out_width, "samples": self.n, "DROPS": self.factors is not None}
+        return {"AREA": self.out_height * self.out_width, "samples": self.n, "DROPS": self.factors is not None}
 
     def _scales(self):
         return self.parameters if self.factors is None else self.factors
@@ -851,110 +916,85 @@ class Run:
         p = self.program
         inward = found.sources[0] < p.inputs
         if found.second:
-            lowered = self._lower(found.second)
-            self._weights(found.second, lowered, self.buffer)
             inner = tuple(stage.source for stage in found.second)
+            lowered = self._lower_and_weigh(found.second, self.buffer)
             self._gather(inner, found.second, (), lowered, self.buffer, self.gradient, adds=False, stats=inner)
         x, dx = (self.given, self.given_gradient) if inward else (self.buffer, self.gradient)
-        lowered = self._lower(found.first)
-        self._weights(found.first, lowered, x)
+        lowered = self._lower_and_weigh(found.first, x) if found.first else None
         stats = found.sources if inward else ()
         self._gather(found.sources, found.first, found.pools, lowered, x, dx, adds=not inward, stats=stats)
 
-    def _lower(self, stages):
-        """∂ of the depthwise results [stages, rows, c]."""
-        if not stages:
-            return None
+    def _lower_and_weigh(self, stages, x):
+        """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
         p, c = self.program, self.c
-        to = torch.empty(len(stages) * self.rows * c, dtype=self.dtype, device=self.device)
+        read = self._activated(stages, x)
+        size = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border) * c
+        to = torch.zeros(len(stages) * size, dtype=self.dtype, device=self.device)
+        dy = torch.empty(len(stages) * self.rows * c, dtype=self.dtype, device=self.device)
         block_k = min(self.blocks.lower_columns, padded(c))
         jobs = tuple(
-            (
-                *self._pull_fields(s.plane, s.column),
-                self._weights_at(s.matrix),
-                s.width // self.columns_unit,
-                i,
-                first // 16,
-                0,
-            )
+            (*self._pull_fields(s.plane, s.column), self._weights_at(s.matrix), s.width // self.columns_unit, i,
+             first // 16, read.border)
             for i, s in enumerate(stages)
             for first in range(0, s.fan_in, block_k)
-        )
+        )  # fmt: skip
         _lower[(triton.cdiv(self.rows, self.tile), len(jobs))](
-            self.gradient, self.buffer, self.parameters, self._scales(), self.slopes, to, to, table(jobs, self.device),
-            self.rows, size=self.rows * c, planes=p.planes, height=0, width=0, out_width=0, to_size=self.rows * c, C=c,
-            FAN_IN=c, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=self.tile,
-            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, MASKED=False,
+            self.gradient, self.buffer, self.parameters, self._scales(), self.slopes, to, to, dy,
+            table(jobs, self.device), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
+            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=read.border, to_size=size, C=c, FAN_IN=c,
+            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=self.tile,
+            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False,
             PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
         )  # fmt: skip
-        return to
+        self._weigh(stages, read, dy, (self.out_height, self.out_width), self.rows)
+        return Read(to, size, 0, 0, read.border, {})
 
-    def _weights(self, stages, lowered, x):
-        """Gradients of the stages' matrices and depthwise kernels."""
-        if not stages:
-            return
-        height, width = self._size_of(stages[0])
-        self._matrices(
-            stages, x, self.gradient, self.buffer, (height, width), (self.out_height, self.out_width), self.rows,
-            external=False,
-        )  # fmt: skip
-        self._depths(stages, lowered, x, (height, width))
+    def _weigh(self, stages, read, dy, size, rows):
+        """Gradients of the stages' matrices and depthwise kernels; dy [stages, rows, c]."""
+        numbered = {stage: i for i, stage in enumerate(stages)}
+        for group in by_size(stages):
+            self._weigh_group(group, numbered, read, dy, size, rows)
 
-    def _matrices(self, stages, x, gradient, y, size_in, size, rows, *, external):
-        p, c = self.program, self.c
-        block_n = min(self.blocks.matrix_side, padded(max(s.width for s in stages)))
-        block_k = min(self.blocks.matrix_side, padded(max(s.fan_in for s in stages)))
-        low = min(s.matrix for s in stages)
-        high = max(s.matrix + s.width * s.fan_in for s in stages)
-        jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), *self._value_fields(s), s.padding,
-             self._weights_at(s.matrix - low), s.width // self.columns_unit, n // 16, k // 16)
-            for s in stages
-            for n in range(0, s.width, block_n)
-            for k in range(0, s.fan_in, block_k)
-        )  # fmt: skip
-        splits = max(1, min(triton.cdiv(rows, 512), 1056 // len(jobs), 64))
-        each = triton.cdiv(triton.cdiv(rows, splits), 64) * 64
+    def _weigh_group(self, stages, numbered, read, dy, size, rows):
+        c, b = self.c, self.blocks
+        window, fan_in = stages[0].size, stages[0].fan_in
+        block_n = min(b.weight_side, padded(max(s.width for s in stages)))
+        block_k = min(b.weight_side, padded(fan_in))
+        jobs, at = [], {}
+        length = 0
+        for s in stages:
+            at[s] = length
+            jobs += [
+                (numbered[s], s.column // self.columns_unit, s.width // self.columns_unit, *read.window(s), length,
+                 n // 16, k // 16, r)
+                for r in range(window)
+                for n in range(0, s.width, block_n)
+                for k in range(0, fan_in, block_k)
+            ]  # fmt: skip
+            length += s.taps * s.width * fan_in
+        splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), triton.cdiv(b.weight_programs, len(jobs))))
+        each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
         splits = triton.cdiv(rows, each)
-        assert sum(s.width * s.fan_in for s in stages) == high - low  # they lie side by side
-        sums = self.parameters.new_empty(splits, high - low)
-        _matrix_gradient[(len(jobs), splits)](
-            gradient, y, self.parameters, self._scales(), self.slopes, x, self.coefficients, sums,
-            table(jobs, self.device), rows, each, size_in[0], size_in[1], size[0], size[1], self.n,
-            self._plane_size(y), x.numel() if external else self._plane_size(x), p.planes, high - low, C=c,
-            FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stages[0].stride,
-            BLOCK_M=self.blocks.matrix_rows, BLOCK_N=block_n, BLOCK_K=block_k,
-            AFFINE=not external, DROPS=self.factors is not None and not external, PRECISION=self.precision,
-            num_warps=self.blocks.matrix_warps, num_stages=1,
+        sums = self.parameters.new_empty(splits, length)
+        _weight_gradient[(len(jobs), splits)](
+            dy, read.tensor, sums, table(tuple(jobs), self.device), rows, each, read.tall, read.wide, size[0], size[1],
+            rows * c, read.size, length, C=c, FAN_IN=fan_in, COLUMNS=self.columns_unit, SIZE=window,
+            STRIDE=stages[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=block_n, BLOCK_K=block_k,
+            EXTERNAL=stages[0].source < 0, PRECISION=self.precision, num_warps=b.weight_warps,
+            num_stages=b.weight_stages,
         )  # fmt: skip
-        torch.sum(sums, 0, out=self.parameter_gradient[low:high])
-
-    def _depths(self, stages, lowered, x, size_in):
-        p, c = self.program, self.c
-        deep = [(i, s) for i, s in enumerate(stages) if s.size > 1]
-        if not deep:
+        dense = sums[0] if splits == 1 else sums.sum(0)
+        if window == 1:
+            for s in stages:
+                total = s.width * fan_in
+                self.parameter_gradient[s.matrix : s.matrix + total].copy_(dense[at[s] : at[s] + total])
             return
-        low = min(s.depth for _, s in deep)
-        high = max(s.depth + s.fan_in * s.taps for _, s in deep)
-        jobs = tuple(
-            (s.size, s.dilation, *self.view(s.source), s.source, s.depth - low, s.padding, i, r, first, block)
-            for i, s in deep
-            for block in range(triton.cdiv(c, self.block_c))
-            for r in range(s.size)
-            for first in range(0, s.size, 3)
-        )
-        block = max(1, self.blocks.depth_elements // self.block_c)
-        splits = max(1, min(triton.cdiv(self.rows, 256), triton.cdiv(2112, len(jobs)), 64))
-        each = triton.cdiv(triton.cdiv(self.rows, splits), block) * block
-        splits = triton.cdiv(self.rows, each)
-        assert sum(s.fan_in * s.taps for _, s in deep) == high - low  # they lie side by side
-        sums = self.parameters.new_empty(splits, high - low)
-        _depth_gradient[(len(jobs), splits)](
-            x, self.coefficients, lowered, sums, table(jobs, self.device), self.rows, each, size_in[0], size_in[1],
-            self.out_height, self.out_width, self._plane_size(x), self.rows * c, p.planes, high - low, C=c,
-            CB=self.block_c, STRIDE=deep[0][1].stride, BLOCK=block, num_warps=self.blocks.depth_warps,
+        block_k = 16 if c <= 64 else 8
+        jobs = tuple((at[s], s.matrix, s.depth) for s in stages)
+        _finish_weights[(len(jobs), triton.cdiv(c, block_k))](
+            dense, self.parameters, self.parameter_gradient, table(jobs, self.device), C=c, SIZE=window,
+            BLOCK_N=padded(c), BLOCK_K=block_k,
         )  # fmt: skip
-        torch.sum(sums, 0, out=self.parameter_gradient[low:high])
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -981,11 +1021,12 @@ class Run:
         tiles = triton.cdiv(rows, block)
         partial = self.parameters.new_empty(2, tiles, len(sources), c) if stats else None
         _gather[(tiles, len(own), triton.cdiv(c, self.block_c))](
-            x, self.coefficients, self.moments, self.parameters, x if lowered is None else lowered, self.gradient,
-            self.buffer, dx, self.slopes, self._scales(), self.winners, self.parameters if partial is None else partial,
+            x, self.coefficients, self.moments, self.parameters, x if lowered is None else lowered.tensor,
+            self.gradient, self.buffer, dx, self.slopes, self._scales(), self.winners, self.parameters if partial is None else partial,
             table(tuple(own), self.device), table(tuple(jobs) or ((0,) * 5,), self.device),
             table(tuple(others) or ((0,) * 8,), self.device), rows, height, width, self.out_height, self.out_width,
-            self.n, self._plane_size(x), self.rows * c, p.planes, len(sources), C=c, CB=self.block_c,
+            0 if lowered is None else lowered.border, self.n, self._plane_size(x), self.rows * c,
+            0 if lowered is None else lowered.size, p.planes, len(sources), C=c, CB=self.block_c,
             WEIGHTS=self.weights_unit, STRIDE=stride,
             BLOCK=block, DROPS=self.factors is not None, POOLED=bool(pools), STATS=partial is not None,
             num_warps=self.blocks.gather_warps,
@@ -1007,24 +1048,22 @@ class Run:
                     *self._pull_fields(s.plane, s.column),
                     self._weights_at(s.matrix),
                     s.width // self.columns_unit,
-                    0,
+                    i,
                     first // 16,
                     -s.padding,
                 )
-                for s in stages
+                for i, s in enumerate(stages)
                 for first in range(0, s.fan_in, block_k)
             )
+            dy = torch.empty(len(stages) * self.rows_in * c, dtype=self.dtype, device=self.device)
             _lower[(triton.cdiv(self.rows_in, self.tile), len(jobs))](
-                self.given_gradient, self.given, self.parameters, self._scales(), self.slopes, x, to,
+                self.given_gradient, self.given, self.parameters, self._scales(), self.slopes, x, to, dy,
                 table(jobs, self.device), self.rows_in, self.height * self.width, self.n, self._plane_size(self.given),
-                p.planes, x.shape[1], x.shape[2], self.width, 0, C=c, FAN_IN=stages[0].fan_in,
+                p.planes, x.shape[1], x.shape[2], self.height, self.width, 0, 0, C=c, FAN_IN=stages[0].fan_in,
                 WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=self.tile,
-                BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, MASKED=True,
+                BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, EXTERNAL=True,
                 PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
             )  # fmt: skip
-            self._matrices(
-                stages, x, self.given_gradient, self.given, x.shape[1:3], (self.height, self.width), self.rows_in,
-                external=True,
-            )  # fmt: skip
+            self._weigh(stages, self._external(x), dy, (self.height, self.width), self.rows_in)
             found.append(to.permute(0, 3, 1, 2))
         return found
