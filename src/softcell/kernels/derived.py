@@ -37,7 +37,7 @@ class Stage:
 
     `source`: a plane, or -1 - i for the cell's i-th input tensor. `size`, `dilation`, `padding`, `stride`: the window
     of the depthwise convolution; a size of 1 has no weights and reads the pixel at −padding. `depth`, `matrix`: offsets
-    of weights [size², fan_in] and [width, fan_in] in the flat parameters.
+    of weights [fan_in, size²] and [width, fan_in] in the flat parameters.
     """
 
     source: int
@@ -226,8 +226,8 @@ def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
     if stage.size == 1:
         x = x[:, :, :: stage.stride, :: stage.stride]
     else:
-        kernel = parameters[stage.depth : stage.depth + stage.taps * stage.fan_in].view(stage.taps, stage.fan_in)
-        kernel = kernel.t().reshape(stage.fan_in, 1, stage.size, stage.size)
+        kernel = parameters[stage.depth : stage.depth + stage.taps * stage.fan_in]
+        kernel = kernel.view(stage.fan_in, 1, stage.size, stage.size)
         x = F.conv2d(x, kernel, stride=stage.stride, dilation=stage.dilation, groups=stage.fan_in)
     return F.conv2d(x, matrix)
 
@@ -249,7 +249,16 @@ class _DerivedCell(torch.autograd.Function):
         run.forward()
         ctx.program, ctx.dtype = program, dtype
         ctx.save_for_backward(
-            parameters, running, factors, run.given, run.buffer, run.moments, run.coefficients, run.winners, *inputs
+            parameters,
+            running,
+            factors,
+            run.given,
+            run.buffer,
+            run.moments,
+            run.coefficients,
+            run.winners,
+            run.depths,
+            *inputs,
         )
         ctx.mark_non_differentiable(run.moments)
         ctx.set_materialize_grads(False)
@@ -257,20 +266,15 @@ class _DerivedCell(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        parameters, running, factors, given, buffer, moments, coefficients, winners, *inputs = ctx.saved_tensors
+        parameters, running, factors, *kept = ctx.saved_tensors
+        inputs = kept[6:]
         if gradient is None:
             return (None,) * (5 + len(inputs))
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         kernels = triton_kernels("derived")
         run = kernels.Run(ctx.program, parameters, running, factors, inputs)
-        run.given, run.buffer, run.moments, run.coefficients, run.winners = (
-            given,
-            buffer,
-            moments,
-            coefficients,
-            winners,
-        )
+        run.given, run.buffer, run.moments, run.coefficients, run.winners, run.depths = kept[:6]
         parameter_gradient, state_gradients = run.backward(_rows_last(gradient, ctx.dtype))
         return None, None, parameter_gradient, None, None, *state_gradients
 

@@ -28,6 +28,7 @@ class Blocks:
     channels: int = 64
     rows: int = 128
     stage_depth: int = 16
+    input_depth: int = 64
     stage_warps: int = 8
     lower_depth: int = 32
     lower_columns: int = 64
@@ -44,6 +45,16 @@ class Blocks:
 
 
 BLOCKS = Blocks()
+
+
+@triton.jit
+def _channels_last(w_ptr, to_ptr, jobs_ptr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Depthwise kernels (channel, tap) as (tap, channel)."""
+    job = jobs_ptr + tl.program_id(0) * 3
+    depth, start, taps = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < C * taps
+    tl.store(to_ptr + start + i, tl.load(w_ptr + depth + i % C * taps + i // C, mask=ok), mask=ok)
 
 
 @triton.jit(do_not_specialize=["rows", "planes"])
@@ -101,15 +112,15 @@ def _pull(
 
 @triton.jit(do_not_specialize=["rows", "measured"])
 def _stages(
-    x_ptr, w_ptr, y_ptr, partial_ptr, jobs_ptr, rows, TALL: tl.constexpr, WIDE: tl.constexpr, OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr,
-    COLUMNS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EXTERNAL: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, jobs_ptr, rows, TALL: tl.constexpr, WIDE: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, FAN_IN: tl.constexpr,
+    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTERNAL: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """matrix · depthwise(x), and sums over rows for the norm. EXTERNAL: x is an input tensor before its ReLU."""
     job = jobs_ptr + tl.program_id(1) * 11
     source, dilation, shift, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
-    depth, matrix, columns = tl.load(job + 4) * WEIGHTS, tl.load(job + 5) * WEIGHTS, tl.load(job + 6) * COLUMNS
+    depth, matrix, columns = tl.load(job + 4) * FAN_IN, tl.load(job + 5) * WEIGHTS, tl.load(job + 6) * COLUMNS
     unit, plane, column = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9) * COLUMNS
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
@@ -141,7 +152,7 @@ def _stages(
                 line = base + (row + r * dilation * WIDE)[:, None] * FAN_IN + k[None, :]
                 for s in tl.static_range(SIZE):
                     x = tl.load(line + s * dilation * FAN_IN, mask=k_ok[None, :], other=0.0)
-                    weight = tl.load(w_ptr + depth + (r * SIZE + s) * FAN_IN + k, mask=k_ok, other=0.0)
+                    weight = tl.load(depth_ptr + depth + (r * SIZE + s) * FAN_IN + k, mask=k_ok, other=0.0)
                     value += x.to(tl.float32) * weight[None, :]
         weight = tl.load(
             w_ptr + matrix + (n * FAN_IN)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0
@@ -475,12 +486,12 @@ def _weight_gradient(
 
 @triton.jit
 def _finish_weights(
-    dense_ptr, w_ptr, to_ptr, jobs_ptr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    dense_ptr, w_ptr, depth_ptr, to_ptr, jobs_ptr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of the dense kernel, depthwise[tap, k] · matrix[n, k], to those of its two factors."""
-    job = jobs_ptr + tl.program_id(0) * 3
-    dense, matrix, depth = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    job = jobs_ptr + tl.program_id(0) * 4
+    dense, matrix, depth, start = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * C
     n = tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     k_ok = k < C
@@ -490,18 +501,36 @@ def _finish_weights(
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for tap in range(SIZE * SIZE):
         gradient = tl.load(dense_ptr + dense + tap * C * C + inner, mask=ok, other=0.0)
-        scale = tl.load(w_ptr + depth + tap * C + k, mask=k_ok, other=0.0)
+        scale = tl.load(depth_ptr + start + tap * C + k, mask=k_ok, other=0.0)
         total += gradient * scale[None, :]
-        tl.store(to_ptr + depth + tap * C + k, tl.sum(gradient * weight, 0), mask=k_ok)
+        tl.store(to_ptr + depth + k * SIZE * SIZE + tap, tl.sum(gradient * weight, 0), mask=k_ok)
     tl.store(to_ptr + matrix + inner, total, mask=ok)
+
+
+@triton.jit(do_not_specialize=["rows", "samples", "planes"])
+def _pulls(
+    g_ptr, y_ptr, factors_ptr, slopes_ptr, to_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples, size, planes,
+    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
+    """∂y of pools, dense."""
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(2) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    m_ok = m < rows
+    dy = _pull(
+        jobs_ptr + tl.program_id(1) * 7, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, c, c_ok, AREA, samples,
+        planes, C, C, DROPS,
+    )  # fmt: skip
+    to = to_ptr + tl.program_id(1).to(tl.int64) * size + (m * C)[:, None] + c[None, :]
+    tl.store(to, dy.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & c_ok[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "samples", "planes", "terms"])
 def _gather(
-    x_ptr, coefficients_ptr, moments_ptr, w_ptr, lowered_ptr, dy_ptr, y_ptr, dx_ptr, slopes_ptr, factors_ptr,
+    x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
     winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size,
-    planes, terms, C: tl.constexpr, CB: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
+    planes, terms, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a plane's value: of all convolutions, identities and pools that read it."""
@@ -526,7 +555,7 @@ def _gather(
     for number in range(begin, end):
         job = jobs_ptr + number * 5
         size, dilation, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2)
-        depth, lowered = tl.load(job + 3) * WEIGHTS, tl.load(job + 4)
+        depth, lowered = tl.load(job + 3) * C, tl.load(job + 4)
         base = lowered_ptr + lowered.to(tl.int64) * lowered_size
         for r in range(size):
             h = i + padding - r * dilation
@@ -546,7 +575,7 @@ def _gather(
                         w = w >> 1
                     d = tl.load(base + (start + w)[:, None] * C + c[None, :], mask=here, other=0.0).to(tl.float32)
                     weight = tl.load(
-                        w_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
+                        depth_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
                     )
                     total += d * weight[None, :]
     at = unit.to(tl.int64) * x_size + column + m[:, None] * distance + c[None, :]
@@ -556,10 +585,9 @@ def _gather(
     total = tl.where(y * a[None, :] + b[None, :] > 0, total, 0.0)
     total += tl.load(dx_ptr + at, mask=ok & (adds > 0), other=0.0).to(tl.float32)
     for number in range(other, last):
-        # Seven numbers of a pull and the slot of a pool: -2 for an identity, -1 for an average.
-        job = others_ptr + number * 8
-        slot = tl.load(job + 7)
-        if slot == -2:
+        # Of an identity where its gradient lies and its path; of a pool its number and slot (-1: an average).
+        job = others_ptr + number * 6
+        if tl.load(job + 5) == -2:
             g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
             g = tl.load(
                 dy_ptr + g_unit.to(tl.int64) * dy_size + g_column + m[:, None] * apart + c[None, :],
@@ -571,7 +599,8 @@ def _gather(
                 g *= factor[:, None]
             total += g
         elif POOLED:
-            for tap in tl.static_range(9):
+            pool, slot = tl.load(job + 4), tl.load(job + 5)
+            for tap in range(9):
                 h = i + 1 - tap // 3
                 w = j + 1 - tap % 3
                 here = m_ok & (h >= 0) & (w >= 0)
@@ -580,20 +609,18 @@ def _gather(
                     h = h >> 1
                     w = w >> 1
                 here = here & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
-                row = (image * OUT_HEIGHT + h) * OUT_WIDTH + w
-                dy = _pull(
-                    job, dy_ptr, y_ptr, factors_ptr, slopes_ptr, dy_size, row, here, c, c_ok, OUT_HEIGHT * OUT_WIDTH,
-                    samples, planes, C, C, DROPS,
-                )  # fmt: skip
-                top = h * STRIDE - 1
-                left = w * STRIDE - 1
-                high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
-                broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
-                share = 1.0 / tl.maximum(high * broad, 1).to(tl.float32)
+                inner = (((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C)[:, None] + c[None, :]
                 seen = here[:, None] & c_ok[None, :]
-                at_tap = slot.to(tl.int64) * dy_size + (row * C)[:, None] + c[None, :]
-                won = tl.load(winners_ptr + at_tap, mask=seen & (slot >= 0), other=9).to(tl.int32)
-                total += dy * tl.where(slot >= 0, tl.where(won == tap, 1.0, 0.0), share[:, None])
+                dy = tl.load(pulled_ptr + pool.to(tl.int64) * dy_size + inner, mask=seen, other=0.0).to(tl.float32)
+                if slot >= 0:
+                    won = tl.load(winners_ptr + slot.to(tl.int64) * dy_size + inner, mask=seen, other=9).to(tl.int32)
+                    total += tl.where(won == tap, dy, 0.0)
+                else:
+                    top = h * STRIDE - 1
+                    left = w * STRIDE - 1
+                    high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
+                    broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
+                    total += dy / tl.maximum(high * broad, 1).to(tl.float32)[:, None]
     g = total.to(dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + at, g, mask=ok)
     if STATS:
@@ -607,11 +634,22 @@ def _gather(
 
 
 @functools.cache
+def _stages_of(program):
+    return (*program.preprocess, *(s for r in program.rounds for s in (*r.first, *r.second)))
+
+
+@functools.cache
 def _units(program):
-    """What divides all offsets of weights (at most 16), and all columns and widths of what stages write."""
-    stages = [*program.preprocess, *(s for r in program.rounds for s in (*r.first, *r.second))]
-    offsets = [s.matrix for s in stages] + [s.depth for s in stages if s.depth != NONE]
-    return math.gcd(16, *offsets), math.gcd(program.channels, *(n for s in stages for n in (s.column, s.width)))
+    """What divides all offsets of matrices (at most 16), and all columns and widths of what stages write."""
+    stages = _stages_of(program)
+    widths = [n for s in stages for n in (s.column, s.width)]
+    return math.gcd(16, *(s.matrix for s in stages)), math.gcd(program.channels, *widths)
+
+
+@functools.cache
+def _first_depth(program):
+    """Where depthwise kernels begin in the flat parameters; they lie side by side."""
+    return min((s.depth for s in _stages_of(program) if s.depth != NONE), default=0)
 
 
 @dataclass(frozen=True)
@@ -655,7 +693,7 @@ class Run:
         self.tile = self.blocks.rows if self.c <= 128 else self.blocks.rows // 2
         self.norms = {norm.plane: norm for norm in program.norms}
         self.weights_unit, self.columns_unit = _units(program)
-        self.given = self.buffer = self.moments = self.coefficients = self.winners = None
+        self.given = self.buffer = self.moments = self.coefficients = self.winners = self.depths = None
 
     # Where planes lie.
 
@@ -702,6 +740,7 @@ class Run:
     def forward(self):
         p, c = self.program, self.c
         self.given, self.buffer = self.allocate()
+        self.depths = self._transposed_depths()
         self.winners = torch.empty(p.slots * self.rows * c, dtype=torch.uint8, device=self.device)
         self.moments = self.parameters.new_zeros(3, p.planes, c)
         self.coefficients = self._start_coefficients()
@@ -750,8 +789,19 @@ class Run:
             found[1, where] = shift - mean[where] * a
         return found
 
-    def _weights_at(self, offset):
-        return offset if offset == NONE else offset // self.weights_unit
+    def _depth_at(self, stage):
+        """Offset of its depthwise kernel among those, in multiples of c."""
+        return NONE if stage.depth == NONE else (stage.depth - _first_depth(self.program)) // self.c
+
+    def _transposed_depths(self):
+        deep = [s for s in _stages_of(self.program) if s.depth != NONE]
+        if not deep:
+            return self.parameters
+        jobs = tuple((s.depth, self._depth_at(s), s.taps) for s in deep)
+        to = self.parameters.new_empty(sum(s.taps for s in deep) * self.c)
+        blocks = triton.cdiv(max(s.taps for s in deep) * self.c, 1024)
+        _channels_last[(len(jobs), blocks)](self.parameters, to, table(jobs, self.device), C=self.c, BLOCK=1024)
+        return to
 
     def _activated(self, stages, x):
         """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
@@ -782,19 +832,22 @@ class Run:
         p, c = self.program, self.c
         external = stages[0].source < 0
         block_n = min(256, padded(max(stage.width for stage in stages)))
+        depth = self.blocks.stage_depth if not external else self.blocks.input_depth // (2 if block_n > 128 else 1)
         jobs = tuple(
-            (*read.window(stage), self._weights_at(stage.depth), self._weights_at(stage.matrix),
+            (*read.window(stage), self._depth_at(stage), stage.matrix // self.weights_unit,
              stage.width // self.columns_unit, self.unit(stage.plane), stage.plane, stage.column // self.columns_unit,
              first // 16)
             for stage in stages
             for first in range(0, stage.width, block_n)
         )  # fmt: skip
         _stages[(triton.cdiv(rows, self.tile), len(jobs))](
-            read.tensor, self.parameters, y, y if partial is None else partial, table(jobs, self.device), rows,
-            read.tall, read.wide, size[0], size[1], read.size, self._plane_size(y),
+            read.tensor, self.parameters, self.depths, y, y if partial is None else partial, table(jobs, self.device),
+            rows, read.tall, read.wide, size[0], size[1], read.size, self._plane_size(y),
             p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit,
             COLUMNS=self.columns_unit, SIZE=stages[0].size, STRIDE=stages[0].stride, BLOCK_M=self.tile,
-            BLOCK_N=block_n, BLOCK_K=min(self.blocks.stage_depth, padded(stages[0].fan_in)), EXTERNAL=external,
+            BLOCK_N=block_n,
+            BLOCK_K=min(depth, padded(stages[0].fan_in)),
+            EXTERNAL=external,
             STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps,
         )  # fmt: skip
 
@@ -933,7 +986,7 @@ class Run:
         dy = torch.empty(len(stages) * self.rows * c, dtype=self.dtype, device=self.device)
         block_k = min(self.blocks.lower_columns, padded(c))
         jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), self._weights_at(s.matrix), s.width // self.columns_unit, i,
+            (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
              first // 16, read.border)
             for i, s in enumerate(stages)
             for first in range(0, s.fan_in, block_k)
@@ -990,9 +1043,9 @@ class Run:
                 self.parameter_gradient[s.matrix : s.matrix + total].copy_(dense[at[s] : at[s] + total])
             return
         block_k = 16 if c <= 64 else 8
-        jobs = tuple((at[s], s.matrix, s.depth) for s in stages)
+        jobs = tuple((at[s], s.matrix, s.depth, self._depth_at(s)) for s in stages)
         _finish_weights[(len(jobs), triton.cdiv(c, block_k))](
-            dense, self.parameters, self.parameter_gradient, table(jobs, self.device), C=c, SIZE=window,
+            dense, self.parameters, self.depths, self.parameter_gradient, table(jobs, self.device), C=c, SIZE=window,
             BLOCK_N=padded(c), BLOCK_K=block_k,
         )  # fmt: skip
 
@@ -1002,37 +1055,50 @@ class Run:
         for i, source in enumerate(sources):
             begin, other = len(jobs), len(others)
             jobs += [
-                (s.size, s.dilation, s.padding, self._weights_at(s.depth), at)
+                (s.size, s.dilation, s.padding, self._depth_at(s), at)
                 for at, s in enumerate(stages)
                 if s.source == source
             ]
             for j, arrivals in enumerate(p.arrivals):
                 for a in arrivals:
                     if a.plane == source and (source < p.inputs or p.is_node(source)):
-                        others.append((*self.view(p.inputs + j), a.path, 0, 0, 0, -2))
-            others += [(*self._pull_fields(q.plane), q.slot) for q in pools if q.source == source]
+                        others.append((*self.view(p.inputs + j), a.path, 0, -2))
+            others += [(0, 0, 0, 0, number, q.slot) for number, q in enumerate(pools) if q.source == source]
             own.append((*self.view(source), source, begin, len(jobs), other, len(others), int(adds), i))
         first = sources[0] < p.inputs
         height, width, rows = (
             (self.height, self.width, self.rows_in) if first else (self.out_height, self.out_width, self.rows)
         )
         stride = p.stride if first else 1
-        block = self.blocks.gather_rows
+        pulled = self._pulls(pools)
+        block = self.blocks.gather_rows // (2 if pools else 1)
         tiles = triton.cdiv(rows, block)
         partial = self.parameters.new_empty(2, tiles, len(sources), c) if stats else None
         _gather[(tiles, len(own), triton.cdiv(c, self.block_c))](
-            x, self.coefficients, self.moments, self.parameters, x if lowered is None else lowered.tensor,
-            self.gradient, self.buffer, dx, self.slopes, self._scales(), self.winners, self.parameters if partial is None else partial,
-            table(tuple(own), self.device), table(tuple(jobs) or ((0,) * 5,), self.device),
-            table(tuple(others) or ((0,) * 8,), self.device), rows, height, width, self.out_height, self.out_width,
-            0 if lowered is None else lowered.border, self.n, self._plane_size(x), self.rows * c,
-            0 if lowered is None else lowered.size, p.planes, len(sources), C=c, CB=self.block_c,
-            WEIGHTS=self.weights_unit, STRIDE=stride,
-            BLOCK=block, DROPS=self.factors is not None, POOLED=bool(pools), STATS=partial is not None,
-            num_warps=self.blocks.gather_warps,
+            x, self.coefficients, self.moments, self.depths, x if lowered is None else lowered.tensor, self.gradient,
+            x if pulled is None else pulled, dx, self._scales(), self.winners,
+            self.parameters if partial is None else partial, table(tuple(own), self.device),
+            table(tuple(jobs) or ((0,) * 5,), self.device), table(tuple(others) or ((0,) * 6,), self.device), rows,
+            height, width, self.out_height, self.out_width, 0 if lowered is None else lowered.border, self.n,
+            self._plane_size(x), self.rows * c, 0 if lowered is None else lowered.size, p.planes, len(sources), C=c,
+            CB=self.block_c, STRIDE=stride, BLOCK=block, DROPS=self.factors is not None, POOLED=bool(pools),
+            STATS=partial is not None, num_warps=self.blocks.gather_warps,
         )  # fmt: skip
         if partial is not None:
             self._finish_slopes(partial, sources, rows)
+
+    def _pulls(self, pools):
+        if not pools:
+            return None
+        p, c = self.program, self.c
+        to = torch.empty(len(pools) * self.rows * c, dtype=self.dtype, device=self.device)
+        jobs = tuple(self._pull_fields(q.plane) for q in pools)
+        block = max(1, self.blocks.add_elements // self.block_c)
+        _pulls[(triton.cdiv(self.rows, block), len(jobs), triton.cdiv(c, self.block_c))](
+            self.gradient, self.buffer, self._scales(), self.slopes, to, table(jobs, self.device), self.rows,
+            size=self.rows * c, planes=p.planes, C=c, CB=self.block_c, BLOCK=block, **self._drops(),
+        )  # fmt: skip
+        return to
 
     def _leave_inputs(self):
         """Gradients of the input tensors, [n, c_i, h_i, w_i]."""
@@ -1046,7 +1112,7 @@ class Run:
             jobs = tuple(
                 (
                     *self._pull_fields(s.plane, s.column),
-                    self._weights_at(s.matrix),
+                    s.matrix // self.weights_unit,
                     s.width // self.columns_unit,
                     i,
                     first // 16,

@@ -38,7 +38,7 @@ class DerivedCell:
     drop_path: DropPath
 
     def parameters(self) -> list[Tensor]:
-        """Matrices [c_out, c_in, 1, 1], depthwise kernels as [1, c, k, k], scales and shifts of norms [c, 1, 1, 1]."""
+        """Matrices [c_out, c_in, 1, 1]; depthwise kernels [c · k², 1, 1, 1]; norms: scales, shifts [c, 1, 1, 1]."""
         return [_four_dimensional(getattr(module, name)) for module, name in self.owners]
 
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
@@ -288,10 +288,8 @@ class _Planner:
 
 
 def _four_dimensional(weight: Tensor) -> Tensor:
-    """As `flat` takes it: depthwise kernels [c, 1, k, k] become (tap, channel), a vector is one of 1×1 kernels."""
-    if weight.dim() == 1:
-        return weight.view(-1, 1, 1, 1)
-    return weight.transpose(0, 1) if weight.shape[1] == 1 and weight.shape[2] > 1 else weight
+    """As `flat` takes it: a vector, and a depthwise kernel [c, 1, k, k] in its own order, as many 1×1 kernels."""
+    return weight.reshape(-1, 1, 1, 1) if weight.dim() == 1 or weight.shape[1] == 1 else weight
 
 
 def _offsets(convolutions: Sequence[nn.Conv2d], start: int) -> list[int]:
