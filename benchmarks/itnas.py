@@ -7,7 +7,7 @@ run module by module, like the paper's; beside them as they run by default: fuse
 python -m benchmarks.itnas                       # small size on this machine's device
 python -m benchmarks.itnas --space proxyless     # single-path training
 python -m benchmarks.itnas --paper               # 8 cells, 16 channels, 32×32 (on a CPU: minutes; try --batch-size 8)
-python -m benchmarks.itnas --paper --space nb201 --precision bfloat16 --compile   # on a GPU
+python -m benchmarks.itnas --paper --space nb201 --precision bfloat16   # on a GPU
 """
 
 from __future__ import annotations
@@ -74,13 +74,8 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
         yield name, row
 
 
-def on_gpu(
-    cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str, *, compiles: bool
-) -> Iterator[Row]:
-    """Recorded steps of real search tasks, one after the other; paths that are sampled in each step run eagerly.
-
-    compiles: with compiled transformers too.
-    """
+def on_gpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str) -> Iterator[Row]:
+    """Recorded steps of real search tasks, one after the other; paths that are sampled in each step run eagerly."""
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
 
@@ -88,8 +83,6 @@ def on_gpu(
     if BASE in cases:
         alone = cases["itnas without recomputing"]
         more = {"darts, fused": cases[BASE], "itnas, fused": cases["itnas"], "itnas without recomputing, fused": alone}
-        if compiles:
-            more["itnas without recomputing, fused and compiled"] = alone
     for name, case in {**cases, **more}.items():
         progress(name)
         with (
@@ -100,7 +93,7 @@ def on_gpu(
                 "space_settings": case.settings,
                 "method_settings": case.method_settings,
                 "regime": case.regime,
-                "engine": "compile" if name.endswith("compiled") else "graph",
+                "engine": "graph",
                 "precision": precision,
                 "fused": "fused" in name,
                 "split": HALVES,
@@ -135,9 +128,6 @@ def main() -> None:
     parser = step_options("python -m benchmarks.itnas", __doc__, rounds=5, rounds_help=again)
     parser.add_argument("--space", default="darts", choices=["darts", "nb201", "proxyless"], help="which space")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
-    parser.add_argument(
-        "--compile", action="store_true", help="on a GPU: compiled transformers too, which takes minutes"
-    )
     options = parser.parse_args()
     device, threads = machine(parser, options, least_rounds=0)
     console = Console()
@@ -150,7 +140,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with console.status("steps") as status:
         if device.type == "cuda":
-            found = on_gpu(cases, options.rounds, status.update, options.precision, compiles=options.compile)
+            found = on_gpu(cases, options.rounds, status.update, options.precision)
         else:
             found = on_cpu(cases, options.rounds, status.update)
         for name, row in found:

@@ -78,8 +78,6 @@ def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchReci
         given.pop("method_settings", None)  # --set method.…: IT-NAS's own
         # What they derive does not come from a pass over the validation half: one now and then shows their progress.
         given["validate_every"] = max(same["validate_every"], 10)
-        if options.engine == "compile":
-            given["engine"] = "auto"  # fused cells are faster
     return resolve({**given, "method": method})
 
 

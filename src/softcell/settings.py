@@ -18,6 +18,11 @@ from softcell.reading import parse_yaml
 
 T = TypeVar("T")
 
+_REMOVED: dict[Any, str] = {
+    ("engine", "compile"): "; it was removed, since it was never measured to be faster: use auto",
+}
+"""Values of settings that earlier versions accepted, with the way out."""
+
 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "settings", elsewhere: Iterable[str] = ()) -> T:
     """A dataclass of type `kind` from a mapping; nested dataclasses from nested mappings.
@@ -125,7 +130,8 @@ def convert(kind: Any, value: Any, where: str) -> Any:
         return _convert_union(arguments, value, where)
     if origin is typing.Literal:
         if value not in arguments:
-            raise UserError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}")
+            removed = _REMOVED.get((where.rpartition(".")[2], str(value)), "")
+            raise UserError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}{removed}")
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(value, kind):

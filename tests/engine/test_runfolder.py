@@ -9,7 +9,7 @@ import pytest
 import softcell
 from softcell.engine import manifest as provenance
 from softcell.engine.files import LISTED, atomic_write_text, made_in
-from softcell.engine.manifest import VERSION, migrate, new_manifest
+from softcell.engine.manifest import VERSION, new_manifest
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
 
@@ -169,36 +169,22 @@ def test_a_newer_version_is_refused(tmp_path: Path) -> None:
         RunFolder.open(tmp_path)
 
 
-def test_version_0_becomes_the_present_one(tmp_path: Path) -> None:
-    old = {
-        "format": "softcell-run",
-        "version": 0,
-        "kind": "search",
-        "status": "done",
-        "seed": 4,
-        "recipe.method": "x",
-        "recipe.weights.learning_rate": 0.025,
-        "recipe.weights.momentum": 0.9,
-        "version_of_torch": "2.11.0",
-        "results": {"accuracy": 0.9},
-    }
+def test_version_0_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text(json.dumps({**new_manifest("search", {}, 0), "version": 0}))
+    with pytest.raises(UserError, match="whole number above 0"):
+        RunFolder.open(tmp_path)
+
+
+def test_a_run_with_an_engine_of_earlier_versions_is_read(tmp_path: Path) -> None:
+    old = new_manifest("search", {"method": "darts", "engine": "compile"}, 4)
     kept = json.dumps(old)
     (tmp_path / MANIFEST).write_text(kept)
     folder = RunFolder.open(tmp_path)
-    manifest = folder.manifest
-    assert manifest == {**migrate(old), "checksums": {}}
-    assert json.dumps(old) == kept
-    assert manifest["version"] == VERSION
-    assert manifest["status"] == "finished"
-    assert manifest["seed"] == 4
-    assert manifest["recipe"] == {"method": "x", "weights": {"learning_rate": 0.025, "momentum": 0.9}}
-    assert manifest["versions"] == {"python": None, "torch": "2.11.0", "numpy": None, "softcell": None}
-    assert not [name for name in manifest if "." in name or name.startswith("version_of_")]
-    assert manifest.keys() == new_manifest("search", {}, 0).keys()
+    assert folder.manifest == {**old, "recipe": {"method": "darts", "engine": "auto"}}
+    assert old["recipe"]["engine"] == "compile", "migrate changes a copy"
     assert (tmp_path / MANIFEST).read_text() == kept
     folder.update(threads=1)
-    assert stored(tmp_path)["version"] == VERSION
-    assert migrate(stored(tmp_path)) == stored(tmp_path)
+    assert stored(tmp_path)["recipe"]["engine"] == "auto"
 
 
 def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,15 +38,6 @@ def test_a_step_never_waits_and_can_be_recorded(space: str, precision: str, own:
     assert notes == []
 
 
-def test_compiled_transformers_are_recorded_and_learn_as_plain_ones_do(tmp_path: Path) -> None:
-    losses = {}
-    for engine in ("eager", "compile"):
-        given = settings("nb201", "digits", method="itnas", device=DEVICE, engine=engine, batch_size=64, epochs=1)
-        found = search(resolve(given, {"precision": "float32"}), tmp_path / engine)
-        losses[engine] = found.metrics[-1]["train_loss"]
-    assert losses["compile"] == pytest.approx(losses["eager"], rel=1e-3)
-
-
 @pytest.mark.parametrize("own", [{}, {"token_norm": False, "aggregate": "log-mean"}], ids=str)
 @pytest.mark.parametrize("space", ["nb201", "darts", "nb1shot1-1"])
 def test_a_recorded_search_selects_as_an_eager_one(space: str, own: dict[str, Any], tmp_path: Path) -> None:

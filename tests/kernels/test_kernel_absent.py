@@ -111,7 +111,6 @@ def test_a_search_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Triton" in text and "module by module" in text and "pip install triton" in text
     assert said(CPU) == [] and said(fused=False) == [] and said(precision="float64") == []
     assert said(size=2) == [], "several processes run modules anyway"
-    assert said(engine="compile") == [], "the compiler makes its own kernels"
     assert said(space="nos") == [text], "parts of these cells are fused"
     assert said(space="proxyless") == [], "no candidate here has a fused form"
     lack(monkeypatch, present=True)

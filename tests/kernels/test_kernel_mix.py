@@ -183,3 +183,19 @@ def test_stacked_inputs_are_kept_only_where_weights_learn_and_get_gradients_as_t
         assert y.is_contiguous(memory_format=torch.channels_last)
         (back,) = torch.autograd.grad(y.square().sum(), x)
         assert back.stride() == x.stride()
+
+
+def test_a_weighted_sum_stays_in_one_graph_of_torch_compile() -> None:
+    """One graph per number of terms, whatever their weights; gradients are those of the plain sum."""
+    torch._dynamo.utils.counters.clear()
+    run = torch.compile(weighted_sum, backend="aot_eager", dynamic=False)
+    for number in (1, 2, 5, 5, 2):
+        x = [torch.randn(2, 3, requires_grad=True) for _ in range(number)]
+        weights = torch.rand(number, requires_grad=True)
+        found, expected = (
+            [y, *torch.autograd.grad(y.square().sum(), [weights, *x])]
+            for y in (run(x, weights), weighted_sum(x, weights))
+        )
+        torch.testing.assert_close(found, expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert not torch._dynamo.utils.counters["graph_break"]

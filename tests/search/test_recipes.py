@@ -161,3 +161,11 @@ def test_the_small_recipe_makes_an_epoch_on_digits_well_under_a_minute(method: s
     if issubclass(METHODS.get(method), Method):
         assert last["entropy"] > 0
         assert any(key.startswith("skip_share_") for key in last)
+
+
+@pytest.mark.parametrize("layer", [{"engine": "compile"}, {"method": "itnas", "engine": "compile"}], ids=str)
+def test_an_engine_that_was_removed_is_refused_with_the_one_to_use(layer: dict[str, Any]) -> None:
+    with pytest.raises(
+        UserError, match=r"engine must be one of auto, eager, graph, got 'compile'; it was removed.*use auto"
+    ):
+        resolve(layer)

@@ -23,7 +23,7 @@ from softcell.engine.distributed import World
 from softcell.errors import UserError
 
 Step = Callable[..., None]
-Engine = Literal["auto", "eager", "graph", "compile"]
+Engine = Literal["auto", "eager", "graph"]
 
 # Real steps before the recording: cuDNN picks its algorithms and optimisers make their state in them.
 WARMUP = 3
@@ -165,7 +165,7 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
 
 
 def prepare_step(step: Step, engine: Engine, world: World, notify: Callable[[str], None]) -> Step:
-    """`step` as the chosen engine runs it; `auto` and `compile` record on a single CUDA device and not elsewhere.
+    """`step` as the chosen engine runs it; `auto` records on a single CUDA device and not elsewhere.
 
     Why a step is not recorded is told where that was asked for, and on a GPU, where it could have been expected.
     """

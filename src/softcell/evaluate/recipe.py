@@ -75,7 +75,7 @@ class TrainRecipe:
     seed: int = 0
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    engine: Literal["auto", "eager", "graph", "compile"] = "auto"
+    engine: Literal["auto", "eager", "graph"] = "auto"
     fused: bool = False
     deterministic: bool = False
     threads: int = 0

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import prepare_step
-from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.metrics import Failure, Tally, measure
 from softcell.engine.optim import adam, classification_step, load_optimiser, rate_at, rmsprop, set_lr, sgd
@@ -49,12 +48,8 @@ class TrainTask:
             broadcast_module(criterion, world)
         self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
         self._tally = Tally(world.device)
-        # `engine=compile` compiles the modules of a cell, so they have to run.
-        fuses = recipe.fused and recipe.engine != "compile"
-        self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if fuses else nullcontext
+        self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
         learn = in_precision(self._learn, recipe.precision, world.device)
-        if recipe.engine == "compile":
-            compile_regions(network.regions(), notify)
         self._run = prepare_step(learn, recipe.engine, world, notify)
 
     @property

@@ -41,8 +41,7 @@ class Method(nn.Module, ABC):
     many_cells: whether weights learn in other cells than the one that is validated (samples, or the cell derived at
     that step). Running statistics of BatchNorm then fit no single cell, so the last validation recalibrates them.
 
-    selection, planner, observer: parts that most methods do not have (`softcell.methods.parts`). compiled: modules of
-    the method that `engine=compile` compiles instead of the cells.
+    selection, planner, observer: parts that most methods do not have (`softcell.methods.parts`).
     """
 
     name: ClassVar[str]
@@ -63,7 +62,6 @@ class Method(nn.Module, ABC):
         self.selection: Selection | None = None
         self.planner: Planner | None = None
         self.observer: Observer | None = None
-        self.compiled: Sequence[nn.Module] = ()
 
     @classmethod
     def for_supernet(cls, settings: Any, supernet: Supernet) -> Self:

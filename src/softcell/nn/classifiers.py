@@ -47,10 +47,6 @@ class Classifier(nn.Module, ABC):
     def forward_with_auxiliary(self, x: Tensor) -> tuple[Tensor, None]:
         return self(x), None
 
-    def regions(self) -> list[nn.Module]:
-        """Parts that `engine=compile` compiles separately: the repeated ones."""
-        return [module for module in self.modules() if isinstance(module, BasicBlock | PyramidBottleneck)]
-
     def use_drop_path(self, probability: float) -> None:
         if probability > 0:
             raise UserError(f"a teacher drops no paths: `drop_path = 0` must hold, but got {probability}")

@@ -236,7 +236,7 @@ class SearchRecipe:
     child_every: int = 0
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    engine: Literal["auto", "eager", "graph", "compile"] = "auto"
+    engine: Literal["auto", "eager", "graph"] = "auto"
     fused: bool = True
     deterministic: bool = False
     threads: int = 0

@@ -16,7 +16,6 @@ from softcell.arch.relax import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import KEPT, CapturedStep, once, prepare_step
-from softcell.engine.compiled import compile_regions
 from softcell.engine.distributed import World, average_, broadcast_module, sum_
 from softcell.engine.metrics import Failure, Meter, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
@@ -96,9 +95,6 @@ class SearchTask:
         self._collapse = CollapseWatch(recipe.collapse, method.layout, notify, recipe.epochs)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
-        regions = method.compiled
-        if recipe.engine == "compile" and compile_regions(regions or supernet.regions(), notify) and not regions:
-            self._cells = modules_only  # the compiler makes its own kernels
         engine = recipe.engine
         kinds = None if method.planner is None else method.planner.num_plans()
         if kinds is not None and kinds > KEPT:
@@ -290,7 +286,7 @@ class SearchTask:
             weights=self._weights,
             judged=self._judged,
             surroundings=self._surroundings,
-            recalibrating=self._measuring_norms,
+            recalibrating=self._surroundings,
             notify=self._notify,
         )
         own = self.method.derive()
@@ -393,13 +389,6 @@ class SearchTask:
         with self._cells(), computing_in(self.recipe.precision, self.world.device):
             yield
 
-    @contextmanager
-    def _measuring_norms(self) -> Iterator[None]:
-        """As in a step, but not compiled: means over batches would be compiled anew, for a handful of them."""
-        eager = torch.compiler.set_stance("force_eager") if self.recipe.engine == "compile" else nullcontext()
-        with self._surroundings(), eager:
-            yield
-
     def _validate(self, last: bool) -> dict[str, Any]:
         """Accuracy of the supernet itself, under the mix of the moment, on the validation split, as it is searched."""
         if not self.objective.supervised:
@@ -425,7 +414,7 @@ class SearchTask:
     def _measure_anew(self, mix: Mix) -> dict[str, float]:
         """The same with batch-norm's statistics of this very mix, over a few training batches."""
         batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
-        with norms_measured_anew(self.supernet, mix, batches, self._measuring_norms):
+        with norms_measured_anew(self.supernet, mix, batches, self._surroundings):
             return {ANEW: self._measure(mix).accuracy}
 
     @torch.no_grad()
@@ -463,7 +452,7 @@ class SearchTask:
             self._notify(f"selection in {len(pairs)} passes over the validation split")
         for mix, calibration in pairs:
             batches = islice(self._weights.epoch(0), self.recipe.evolution.norm_batches)
-            with norms_measured_anew(self.supernet, calibration, batches, self._measuring_norms):
+            with norms_measured_anew(self.supernet, calibration, batches, self._surroundings):
                 (self._look or self._measure)(mix)
 
     def _sum_up(self, passes: Sequence[Pass]) -> None:
@@ -474,7 +463,7 @@ class SearchTask:
 
 def explain_modules(recipe: SearchRecipe, supernet: Supernet, world: World, notify: Callable[[str], None]) -> None:
     """Says why cells that could be fused on this GPU are not, where all that is missing is Triton."""
-    wanted = recipe.fused and recipe.engine != "compile" and recipe.precision != "float64" and world.size == 1
+    wanted = recipe.fused and recipe.precision != "float64" and world.size == 1
     if not wanted or world.device.type != "cuda" or can_fuse():
         return
     if any(isinstance(module, MixedCell) and module.has_fused_form() for module in supernet.modules()):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from softcell.arch import Genotype, Layout, Mix
 from softcell.nn.stochastic import DropPath
 from softcell.spaces.cell import MixedCell
-from softcell.spaces.picked_cell import PickedCell
 
 Shape = tuple[int, int, int]
 """Channels, height and width of an input image."""
@@ -48,10 +47,6 @@ class Supernet(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, MixedCell):
                 module.use_drop_path(self.drop_path if probability > 0 else None)
-
-    def regions(self) -> list[nn.Module]:
-        """What is compiled on its own: the repeated parts."""
-        return [module for module in self.modules() if isinstance(module, MixedCell)]
 
     @abstractmethod
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
@@ -135,10 +130,6 @@ class Network(nn.Module, ABC):
     def use_drop_path(self, probability: float) -> None:
         """Drops paths in training with up to `probability`; the schedule moves inside that."""
         self.drop_path.probability = probability
-
-    def regions(self) -> list[nn.Module]:
-        """What is compiled on its own: the repeated parts."""
-        return [module for module in self.modules() if isinstance(module, PickedCell)]
 
     @staticmethod
     def from_pretrained(folder: str | Path, *, trust: bool = False) -> Network:

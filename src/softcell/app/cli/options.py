@@ -27,8 +27,8 @@ Precision = Annotated[
     typer.Option(help="Numbers networks compute in; auto times float32 and bfloat16 on a GPU, once."),
 ]
 Engine = Annotated[
-    Literal["auto", "eager", "graph", "compile"] | None,
-    typer.Option(help="How steps run: graph records them on CUDA, auto does where it can; compile compiles cells too."),
+    Literal["auto", "eager", "graph"] | None,
+    typer.Option(help="How steps run: graph records them on CUDA, auto does where it can."),
 ]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Repeatable bit by bit on a GPU too (on a CPU it always is).")

@@ -168,7 +168,6 @@ class ItNas(Method):
             self.site_sums[table.name] = SiteSums(self.edges[table.name], table.width)
         self.stages = self._stages()
         self.ensembles, self.groups = form_groups(self._members(shapes))
-        self.compiled = [*self.ensembles, *self.transformers.values()]
 
     def _stages(self) -> dict[int, int]:
         """By site a number that grows where the shape of its maps changes."""
