@@ -20,7 +20,7 @@ import torch
 
 from softcell.app import drawings
 from softcell.app.export import export
-from softcell.app.report.html import REPORT, write_report
+from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, empty_cells
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
 from softcell.engine.lock import occupied

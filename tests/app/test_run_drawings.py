@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from softcell.app import drawings
+from softcell.app.report.heatmaps import evenly
 from softcell.arch import Choice, Layout, StrongestEach, Table
 
 TABLE = Table("cell", (Choice(0, 1, ("a", "b")), Choice(0, 2, ("a",))), (2,))
@@ -22,13 +23,13 @@ def test_the_entropy_of_every_edge_is_drawn_over_the_epochs(tmp_path: Path) -> N
     drawings.draw_architecture(tmp_path, LAYOUT, "title")
     text = (tmp_path / "entropy-cell.svg").read_text()
     second = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
-    for part in ("0→1", "0→2", "epoch 1", "epoch 3", f"{math.log(2):.2f}", f"{second:.2f}"):
+    for part in ("in → 1", "in → out", "epoch 1", "epoch 3", f"{math.log(2):.2f}", f"{second:.2f}"):
         assert part in text, part
 
 
 def test_a_long_search_is_shown_by_epochs_spread_evenly() -> None:
-    assert drawings._spread(3) == [0, 1, 2]
-    spread = drawings._spread(150)
+    assert evenly(3, drawings.MOST_COLUMNS) == [0, 1, 2]
+    spread = evenly(150, drawings.MOST_COLUMNS)
     assert (spread[0], spread[-1], len(spread)) == (0, 149, drawings.MOST_COLUMNS)
     assert spread == sorted(set(spread))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from softcell.api import is_main, joined, train_with
-from softcell.app.report.html import REPORT, write_report
+from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, check_against, sample
 from softcell.engine import RunFolder
 from softcell.engine.runfolder import MANIFEST

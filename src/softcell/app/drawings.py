@@ -1,4 +1,4 @@
-"""The pictures of a run folder: the cells, the curves and the architecture's weights."""
+"""Draws the pictures of a run folder: cells, curves and architecture weights."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app.report import curves_svg, heat_svg, to_svg
+from softcell.app.report.cells_graph import edge_names
+from softcell.app.report.heatmaps import evenly
 from softcell.arch import Genotype, Layout, Table
 from softcell.engine.files import atomic_write_text
 from softcell.reading import read_json_lines
@@ -18,7 +20,7 @@ CURVES = {
     "loss.svg": ("loss", ("train_loss", "val_loss", "child_loss")),
     "entropy.svg": ("entropy of the architecture in nats", ("entropy",)),
     "temperature.svg": ("temperature", ("temperature",)),
-    "cost.svg": ("parameters of the candidates that are expected to be picked", ("expected_parameters",)),
+    "cost.svg": ("expected parameters of the architecture", ("expected_parameters",)),
 }
 MOST_COLUMNS = 16
 
@@ -29,9 +31,9 @@ def draw_genotype(folder: Path, genotype: Genotype, title: str) -> None:
 
 
 def draw_curves(folder: Path, metrics: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Writes a chart per group of metrics; those that were never measured are left out.
+    """Writes a chart per group of metrics that were measured; epochs count from 1.
 
-    Metrics of validation carry the name of their split in the chart; epochs count from 1, as they do on the screen.
+    Metrics of validation carry the name of their split.
     """
     split = next((row["val_split"] for row in metrics if "val_split" in row), "validation")
     names = {"train": "train", "val": str(split), "child": f"child, {split}", "best": f"best {split}"}
@@ -46,9 +48,9 @@ def draw_curves(folder: Path, metrics: Sequence[Mapping[str, Any]], title: str) 
 
 
 def draw_architecture(folder: Path, layout: Layout, title: str) -> None:
-    """Writes `architecture-<table>.svg` for the weights after the last epoch, where the method has any.
+    """Writes `architecture-<table>.svg`, the weights after the last epoch, for methods that have weights.
 
-    Beside each an `entropy-<table>.svg`: the entropy of every edge over the epochs (SNAS, Figure 4).
+    `entropy-<table>.svg` has the entropy of every edge over the epochs (SNAS, Figure 4).
     """
     record = folder / "architecture.jsonl"
     lines = read_json_lines(record) if record.is_file() else []
@@ -56,10 +58,10 @@ def draw_architecture(folder: Path, layout: Layout, title: str) -> None:
     for name, weights in tables.items():
         table = layout.table(name)
         columns = list(dict.fromkeys(op for choice in table.choices for op in choice.candidates))
-        rows = [f"{choice.source}→{choice.target}" for choice in table.choices]
+        rows = edge_names(table)
         svg = heat_svg(_aligned(table, weights, columns), rows, columns, f"{title}: weights of the {name} table")
         atomic_write_text(folder / f"architecture-{name}.svg", svg)
-        shown = [lines[i] for i in _spread(len(lines))]
+        shown = [lines[i] for i in evenly(len(lines), MOST_COLUMNS)]
         by_epoch = [[_entropy(row) for row in line["tables"][name]] for line in shown]
         svg = heat_svg(
             [list(edge) for edge in zip(*by_epoch, strict=True)],
@@ -70,15 +72,8 @@ def draw_architecture(folder: Path, layout: Layout, title: str) -> None:
         atomic_write_text(folder / f"entropy-{name}.svg", svg)
 
 
-def _spread(count: int) -> list[int]:
-    """At most `MOST_COLUMNS` of `count` positions, evenly spread, first and last among them."""
-    if count <= MOST_COLUMNS:
-        return list(range(count))
-    return [round(i * (count - 1) / (MOST_COLUMNS - 1)) for i in range(MOST_COLUMNS)]
-
-
 def _entropy(row: Sequence[float | None]) -> float:
-    """In nats, of one edge; padding is 0 and adds nothing."""
+    """The entropy of one edge in nats; padding is 0 and adds nothing."""
     return -sum(p * math.log(p) for p in row if p)
 
 

@@ -167,7 +167,7 @@ def test_one_bad_genotype_is_one_damaged_row_of_the_live_page(
     )
     page = LivePage([tmp_path / "runs"]).get()[0].decode()
     assert "good" in page and "bad" in page
-    from softcell.app.report.html import sections
+    from softcell.app.report import sections
 
     drawn = sections.cells
 

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from softcell.app.report.compare import Comparison, compare
-from softcell.app.report.html import write_report
+from softcell.app.report.compare import (
+    HEADER,
+    Comparison,
+    compare,
+    group_row,
+    groups_csv,
+    markdown,
+    pairs_csv,
+    runs_csv,
+)
+from softcell.app.report.page import write_report
 from softcell.app.report.runs import find_runs, read_runs
 from softcell.app.report.stats import holm, summarise, welch
-from softcell.app.report.tables import HEADER, group_row, groups_csv, markdown, pairs_csv, runs_csv
 from tests.helpers.report_runs import make_search, make_training
 from tests.helpers.unsealed import unsealed
 

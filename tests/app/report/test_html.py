@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,16 @@ import pytest
 import torch
 from PIL import Image
 
-from softcell.app.report.html import report, write_report
-from softcell.app.report.html.elements import Html, el, join
-from softcell.app.report.html.mistakes import overlay
-from softcell.app.report.html.sections import changed
-from softcell.app.report.html.weights import shade
+from softcell.app.report.heatmaps import shade
+from softcell.app.report.html import Html, el, join
+from softcell.app.report.images import overlay
+from softcell.app.report.page import report, write_report
 from softcell.app.report.runs import find_runs, labels, read_run, table_names
+from softcell.app.report.sections import changed
+from softcell.arch import derive
 from softcell.engine import RunFolder
 from softcell.errors import UserError
+from softcell.spaces import build_space
 from tests.helpers.report_runs import make_search, make_training
 from tests.helpers.unsealed import unsealed
 
@@ -66,7 +70,7 @@ def test_a_report_holds_all_its_parts_and_nothing_from_outside(tmp_path: Path) -
     for part in (
         "Runs", "Groups over seeds", "Cells", "Architecture weights", "Curves", "Decisions and collapse",
         "Confusion matrix", "Most wrong images", "Load the model", "Recipe and provenance", "epoch 6",
-        "load_network('trained')", f"softcell train '{tmp_path}/what was found'", "collapse.warn_above",
+        f"load_network('{tmp_path}/trained')", f"softcell train '{tmp_path}/what was found'", "collapse.warn_above",
     ):  # fmt: skip
         assert part in text, part
     for tag, attributes in parsed.tags:
@@ -132,11 +136,11 @@ def test_a_damaged_summary_costs_its_part_only(tmp_path: Path, damage: str) -> N
 
 def test_random_architectures_stand_beside_their_run(tmp_path: Path) -> None:
     folder = make_training(tmp_path / "run", accuracy=0.95)
-    assert "Beside random" not in report([folder])
+    assert "random architectures" not in report([folder])
     for k, accuracy in enumerate((0.8, 0.9), start=1):
         make_training(folder / f"random-{k}", method="random", seed=k, accuracy=accuracy)
     text = "".join(parse(report([folder])).text)
-    assert "Beside random architectures" in text
+    assert text.index("Most wrong images") < text.index("Comparison with random architectures") < text.index("Load the")
     assert "85.0 ± 7.1 %, n = 2" in text
     assert "no statement can be made, since darts in nb201 has n = 1" in text
 
@@ -256,9 +260,56 @@ def test_a_retrieval_is_reported_by_its_recall(tmp_path: Path) -> None:
     assert all(part in text for part in ("recall@1", "recall@8", "80.0 %", "cosine similarities", "60 images"))
 
 
+def test_headings_say_what_is_what(tmp_path: Path) -> None:
+    """Method, space and data may have the same name."""
+    text = "".join(parse(report([make_search(tmp_path / "search")])).text)
+    assert "Search with darts in the nb201 space on digits" in text
+    text = "".join(parse(report([make_training(tmp_path / "train")])).text)
+    assert "Network of the nb201 space trained on digits, found by darts" in text
+    text = "".join(parse(report([make_training(tmp_path / "drawn", method="random")])).text)
+    assert "trained on digits, drawn at random" in text
+
+
+def test_runs_on_two_datasets_have_a_chart_each(tmp_path: Path) -> None:
+    folders = []
+    for data in ("digits", "cifar10"):
+        for seed in range(2):
+            folders.append(make_training(tmp_path / f"{data}-{seed}", seed=seed, accuracy=0.9 - seed / 10))
+            manifest = unsealed(json.loads((folders[-1] / "run.json").read_text()))
+            manifest["recipe"]["data"] = data
+            (folders[-1] / "run.json").write_text(json.dumps(manifest))
+    text = "".join(parse(report(folders)).text)
+    for data in ("digits", "cifar10"):
+        assert text.count(f"accuracy on {data} against parameters") == 1
+    assert "accuracy against parameters" not in text
+    assert "accuracy against parameters" in "".join(parse(report(folders[:2])).text)
+
+
+@pytest.mark.parametrize("part", ["example", "again"])
+def test_code_of_a_report_works_as_it_stands(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder: the loading example gives probabilities, and the command for a repetition finds its recipe."""
+    from softcell.api import train
+    from softcell.app.cli.main import run as softcell
+
+    folder = tmp_path / "my run"
+    cell = "|nor_conv_1x1~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|"
+    train(cell, data="digits", epochs=1, out=folder, batch_size=256, space_settings={"channels": 2})
+    page = report([folder])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    codes = [html.unescape(code) for code in re.findall(r"<pre[^>]*><code>(.*?)</code></pre>", page, re.DOTALL)]
+    if part == "example":
+        space: dict[str, Any] = {"pixels": torch.rand(2, 1, 8, 8)}
+        exec(codes[0], space)
+        assert space["probabilities"].shape == (2, 10)
+    else:
+        assert softcell(shlex.split(codes[1])[1:]) == 0
+        assert (tmp_path / "elsewhere" / "again" / "run.json").exists()
+
+
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
-    for path, told in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "no such folder")):
-        with pytest.raises(UserError, match=told):
+    for path, message in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "no such folder")):
+        with pytest.raises(UserError, match=message):
             find_runs([path])
     make_search(tmp_path / "a" / "one")
     make_search(tmp_path / "a" / "two")
@@ -275,6 +326,42 @@ def test_weights_have_the_names_of_their_space_or_numbers(tmp_path: Path) -> Non
     (folder / "run.json").write_text(json.dumps(unsealed(manifest)))
     text = "".join(parse(report([folder])).text)
     assert "candidate 5" in text and "choice 6" in text
+
+
+def darts_search(folder: Path) -> Path:
+    """A search in the DARTS space whose `none` has the most weight everywhere, with what the space's rule derives."""
+    make_search(folder, epochs=1)
+    layout = build_space("darts", {}).layout()
+    weights = {
+        table.name: [
+            [0.20 if op == "none" else 0.14 if op == "skip_connect" else 0.11 for op in choice.candidates]
+            for choice in table.choices
+        ]
+        for table in layout.tables
+    }
+    genotype = derive(layout, {name: torch.tensor(rows) for name, rows in weights.items()})
+    line = {"epoch": 0, "tables": weights, "genotype": genotype.to_dict()["cells"]}
+    (folder / "architecture.jsonl").write_text(json.dumps(line) + "\n")
+    manifest = unsealed(json.loads((folder / "run.json").read_text()))
+    manifest["recipe"] |= {"space": "darts", "space_settings": {}}
+    (folder / "run.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_frames_are_explained_by_the_rule_that_the_search_follows(tmp_path: Path) -> None:
+    text = "".join(parse(report([darts_search(tmp_path / "darts")])).text)
+    assert "for every node its 2 strongest edges, each with its strongest candidate other than “none”" in text
+    assert "a frame may stand beside a larger weight of it" in text
+    text = "".join(parse(report([make_search(tmp_path / "other")])).text)  # its architectures are drawn at random
+    assert "the method may have its own rule" in text
+
+
+def test_rows_of_weights_have_the_names_of_the_drawing(tmp_path: Path) -> None:
+    names = table_names(read_run(darts_search(tmp_path / "darts")))["normal"]
+    assert '<th scope="row">c<sub>k−2</sub> → 2</th>' in report([tmp_path / "darts"])
+    assert names.choices[:3] == ("cₖ₋₂ → 2", "cₖ₋₁ → 2", "cₖ₋₂ → 3") and names.choices[-1] == "4 → 5"
+    names = table_names(read_run(make_search(tmp_path / "cell")))["cell"]
+    assert names.choices == ("in → 1", "in → 2", "1 → 2", "in → out", "1 → out", "2 → out")
 
 
 def test_frames_mark_the_derived_edges(tmp_path: Path) -> None:
@@ -294,8 +381,10 @@ def test_shades_and_changes_and_confusions_are_counted_right(tmp_path: Path) -> 
     edges = [[[0, 1, "a"], [0, 2, "a"]], [[0, 1, "b"], [0, 2, "a"]], [[0, 1, "c"], [0, 2, "c"]]]
     rows = [{"epoch": e, "tables": {}, "genotype": {"t": {"edges": part}}} for e, part in enumerate(edges)]
     assert changed(rows, "t") == [(2, 1.0), (3, 2.0)]
-    text = "".join(parse(report([make_training(tmp_path / "run", accuracy=0.9)])).text)
-    assert text.count("40") >= 4  # 200 images of 5 classes; the last 20 are called by the next class
+    page = report([make_training(tmp_path / "run", accuracy=0.9)])
+    for i in range(5):  # 40 images each; of the last 20 all are classified as the next class
+        assert f"36 of 40 images of class {i} were classified as class {i}" in page
+        assert f"4 of 40 images of class {i} were classified as class {(i + 1) % 5}" in page
     run = read_run(tmp_path / "run")
     assert run.predictions is not None
     assert int((run.predictions["labels"] != run.predictions["predicted"]).sum()) == 20
@@ -304,12 +393,12 @@ def test_shades_and_changes_and_confusions_are_counted_right(tmp_path: Path) -> 
 def test_many_classes_become_lists(tmp_path: Path) -> None:
     text = "".join(parse(report([make_training(tmp_path / "run", classes=[f"kind {i}" for i in range(60)])])).text)
     assert "the hardest classes" in text
-    assert "kind 11" in text and "75.0 %" in text and "was called" in text  # 3 of 4 are right
+    assert "kind 11" in text and "75.0 %" in text and "predicted class" in text  # 3 of 4 are right
 
 
 def test_a_network_without_mistakes_has_none(tmp_path: Path) -> None:
     text = "".join(parse(report([make_training(tmp_path / "run", accuracy=1.0)])).text)
-    assert "Not a single mistake." in text
+    assert "No mistakes." in text
     assert "Most wrong images" not in text
 
 

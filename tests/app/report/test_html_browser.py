@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from softcell.app.report.html import write_report
+from softcell.app.report.page import write_report
 from tests.helpers.browser import Browser, find_browser
 from tests.helpers.report_runs import make_search, make_training
 
@@ -51,6 +51,20 @@ def test_a_page_opens_without_errors_and_fits(
     assert browser.run("document.documentElement.scrollWidth") <= width
     light = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (light == "rgb(11, 14, 19)") is dark
+
+
+@pytest.mark.parametrize("name", ["search", "training"])
+def test_no_label_of_a_chart_is_cut_off(browser: Browser, pages: dict[str, Path], name: str) -> None:
+    browser.open(pages[name])
+    outside = """[...document.querySelectorAll('svg.chart')].flatMap((svg) => {
+      const box = svg.viewBox.baseVal;
+      return [...svg.querySelectorAll('text')].filter((text) => {
+        const own = text.getBBox();
+        return own.x < -0.5 || own.x + own.width > box.width + 0.5 || own.y + own.height > box.height + 0.5;
+      }).map((text) => text.textContent);
+    })"""
+    assert browser.run("document.querySelectorAll('svg.chart text').length") > 10
+    assert browser.run(outside) == []
 
 
 def test_the_slider_takes_the_weights_through_the_epochs(browser: Browser, pages: dict[str, Path]) -> None:

@@ -104,7 +104,7 @@ def test_runs_come_and_go_while_it_is_watched(server: LiveServer, tmp_path: Path
     shutil.rmtree(tmp_path / "runs" / "first")
     assert "second" in ask(server)[1]
     shutil.rmtree(tmp_path / "runs")
-    assert "No run here yet" in ask(server)[1]
+    assert "No runs yet" in ask(server)[1]
 
 
 def test_a_taken_port_is_a_clear_error(server: LiveServer, tmp_path: Path) -> None:

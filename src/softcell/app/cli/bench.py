@@ -223,7 +223,7 @@ def _report(
     from softcell.app.cli.console import write
     from softcell.app.cli.results import facts
     from softcell.app.report import bench201
-    from softcell.app.report.tables import plain_csv
+    from softcell.app.report.compare import plain_csv
 
     for note in (*notes, *bench201.trajectory_notes(runs)):
         facts(screen, note=note)

@@ -37,8 +37,8 @@ def compare(
     compared by Welch's t-test, corrected for the number of comparisons (Holm). With one run nothing is claimed.
     """
     from softcell.app.cli.console import write
-    from softcell.app.report import tables
     from softcell.app.report.compare import compare as compare_runs
+    from softcell.app.report.compare import groups_csv, markdown, pairs_csv, runs_csv
     from softcell.app.report.runs import check_intact, find_runs, read_runs
     from softcell.errors import UserError
 
@@ -52,9 +52,9 @@ def compare(
     if format_ == "table":
         text = None if out is None else _terminal(found, width=120)
     elif format_ == "markdown":
-        text = tables.markdown(found)
+        text = markdown(found)
     else:
-        text = {"groups": tables.groups_csv, "pairs": tables.pairs_csv, "runs": tables.runs_csv}[of](found)
+        text = {"groups": groups_csv, "pairs": pairs_csv, "runs": runs_csv}[of](found)
     if text is None:
         _terminal(found)
     elif out is None:
@@ -73,8 +73,8 @@ def _terminal(found: Comparison, width: int | None = None) -> str:
     from rich.text import Text
 
     from softcell.app.cli.console import console
+    from softcell.app.report.compare import HEADER, NUMERIC, group_row
     from softcell.app.report.strings import clean
-    from softcell.app.report.tables import HEADER, NUMERIC, group_row
 
     stream = io.StringIO()
     screen = console() if width is None else Console(file=stream, width=width, highlight=False, soft_wrap=True)

@@ -53,7 +53,7 @@ def gradcam(
     from softcell.app.cli.console import console
     from softcell.app.cli.places import free_place, placed
     from softcell.app.cli.results import facts
-    from softcell.app.report.cams import cam_grid
+    from softcell.app.report.images import cam_grid
     from softcell.engine.files import atomic_write_bytes
     from softcell.evaluate.gradcam import candidate_cams
     from softcell.search.restored import restore

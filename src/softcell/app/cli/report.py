@@ -35,7 +35,7 @@ def report(
     Every run writes its own report.html already; this makes one page of several, or renews one.
     """
     from softcell.app.cli.console import console
-    from softcell.app.report.html import REPORT, write_report
+    from softcell.app.report.page import REPORT, write_report
     from softcell.app.report.runs import check_intact, find_runs
     from softcell.errors import UserError
 

@@ -298,7 +298,7 @@ def _has_classes(recipe: SearchRecipe) -> bool:
 
 def logged(display: OnEvent, folder: Path, tensorboard: bool) -> OnEvent:
     """What listens to a run: the display and, where wanted, TensorBoard's log in the run's folder."""
-    from softcell.app.report.board import TensorBoard
+    from softcell.app.report.tensorboard import TensorBoard
 
     return TensorBoard(folder, display) if tensorboard else display
 

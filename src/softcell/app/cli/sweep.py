@@ -134,7 +134,7 @@ def _conclude(screen: Console, folder: Path, every: list[Job], outcome: Outcome,
     """The report of all that is finished, the failures, and how to go on."""
     from softcell.app.cli.compare import _terminal
     from softcell.app.report.compare import compare
-    from softcell.app.report.html import REPORT, write_report
+    from softcell.app.report.page import REPORT, write_report
     from softcell.app.report.runs import read_runs
     from softcell.app.sweep.plan import finished
     from softcell.app.sweep.work import LOG

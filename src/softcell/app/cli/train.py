@@ -225,7 +225,7 @@ def run_train(
     from softcell.app.cli.console import console
     from softcell.app.cli.progress import Display
     from softcell.app.cli.search import logged
-    from softcell.app.report.board import TensorBoard
+    from softcell.app.report.tensorboard import TensorBoard
     from softcell.engine import RunFolder
 
     chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)

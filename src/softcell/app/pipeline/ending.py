@@ -15,7 +15,7 @@ from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plan import Plan
 from softcell.app.pipeline.screen import Screen
 from softcell.app.pipeline.summary import Row, Summary
-from softcell.app.report.html import write_report
+from softcell.app.report.page import write_report
 from softcell.engine import resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from softcell.app.report.theme import family
-from softcell.arch import Cell
+from softcell.arch import Cell, Table
 from softcell.errors import UserError
 
 Kind = Literal["input", "inner", "surrogate", "empty", "output"]
@@ -36,6 +36,20 @@ def input_label(inputs: Sequence[int], number: int) -> str:
 
 def output_label(inputs: Sequence[int]) -> str:
     return "c_{k}" if len(inputs) == 2 else "out"
+
+
+def edge_names(table: Table) -> list[str]:
+    """The choices of a table as `cₖ₋₂ → 2`, with the names that nodes have in a drawing."""
+    inputs = tuple(range(min(choice.target for choice in table.choices)))
+
+    def name(node: int) -> str:
+        if node in inputs:
+            label = input_label(inputs, node)
+        else:
+            label = output_label(inputs) if table.output == (node,) else str(node)
+        return label.replace("c_{k-2}", "cₖ₋₂").replace("c_{k-1}", "cₖ₋₁").replace("c_{k}", "cₖ")
+
+    return [f"{name(choice.source)} → {name(choice.target)}" for choice in table.choices]
 
 
 def node_numbers(cell: Cell, inputs: tuple[int, ...]) -> tuple[int, ...]:

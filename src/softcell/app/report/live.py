@@ -1,4 +1,4 @@
-"""The report of running searches as a live page: served to this machine alone, and only under its own name.
+"""Serves the report of running searches as a live page, to this machine alone and only under its own name.
 
 A page of another site may ask a browser to read from 127.0.0.1, or let its own name point there; such requests carry a
 foreign `Host`, `Origin` or `Sec-Fetch-Site` and are refused. Nothing but the page itself is served: no path leads to a
@@ -14,8 +14,8 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from softcell.app.report.html.outcome import SUMMARY, read_outcome
-from softcell.app.report.html.page import gather, render
+from softcell.app.report.overview import SUMMARY, read_outcome
+from softcell.app.report.page import gather, render
 from softcell.app.report.runs import Run, read_run
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
@@ -26,9 +26,9 @@ _FILES = (MANIFEST, "metrics.jsonl", "architecture.jsonl", "genotype.json", "pre
 
 
 class LivePage:
-    """The page of all runs in or below `roots`, the latest first, made anew when one of their files changes.
+    """The page of all runs in or below `roots`, the latest first, rendered again when one of their files changes.
 
-    A folder that cannot be read at the moment keeps the place and the content it had before.
+    A folder that cannot be read at the moment keeps its position and its last readable content.
     """
 
     def __init__(self, roots: Sequence[Path], every: float = 2.0) -> None:
@@ -58,7 +58,7 @@ class LivePage:
             for file in below:
                 stamp = _stamp(file.with_name("metrics.jsonl")) or _stamp(file)
                 found[file.parent] = stamp[0] if stamp else 0
-        # The path decides a tie: folders of equal age must not change places.
+        # The path decides a tie: folders of equal age keep their order.
         return sorted(found, key=lambda folder: (-found[folder], str(folder)))
 
     def _render(self, folders: Sequence[Path]) -> str:
@@ -74,30 +74,30 @@ class LivePage:
         runs, beside = gather(shown[:MOST_RUNS], self._read)
         try:
             return render(runs, beside, outcome=read_outcome(folders), live=self._every, notes=notes)
-        except Exception:  # what is drawn comes from files that anything may have happened to
+        except Exception:  # the files may be damaged in any way
             runs, beside = ([_drawable(run) for run in some] for some in (runs, beside))
             return render(runs, beside, live=self._every, notes=notes)
 
     def _read(self, folder: Path, label: str) -> Run:
-        """The run as it is, or as it was before its `run.json` was damaged or half-written."""
+        """The run, or its last readable version while its `run.json` is damaged or half-written."""
         try:
             self._known[folder] = read_run(folder, label)
         except UserError:
             if folder not in self._known:
                 raise
             old = self._known[folder]
-            problem = f"{MANIFEST} cannot be read at the moment; this is what was known before"
+            problem = f"{MANIFEST} cannot be read at the moment; this is its last readable version"
             return replace(old, label=label, problems=(*old.problems, problem))
         return self._known[folder]
 
 
 def _drawable(run: Run) -> Run:
-    """The run itself; where it cannot be drawn, what is known of it without its files."""
+    """The run itself; where it cannot be drawn, only the facts of its manifest."""
     try:
         render([run])
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        problem = f"this run is damaged: what its files say cannot be drawn ({reason})"
+        problem = f"this run is damaged: its files cannot be drawn ({reason})"
         known = {key: run.manifest[key] for key in ("kind", "status", "seed") if key in run.manifest}
         manifest = {**known, "recipe": {}, "results": {}}
         return Run(run.folder, run.label, manifest, [], [], None, None, (*run.problems, problem))
@@ -115,8 +115,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
     server_version, sys_version = "softcell", ""
-    protocol_version = "HTTP/1.0"  # a connection per look: none is left open when the server ends
-    timeout = 30  # a client that says nothing does not hold a thread for ever
+    protocol_version = "HTTP/1.0"  # a connection per request: none is left open when the server ends
+    timeout = 30  # a silent client does not hold a thread for ever
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -154,10 +154,10 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 self.wfile.write(body)
             except ConnectionError:
-                self.close_connection = True  # the reader went away
+                self.close_connection = True  # the client has closed the connection
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Requests are nothing to tell."""
+        """Requests are not logged."""
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -178,7 +178,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def is_own(self, request: BaseHTTPRequestHandler) -> bool:
-        """Whether a request was meant for this server by a page of this server or by a person."""
+        """Whether a request comes from a page of this server or from a person."""
         hosts = request.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.names:
             return False

@@ -1,8 +1,8 @@
-"""Run folders as the report, the comparison and the live page read them: forgiving, and without running their code.
+"""Reads run folders for the report, the comparison and the live page: tolerant, and without running their code.
 
-A run may be going on, killed half-way or copied while it was written. Only an unreadable `run.json` is an error;
-whatever else is missing or damaged is left out and named in `Run.problems` (`check_intact` is stricter). Plugins that a
-run names are not loaded: to look at a folder must not mean to run what is in it.
+A run may be in progress, killed or copied while it was written. Only an unreadable `run.json` is an error; other files
+that are missing or damaged are left out and named in `Run.problems` (`check_intact` is stricter). Plugins that a run
+names are not loaded, since reading a folder must not run its code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from softcell.arch import Genotype
+from softcell.app.report.cells_graph import edge_names
+from softcell.arch import Genotype, Rule, Table
 from softcell.engine.runfolder import MANIFEST, RunFolder, mismatch
 from softcell.errors import UserError
 from softcell.evaluate.predictions import PREDICTIONS, read_predictions
@@ -31,7 +32,7 @@ LINES = ("metrics.jsonl", "architecture.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How good a run's architecture is: a share in 0..1 and of what. Scores of different `measure` never mix.
+    """The accuracy of a run's architecture in 0..1 and how it was measured; only equal `measure`s are compared.
 
     `top5`: the share of images whose class is among the five strongest; None where it was not counted.
     """
@@ -43,7 +44,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run folder in memory; `label` tells it apart from those it is shown with."""
+    """One run folder in memory; `label` is its name among the runs it is shown with."""
 
     folder: Path
     label: str
@@ -80,17 +81,17 @@ class Run:
 
     @property
     def method(self) -> str:
-        """What found the architecture; `given` where nobody wrote it down."""
+        """The method that found the architecture; `given` where that is not recorded."""
         if self.kind == "search":
             return str(self.recipe.get("method"))
         about = {} if self.genotype is None else self.genotype.about
         found = str(about.get("method", "given"))
-        # Random search picks the best of several; a single draw was not searched for and is another matter.
+        # Random search picks the best of several architectures; a single draw is no search.
         return DRAWN if found == "random" and "epochs" not in about else found
 
     @property
     def searched(self) -> Mapping[str, Any]:
-        """Of a training what its genotype tells of the search, apart from its seed: settings, and an epoch in it."""
+        """The settings of the search that found the genotype of a training, and the epoch that it was taken from."""
         about = {} if self.genotype is None or self.kind == "search" else self.genotype.about
         epoch = {"epoch": about["epoch"]} if "epoch" in about else {}
         return {**mapping(about.get("settings")), **epoch}
@@ -103,7 +104,7 @@ class Run:
 
     @property
     def score(self) -> Score | None:
-        """None until there is one. Of a search the derived network's where it was measured, else the supernet's."""
+        """None until the run has finished; of a search the derived network's if measured, else the supernet's."""
         if self.status != "finished":
             return None
         results = self.results
@@ -136,7 +137,7 @@ def _score(value: object, measure: str, top5: object = None) -> Score | None:
 
 
 def number(value: object) -> float | None:
-    """`value` where it is a finite number."""
+    """`value` if it is a finite number, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -146,12 +147,12 @@ def number(value: object) -> float | None:
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """`value` where it is a mapping, else an empty one."""
+    """`value` if it is a mapping, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The run folders that `paths` name: each itself, or all below a folder that is no run; sorted below each path."""
+    """The run folders in `paths`: a path that is a run, else all runs below it, sorted."""
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         if (path / MANIFEST).is_file():
@@ -167,38 +168,38 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def is_phase(folder: Path) -> bool:
-    """Whether this is a part of the run it lies in, and no run of its own."""
+    """Whether this folder is the first phase of the run that it lies in."""
     return folder.name == FIRST and (folder.parent / MANIFEST).is_file()
 
 
 def companions(folder: Path) -> list[Path]:
-    """The random architectures that were trained beside the network in `folder` (`softcell train --random N`)."""
+    """The random architectures trained for comparison in `folder` (`softcell train --random N`)."""
     found = [file.parent for file in folder.glob(f"random-*/{MANIFEST}")]
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def check_intact(folders: Iterable[Path]) -> None:
-    """Raises `UserError` where a file that is read of a finished run was changed after it had finished."""
+    """Raises `UserError` if a file of a finished run was changed afterwards."""
     for folder in folders:
         RunFolder.open(folder, lenient=True).verify(*LINES, "genotype.json", PREDICTIONS)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """All runs, each labelled by what its path does not share with the others."""
+    """All runs, each labelled by the part of its path that the others do not share."""
     return [read_run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
 
 
 def read_run(folder: Path, label: str | None = None) -> Run:
-    """Everything in a folder that can be read; `UserError` where it is no run."""
+    """All readable parts of a run folder; `UserError` if it is no run."""
     manifest = RunFolder.open(folder, lenient=True).manifest
     problems: list[str] = []
     known = mapping(manifest["checksums"])
 
     def intact(name: str) -> bool:
-        """Whether a file is there and, in a finished run, as the run left it."""
+        """Whether a file exists and, in a finished run, is unchanged."""
         found = mismatch(folder, known, name)
         if found is None and name in known and not (folder / name).is_file():
-            found = f"{name} is gone; the run left one"
+            found = f"{name} is missing; the run had written one"
         problems.extend([] if found is None else [found])
         return found is None
 
@@ -232,15 +233,20 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What the rows and columns of a table of probabilities mean: edges, and their candidates."""
+    """The meaning of the rows and columns of a table of probabilities: edges, and their candidates.
+
+    `table` and the `rule` that derives from it are None where the run's space is not known here.
+    """
 
     choices: tuple[str, ...]
     ends: tuple[tuple[int, int] | None, ...]
     candidates: tuple[tuple[str, ...], ...]
+    table: Table | None = None
+    rule: Rule | None = None
 
 
 def table_names(run: Run) -> dict[str, Names]:
-    """Names for the tables in `architecture.jsonl`; numbers where the run's space is not known here."""
+    """Names for the tables in `architecture.jsonl`; numbers where the run's space is unknown."""
     shapes: dict[str, tuple[int, int]] = {}
     for row in run.architecture:
         for name, table in mapping(row.get("tables")).items():
@@ -251,12 +257,14 @@ def table_names(run: Run) -> dict[str, Names]:
         layout = build_space(run.space, dict(mapping(run.recipe.get("space_settings")))).layout()
         for found in layout.tables:
             known[found.name] = Names(
-                tuple(f"{choice.source} → {choice.target}" for choice in found.choices),
+                tuple(edge_names(found)),
                 tuple((choice.source, choice.target) for choice in found.choices),
                 tuple(tuple(choice.candidates) for choice in found.choices),
+                found,
+                layout.rule if isinstance(layout.rule, Rule) else None,
             )
     except (UserError, TypeError):
-        pass  # a plugin's space that is not loaded, or settings that are damaged
+        pass  # the space of a plugin that is not loaded, or damaged settings
     result = {}
     for name, (rows, width) in shapes.items():
         names = known.get(name)
@@ -277,7 +285,7 @@ def is_table(value: object) -> bool:
 
 
 def read_lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, Any]]:
-    """The JSON objects of a `.jsonl` file; what is no such object is passed over."""
+    """The JSON objects of a `.jsonl` file; other lines are skipped."""
     try:
         text = read_text(folder / name, most_bytes=MOST_BYTES_OF_LINES, errors="replace")
     except FileNotFoundError:

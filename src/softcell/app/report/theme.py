@@ -64,7 +64,7 @@ LIGHT = ("#ffffff", "#f3f5f8", "#1c2128", "#59626d", "#77818c", "#dfe4ea")
 DARK = ("#11151b", "#1d242d", "#e8ecf1", "#a3adb8", "#7f8a96", "#2a333f")
 
 
-DARK_ROOT, LIGHT_UNLESS_TOLD = ":root[data-theme=dark]", ":root:not([data-theme=light])"
+DARK_CHOSEN, NOT_LIGHT = ":root[data-theme=dark]", ":root:not([data-theme=light])"
 
 
 def family(op: str) -> Family:
@@ -132,7 +132,7 @@ def sheet(extra_light: str = "", extra_dark: str = "") -> str:
         f".sc .sc-op,.sc .sc-num{{font:12px {MONO}}}.sc .sc-num{{font-size:11px}}"
         ".sc .sc-edge{fill:none;stroke-width:2;stroke-linecap:round;stroke-linejoin:round}"
         ".sc .sc-hand{stroke-width:1.5}.sc .sc-l-skip{stroke-width:1.25}"
-        ".sc .sc-l-pool{stroke-width:2.5}"
+        ".sc .sc-l-pool{stroke-width:2.5}.sc .sc-thin{stroke-width:1}"
     )
     common += "".join(f".sc .sc-l-{name}{{stroke-dasharray:{dash}}}" for name, dash in STROKES.items() if dash)
     common += (
@@ -144,11 +144,11 @@ def sheet(extra_light: str = "", extra_dark: str = "") -> str:
 
 
 def page_sheet(extra_light: str = "", extra_dark: str = "") -> str:
-    """The style sheet for pictures inside a web page that can be told its theme by `data-theme` on its root."""
+    """The style sheet for pictures inside a web page whose theme can be chosen by `data-theme` on its root."""
     bare = sheet().partition(_colours(LIGHT, 0))[0]
     dark = _colours(DARK, 1) + extra_dark
-    told, asked = (dark.replace(".sc ", f"{root} .sc ") for root in (DARK_ROOT, LIGHT_UNLESS_TOLD))
-    return f"{bare}{_colours(LIGHT, 0)}{extra_light}@media (prefers-color-scheme:dark){{{asked}}}{told}"
+    chosen, preferred = (dark.replace(".sc ", f"{root} .sc ") for root in (DARK_CHOSEN, NOT_LIGHT))
+    return f"{bare}{_colours(LIGHT, 0)}{extra_light}@media (prefers-color-scheme:dark){{{preferred}}}{chosen}"
 
 
 def inside_page(svg: str) -> str:

@@ -1,9 +1,9 @@
 'use strict';
 (() => {
   const all = (root, what) => Array.from(root.querySelectorAll(what));
-  const store = {  // a page opened from a file may be refused its storage
+  const store = {  // a page opened from a file may have no storage
     get(key) { try { return localStorage.getItem(key); } catch { return null; } },
-    set(key, value) { try { localStorage.setItem(key, value); } catch { /* forgotten with the page */ } },
+    set(key, value) { try { localStorage.setItem(key, value); } catch { /* not kept */ } },
   };
 
   const THEMES = ['auto', 'light', 'dark'];
@@ -117,7 +117,7 @@
         try {
           await navigator.clipboard.writeText(code.textContent);
           button.textContent = 'copied';
-        } catch {  // without permission the text is at least selected
+        } catch {  // without permission the text is selected instead
           getSelection().selectAllChildren(code);
           button.textContent = 'selected';
         }
@@ -143,12 +143,12 @@
     document.getElementById(id)?.scrollIntoView();
   });
 
-  // A served page looks for news and keeps what the reader had chosen.
+  // A served page refreshes itself and keeps the reader's choices.
   const every = Number(document.body.dataset.live);
   if (!every) return;
   const state = document.querySelector('.state');
   let tag = null;
-  function renew(text) {
+  function refresh(text) {
     const fresh = new DOMParser().parseFromString(text, 'text/html').querySelector('main');
     if (!fresh) return;
     const old = main();
@@ -168,21 +168,21 @@
     all(fresh, 'details').forEach((details, i) => { details.open = Boolean(open[i]); });
     scrollTo(0, scrolled);
   }
-  async function look() {
+  async function poll() {
     try {
       const answer = await fetch('/', { headers: tag ? { 'If-None-Match': tag } : {}, cache: 'no-store' });
       if (answer.status === 200) {
         const text = await answer.text();
-        if (tag !== null && tag !== answer.headers.get('ETag')) renew(text);
+        if (tag !== null && tag !== answer.headers.get('ETag')) refresh(text);
         tag = answer.headers.get('ETag');
       } else if (answer.status !== 304) {
         throw new Error(String(answer.status));
       }
       state.textContent = 'live';
     } catch {
-      state.textContent = 'no answer: softcell watch has ended?';
+      state.textContent = 'no answer: is softcell watch still running?';
     }
-    setTimeout(look, every * 1000);
+    setTimeout(poll, every * 1000);
   }
-  look();
+  poll();
 })();

@@ -1,4 +1,4 @@
-"""HTML by construction: text is escaped unless it is markup already, so nothing of a user's can become a tag."""
+"""Builds HTML: text is escaped unless it is `Html` already, so no text of a user can become a tag."""
 
 from __future__ import annotations
 

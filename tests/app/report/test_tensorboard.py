@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from softcell.app.report.board import BOARD, TensorBoard, _tag
+from softcell.app.report.tensorboard import BOARD, TensorBoard, _tag
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, Started
 from softcell.errors import UserError
 

@@ -1,4 +1,4 @@
-"""TensorBoard: a run's metrics as it goes, for those who watch all their work there (extra `tensorboard`)."""
+"""Writes the metrics of a run for TensorBoard while it goes (extra `tensorboard`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BOARD = "tensorboard"
 
 
 class TensorBoard:
-    """Takes the events of a run, writes every number of an epoch below `folder`/tensorboard, and passes them on.
+    """A listener that writes every number of an epoch below `folder`/tensorboard and passes all events on to `then`.
 
-    A run that starts anew replaces what an earlier one wrote; a resumed one goes on where its checkpoint is, so that no
-    epoch appears twice. `folder` may be set before another run starts.
+    A new run replaces the files of an earlier one. A resumed run continues at its checkpoint, so that no epoch appears
+    twice. `folder` may be changed before another run starts.
     """
 
     def __init__(self, folder: Path, then: OnEvent | None = None) -> None:
@@ -49,14 +49,14 @@ class TensorBoard:
     def _start(self, event: Started) -> None:
         self.close()
         place = self.folder / BOARD
-        if event.epoch == 0 and event.step == 0 and not place.is_symlink():  # a link leads to logs of others
+        if event.epoch == 0 and event.step == 0 and not place.is_symlink():  # a link may lead to logs of others
             for file in place.glob("events.out.tfevents.*"):
                 file.unlink()
-        # Readers drop what an earlier process wrote from this step on: epochs that were lost are run again.
+        # TensorBoard ignores what an earlier process wrote from this step on: lost epochs are run again.
         self._writer = self._make(str(place), purge_step=event.epoch + 1)
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        step = int(metrics["epoch"]) + 1  # as epochs are counted on the screen
+        step = int(metrics["epoch"]) + 1  # epochs are shown from 1
         for name, value in metrics.items():
             found = number(value)
             if found is not None and name not in ("epoch", "val_count"):
@@ -65,7 +65,7 @@ class TensorBoard:
 
 
 def _tag(name: str) -> str:
-    """`val_accuracy` to `accuracy/val`: charts of one kind stand together."""
+    """`val_accuracy` to `accuracy/val`, which groups charts of one kind."""
     for kind in ("accuracy", "top5", "loss", "share", "entropy"):
         if kind in name.split("_"):
             rest = "_".join(part for part in name.split("_") if part != kind)

@@ -1,32 +1,31 @@
-"""The sections of one run: what it is, its cells, weights, curves, signs of collapse, mistakes, origin."""
+"""The sections of a report on one run: numbers, cells, weights, curves, signs of collapse, mistakes, provenance."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from softcell.app.report.cells_svg import to_svg
-from softcell.app.report.html.charts import Series, line_chart, series
-from softcell.app.report.html.context import context
-from softcell.app.report.html.elements import Child, Html, big, el, facts, join, percent
-from softcell.app.report.html.mistakes import confusion, most_wrong
-from softcell.app.report.html.weights import weights
-from softcell.app.report.runs import Run, mapping, number
+from softcell.app.report.charts import Series, line_chart, series
+from softcell.app.report.heatmaps import confusion, weights
+from softcell.app.report.html import Child, Html, big, el, facts, join, percent
+from softcell.app.report.images import most_wrong, reconstructions
+from softcell.app.report.overview import STATUS
+from softcell.app.report.runs import DRAWN, Run, mapping, number
 from softcell.app.report.theme import inside_page
 from softcell.arch import Genotype
 from softcell.errors import UserError
 from softcell.search.history import best_so_far, genotype_of
 
-STATUS = {"finished": "✓ finished", "running": "▶ running", "interrupted": "❚❚ interrupted", "failed": "✕ failed"}
 
-
-def section(run: Run, number_: int, alone: bool) -> Html:
-    """Everything about one run."""
+def section(run: Run, number_: int, *, label: bool, comparison: Html | None = None) -> Html:
+    """Everything about one run; label: whether its name is shown; comparison: of this run with random architectures."""
     parts = [
-        ("Cells", cells(run), "What was found. Lines and marks tell the kinds of operations apart."),
+        ("Cells", cells(run), "The derived architecture. Kinds of operations differ by line and mark."),
         ("Architecture weights", weights(run), None),
         ("Curves", curves(run), None),
-        ("Context auto-regression", context(run), "Hidden parts of images, filled in without labels."),
+        ("Context auto-regression", reconstructions(run), "Reconstruction of hidden image parts, without labels."),
         ("Decisions and collapse", signs(run), None),
         ("Confusion matrix", confusion(run), "On the test split."),
         ("Most wrong images", most_wrong(run), "Test images with the most confidence in a wrong class."),
@@ -36,20 +35,22 @@ def section(run: Run, number_: int, alone: bool) -> Html:
     tag = f"run-{number_}"
     body = []
     for title, content, about in parts:
+        if title == "Load the model" and comparison is not None:
+            body.append(comparison)
         if content is not None:
             quiet = None if about is None else el("p", about, class_="quiet")
             body.append(el("section", el("h3", title), quiet, content, id=f"{tag}-{title.lower().replace(' ', '-')}"))
     problems = el("ul", [el("li", text) for text in run.problems], class_="problems") if run.problems else None
     heading = el("h2", headline(run), el("span", STATUS.get(run.status, run.status), class_=f"badge {run.status}"))
-    where = None if alone else el("p", run.label, class_="quiet mono")
+    where = el("p", run.label, class_="quiet mono") if label else None
     return el("article", heading, where, tiles(run), problems, body, class_="run", id=tag)
 
 
 def headline(run: Run) -> str:
     if run.kind == "search":
-        return f"{run.method} in {run.space} on {run.data}"
-    found = "" if run.method == "given" else f", found by {run.method}"
-    return f"{run.space} network on {run.data}{found}"
+        return f"Search with {run.method} in the {run.space} space on {run.data}"
+    found = {"given": "", DRAWN: ", drawn at random"}.get(run.method, f", found by {run.method}")
+    return f"Network of the {run.space} space trained on {run.data}{found}"
 
 
 def tiles(run: Run) -> Html:
@@ -101,14 +102,14 @@ def duration(seconds: float) -> str:
 
 
 def cells(run: Run) -> Html | None:
-    """Each cell drawn on its own, so that it fits a narrow screen."""
+    """Every cell in a picture of its own, which fits a narrow screen."""
     genotype, note = run.genotype, None
     if genotype is None and run.architecture:
         try:
             genotype = genotype_of(best_so_far(run.architecture), run.space)
         except UserError:
             return None
-        note = el("p", "Not final: derived from the weights so far.", class_="quiet")
+        note = el("p", "Not final: derived from the weights of the last epoch so far.", class_="quiet")
     if genotype is None:
         return None
     drawn = []
@@ -125,7 +126,7 @@ def _split(run: Run) -> str:
 
 def curves(run: Run) -> Html | None:
     split = _split(run)
-    # Samplers number the networks that they train one by one.
+    # Methods that sample architectures train one network after the other, and number them.
     of = "supernet" if run.kind == "search" and not any("architecture" in row for row in run.metrics) else "network"
     plots: list[tuple[str, Mapping[str, str], bool]] = [
         (
@@ -157,66 +158,62 @@ def curves(run: Run) -> Html | None:
             False,
         ),
     ]
-    drawn = [
-        line_chart(title, lines, shares=shares)
-        for title, names, shares in plots
-        if (lines := series(run.metrics, names))
-    ]
+    charts = [line_chart(title, series(run.metrics, names), shares=shares) for title, names, shares in plots]
+    drawn = [chart for chart in charts if chart is not None]
     return el("div", drawn, class_="plots") if drawn else None
 
 
 def signs(run: Run) -> Html | None:
-    """Entropy, skip connections and how much the derived architecture still changes, with a plain statement."""
+    """Entropy, skip connections and changes of the derived architecture, with a statement on each."""
     tables = sorted({key.removeprefix("entropy_") for row in run.metrics for key in row if key.startswith("entropy_")})
     if not tables:
         return None
     warn = number(mapping(run.recipe.get("collapse")).get("warn_above"))
-    rows = [*run.metrics]
-    plots = [line_chart("entropy of the weights in nats", series(rows, {f"entropy_{t}": _cell(t) for t in tables}))]
-    shares = series(rows, {f"skip_share_{t}": _cell(t) for t in tables})
-    if shares:
-        limit = None if warn is None else (warn, "warning")
-        plots.append(line_chart("share of skip connections", shares, shares=True, limit=limit))
+    shares = [line for line in series(run.metrics, {f"skip_share_{t}": _cell(t) for t in tables}) if line.known]
     changes = [Series(_cell(t), points) for t in tables if (points := changed(run.architecture, t))]
-    if changes:
-        plots.append(line_chart("edges that changed since the epoch before", changes))
-    return join(el("p", _verdict(run, tables, shares, warn, changes)), el("div", plots, class_="plots"))
+    plots = [
+        line_chart("entropy of the weights in nats", series(run.metrics, {f"entropy_{t}": _cell(t) for t in tables})),
+        line_chart("share of skip connections", shares, shares=True, limit=None if warn is None else (warn, "warning")),
+        line_chart("edges that changed since the epoch before", changes),
+    ]
+    drawn = [chart for chart in plots if chart is not None]
+    return join(el("p", _verdict(run, shares, warn, changes)), el("div", drawn, class_="plots")) if drawn else None
 
 
 def _cell(name: str) -> str:
     return "cell" if name == "cell" else f"{name} cell"
 
 
-def _verdict(
-    run: Run, tables: Sequence[str], shares: Sequence[Series], warn: float | None, changes: list[Series]
-) -> str:
+def _verdict(run: Run, shares: Sequence[Series], warn: float | None, changes: Sequence[Series]) -> str:
     sentences = []
-    high = [line for line in shares if warn is not None and line.points[-1][1] > warn]
+    high = [line for line in shares if warn is not None and line.known[-1][1] > warn]
     if high:
-        worst = max(high, key=lambda line: line.points[-1][1])
+        worst = max(high, key=lambda line: line.known[-1][1])
         sentences.append(
-            f"⚠ {percent(worst.points[-1][1], 0)} of the {worst.name}'s operations are skip connections: this search "
+            f"⚠ {percent(worst.known[-1][1], 0)} of the {worst.name}'s operations are skip connections: this search "
             "may have collapsed."
         )
     elif shares:
-        sentences.append("No sign of a collapse to skip connections at the end.")
+        sentences.append("No sign of a collapse to skip connections.")
     last = number(run.metrics[-1].get("entropy"))
     first = number(run.metrics[0].get("entropy"))
     if last is not None and first is not None and len(run.metrics) > 1:
         decided = "hardly moved" if last > 0.95 * first else "fell"
-        sentences.append(f"The entropy {decided}, from {first:.2f} to {last:.2f} nats (0 is decided).")
+        sentences.append(
+            f"The entropy {decided}, from {first:.2f} to {last:.2f} nats (0 means that every edge is decided)."
+        )
     if changes:
-        still = sum(line.points[-1][1] for line in changes)
+        still = sum(line.known[-1][1] for line in changes)
         text = "The derived architecture did not change in the last epoch."
-        sentences.append(text if not still else f"In the last epoch {still:.0f} of its edges still changed.")
+        sentences.append(text if not still else f"{still:.0f} of its edges changed in the last epoch.")
     stopped = run.results.get("stopped")
     if stopped:
-        sentences.append(f"The search ended early: {stopped}.")
+        sentences.append(f"The search stopped early: {stopped}.")
     return " ".join(sentences)
 
 
 def changed(rows: Sequence[Mapping[str, Any]], table: str) -> list[tuple[float, float]]:
-    """(epoch, number of derived edges that were not there in the row before), from the second row on."""
+    """(epoch, number of derived edges that the epoch before did not have), from the second epoch on."""
     result: list[tuple[float, float]] = []
     before: set[str] | None = None
     for row in rows:
@@ -232,45 +229,30 @@ def changed(rows: Sequence[Mapping[str, Any]], table: str) -> list[tuple[float, 
 
 
 def loading(run: Run) -> Html | None:
-    """Code that makes the network of this run usable."""
-    name = run.folder.resolve().name
+    """Commands and code that use the result of this run, with the whole path of its folder."""
+    folder = str(run.folder.resolve())
     if run.kind == "search":
         if run.genotype is None:
             return None
-        # The whole path, which is right wherever the reader stands.
-        code = f"softcell train {_shell(str(run.folder.resolve()))}"
-        return join(
-            el("p", "A search leaves an architecture; this trains its network from scratch:"),
-            _code(code, "shell"),
-        )
+        text = "A search derives an architecture. This command trains its network from scratch:"
+        return join(el("p", text), _code(f"softcell train {shlex.quote(folder)}", "shell"))
     if run.status != "finished":
         return None
-    data = mapping(run.results.get("data"))
-    mean, std = (
-        ", ".join(f"{v:.4f}" for v in map(number, data.get(k) or ()) if v is not None) for k in ("mean", "std")
+    shape = " × ".join(str(v) for v in mapping(run.results.get("data")).get("shape") or ())
+    use = (
+        "    embeddings = torch.nn.functional.normalize(network(network.normalise(pixels)))\n"
+        "similarity = embeddings @ embeddings.T  # cosine similarities\n"
+        if run.recipe.get("task") == "retrieve"
+        else "    probabilities = network(network.normalise(pixels)).softmax(dim=1)\n"
     )
-    shape = " × ".join(str(v) for v in data.get("shape") or ())
     code = (
         "import torch\n"
         "from softcell.api import load_network\n\n"
-        f"network = load_network({name!r})  # the path of this run folder\n"
-        f"mean, std = (torch.tensor(v).view(-1, 1, 1) for v in ([{mean}], [{std}]))\n\n"
-        f"# images: float in 0..1, n × {shape}\n"
-        "with torch.no_grad():\n"
-        + (
-            "    found = torch.nn.functional.normalize(network((images - mean) / std))\n"
-            "likeness = found @ found.T  # cosine similarities\n"
-            if run.recipe.get("task") == "retrieve"
-            else "    chances = network((images - mean) / std).softmax(dim=1)\n"
-        )
+        f"network = load_network({folder!r})\n"
+        f"# pixels: float in 0..1, n × {shape}\n"
+        f"with torch.no_grad():\n{use}"
     )
     return _code(code, "python")
-
-
-def _shell(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)
 
 
 def _code(code: str, language: str) -> Html:
@@ -283,7 +265,7 @@ def _code(code: str, language: str) -> Html:
 
 
 def origin(run: Run) -> Html:
-    """Where the result comes from, enough to repeat it."""
+    """Command, versions, hardware, data and recipe: what is needed to repeat the run."""
     m = run.manifest
     versions, hardware, git = (mapping(m.get(key)) for key in ("versions", "hardware", "git"))
     command = m.get("command")
@@ -291,7 +273,10 @@ def origin(run: Run) -> Html:
     gpus = hardware.get("gpus")
     changed_ = " (with changes)" if git.get("dirty") else ""
     pairs: list[tuple[str, Child]] = [
-        ("command", el("code", " ".join(_shell(str(word)) for word in command)) if isinstance(command, list) else None),
+        (
+            "command",
+            el("code", " ".join(shlex.quote(str(word)) for word in command)) if isinstance(command, list) else None,
+        ),
         ("started", str(m.get("created") or "")),
         ("ended", str(m.get("finished") or "")),
         ("status", run.status),
@@ -305,8 +290,8 @@ def origin(run: Run) -> Html:
         ("splits", ", ".join(f"{k} {v}" for k, v in mapping(run.results.get("splits")).items())),
     ]
     recipe = el("details", el("summary", "the complete recipe"), facts(_settings(run.recipe)))
-    again = f"softcell {run.kind} --config {_shell(run.folder.resolve().name)} --out again"
-    repeat = join(el("p", "This run again (with the path of this folder):"), _code(again, "shell"))
+    again = f"softcell {run.kind} --config {shlex.quote(str(run.folder.resolve()))} --out again"
+    repeat = join(el("p", "This command repeats the run:"), _code(again, "shell"))
     return join(el("div", facts(pairs), class_="card"), repeat, recipe)
 
 

@@ -11,12 +11,11 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from softcell.app.report.curves import _shades
-from softcell.app.report.html.elements import Html, el, join
-from softcell.app.report.html.outcome import Outcome, in_order, outcome_section, read_outcome
-from softcell.app.report.html.overview import list_of, overview
-from softcell.app.report.html.sections import headline, section
+from softcell.app.report.heatmaps import shade_rules
+from softcell.app.report.html import Html, el, join
+from softcell.app.report.overview import Outcome, in_order, list_of, outcome_section, overview, read_outcome
 from softcell.app.report.runs import Run, companions, labels, read_run
+from softcell.app.report.sections import headline, section
 from softcell.app.report.theme import page_sheet
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
@@ -25,7 +24,7 @@ REPORT = "report.html"
 
 
 def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
-    """Writes the report of the runs in `folders` to `path`, in one step; random architectures beside them count too."""
+    """Writes the report of the runs in `folders`, and of the random architectures beside them, to `path` atomically."""
     chosen = [Path(folder) for folder in folders]
     atomic_write_text(path, report(chosen))
     return Path(path)
@@ -39,9 +38,9 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def gather(folders: Sequence[Path], read: Callable[[Path, str], Run] = read_run) -> tuple[list[Run], list[Run]]:
-    """The runs themselves, and the random architectures trained beside them that are not among them.
+    """The runs, and the random architectures in their folders that are not among them.
 
-    Of those beside, one that cannot be read is named in the problems of its run.
+    One that cannot be read is named in the problems of its run.
     """
     own = {folder.resolve() for folder in folders}
     runs, beside = [], []
@@ -66,8 +65,8 @@ def render(
     live: float | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """The page. outcome: of one `softcell run`, to which all runs belong; live: seconds between two looks of a page
-    that is being served; notes: lines to show on top."""
+    """The page. outcome: the result of the `softcell run` that all runs belong to; live: seconds between two refreshes
+    of a page that is being served; notes: lines to show on top."""
     title = _title(runs)
     several = len(runs) > 1
     top = overview(runs, beside) if outcome is None else join(outcome_section(outcome), list_of(runs))
@@ -75,12 +74,13 @@ def render(
     if several:
         options = [el("option", f"{run.label} – {headline(run)}", value=f"run-{i}") for i, run in enumerate(runs)]
         chooser = el("label", "Show run ", el("select", options, class_="chooser"), class_="choose")
-    said = el("ul", [el("li", note) for note in notes], class_="problems") if notes else None
-    empty = None if runs else el("p", "No run here yet. This page looks again by itself.", class_="quiet")
-    articles = [section(run, i, not several) for i, run in enumerate(runs)]
-    # Of one run with random ones beside it, the run itself comes first.
-    body = join(said, empty, top, chooser, articles) if several else join(said, empty, articles, top)
-    script, style = _asset("page.js"), _asset("page.css") + page_sheet(*_shades())
+    remarks = el("ul", [el("li", note) for note in notes], class_="problems") if notes else None
+    empty = None if runs else el("p", "No runs yet. This page refreshes itself.", class_="quiet")
+    if several:
+        body = join(remarks, top, chooser, [section(run, i, label=True) for i, run in enumerate(runs)])
+    else:
+        body = join(remarks, empty, [section(run, i, label=False, comparison=top) for i, run in enumerate(runs)])
+    script, style = _asset("page.js"), _asset("page.css") + page_sheet(*shade_rules(tables=True))
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
@@ -119,7 +119,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 @cache
 def _asset(name: str) -> str:
-    return resources.files("softcell.app.report.html").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("softcell.app.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(script: str) -> str:

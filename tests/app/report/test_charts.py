@@ -1,4 +1,4 @@
-"""Charts: values land where they belong."""
+"""Charts: every value is drawn at its position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softcell.app.report import curves_svg, heat_svg
-from softcell.app.report.curves import LOOKS, ticks
+from softcell.app.report.charts import LOOKS, ticks
 from softcell.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,9 +32,10 @@ def test_no_two_series_look_alike() -> None:
     names = [f"series {i}" for i in range(12)]
     svg = curves_svg([{"epoch": e, **{n: e + 0.1 * i for i, n in enumerate(names)}} for e in range(3)], names, "many")
     assert len(lines(svg)) == 12
+    looks = re.findall(r'class="sc-edge (sc-l-\w+(?: sc-thin)?)"', svg)
+    assert len(set(looks)) == 12  # the second six repeat the looks of the first with thinner lines
     marks = {name: len(re.findall(rf'class="sc-[fo]-{name}"', svg)) for name in LOOKS}
-    # A mark beside each name; the second six have one more there, and one at each of their three points.
-    assert set(marks.values()) == {1 + 2 + 3}
+    assert set(marks.values()) == {1 + 2 + 3 + 3}  # one and two beside the names, and one at each of three points
 
 
 def test_points_are_linear_in_epoch_and_value() -> None:
