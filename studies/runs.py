@@ -31,7 +31,8 @@ from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.train import training
 from softcell.search import SearchRecipe, stored_recipe
 from softcell.search.search import searching
-from softcell.spaces.count import Cost, count_genotype, evaluation_space
+from softcell.spaces.costs import Cost, count_genotype
+from softcell.spaces.registry import evaluation_space
 
 NOT_MEASURED = "not measured"
 

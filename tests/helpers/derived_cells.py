@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import FactorisedReduction, ReLUConvBN
 from softcell.nn.stochastic import DropPath
-from softcell.spaces.derived_plan import DerivedCell, Pick, plan_derived
+from softcell.spaces._derived_plan import DerivedCell, Pick, plan_derived
 
 EDGES = [
     (0, 2, "sep_conv_3x3"),

@@ -11,10 +11,10 @@ from torch import Tensor
 from softcell.arch import Live, WeightMix
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
+from softcell.spaces._fused_plan import plan
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.fused import modules_only
 from softcell.spaces.fused_cell import FusedCell
-from softcell.spaces.fused_plan import plan
 
 SPACES: dict[str, dict[str, object]] = {
     "darts": {"cells": 4, "channels": 3, "nodes": 2},

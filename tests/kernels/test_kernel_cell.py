@@ -14,8 +14,8 @@ from softcell.kernels.cell import mixed_cell, mixed_cell_reference
 from softcell.kernels.norm import gradient_sums
 from softcell.kernels.taps import Group, Window, masked_input_gradient, tiles
 from softcell.spaces import build_space
+from softcell.spaces._fused_plan import Entry, Unfit, plan
 from softcell.spaces.fused import modules_only, serves
-from softcell.spaces.fused_plan import Entry, Unfit, plan
 from tests.helpers.kernel_cells import (
     OneSite,
     both_paths,

@@ -16,7 +16,7 @@ from softcell.kernels import compose
 from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.compose import Kind, Recipe
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.spaces.fused_plan import Entry, plan
+from softcell.spaces._fused_plan import Entry, plan
 from tests.helpers.kernel_cells import build_cell, fuse
 
 DEVICE = "cuda"

@@ -16,11 +16,11 @@ from softcell.arch import notation
 from softcell.kernels.derived import derived_cell, derived_cell_reference
 from softcell.nn.conv import SeparableConv
 from softcell.nn.stack import as_vector
-from softcell.spaces import Network, build_space, derived_plan
+from softcell.spaces import Network, _derived_plan, build_space
 from softcell.spaces import fused as fused_module
-from softcell.spaces.derived_plan import Pick, plan_derived
+from softcell.spaces._derived_plan import Pick, plan_derived
+from softcell.spaces._fused_plan import Unfit
 from softcell.spaces.fused import fused_networks, literal, modules_only
-from softcell.spaces.fused_plan import Unfit
 from tests.helpers.derived_cells import Cell, states
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 from tests.reference.published_genotypes import DARTS_V2
@@ -45,7 +45,7 @@ def test_twin_equals_the_modules_with_running_statistics(
     fused = twin.plan()
     factors = torch.rand(fused.program.paths, 3, dtype=torch.float64) if training else None
     monkeypatch.setattr(type(twin.drop_path), "factors", lambda *_: factors)
-    monkeypatch.setattr(derived_plan, "derived_cell", derived_cell_reference)
+    monkeypatch.setattr(_derived_plan, "derived_cell", derived_cell_reference)
     mine, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
     y, z = fused(mine), cell(*theirs, factors)
     torch.testing.assert_close(y, z)
@@ -58,7 +58,7 @@ def test_twin_equals_the_modules_with_running_statistics(
         torch.testing.assert_close(a, b, msg=name)
 
 
-def outcomes(fused: derived_plan.DerivedCell, given: list[Tensor], dtype: torch.dtype, *, plain: bool) -> list[Tensor]:
+def outcomes(fused: _derived_plan.DerivedCell, given: list[Tensor], dtype: torch.dtype, *, plain: bool) -> list[Tensor]:
     """Output, statistics, gradients of parameters and inputs, always with the same factors and output gradient."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(1)

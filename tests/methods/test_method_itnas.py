@@ -15,7 +15,7 @@ from softcell.methods.itnas.attention import Moments
 from softcell.methods.itnas.ensemble import LiteEnsemble
 from softcell.methods.itnas.margins import AGGREGATES, Aggregate, margins
 from softcell.spaces import Supernet, build_space
-from softcell.spaces.shapes import output_shapes
+from softcell.spaces.costs import output_shapes
 from tests.reference.reference_itnas import encoder
 
 SIZES = {

@@ -21,7 +21,7 @@ from softcell.nn.candidates import Spec
 from softcell.search import resolve, search
 from softcell.search.steps import bilevel, single_level
 from softcell.spaces import build_space
-from softcell.spaces.arrivals import Combiner
+from softcell.spaces._node_inputs import Combiner
 from softcell.spaces.cell import MixedCell
 from softcell.testing import RaggedSpace, one_hot, tiny_space
 from tests.helpers.search_toys import batch, check_resumed, players, same, settings, write_data

@@ -13,7 +13,7 @@ from softcell.arch.genotype import Cell
 from softcell.methods.evolution import EvolutionSettings, RegularisedEvolution
 from softcell.search import resolve, search
 from softcell.spaces import build_space
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 from tests.helpers.search_toys import TINY, check_resumed, settings, write_data
 
 NETWORK = TINY["nb201"]

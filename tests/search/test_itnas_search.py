@@ -22,7 +22,7 @@ from softcell.methods import METHODS
 from softcell.nn.candidates import candidate
 from softcell.search import resolve, search
 from softcell.spaces import build_space
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 from tests.helpers.search_toys import remains, same, settings, state_of, write_data
 
 

@@ -28,8 +28,8 @@ from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_s
 from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.search.within import counted_network
 from softcell.spaces import build_space
-from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import count_genotype, evaluation_space
+from softcell.spaces.costs import count_candidates, count_genotype
+from softcell.spaces.registry import evaluation_space
 from tests.helpers.search_toys import batch, check_resumed, players, same, settings, state_of, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(kind := METHODS.get(name), Method) and kind.learns]

@@ -13,7 +13,8 @@ from softcell.arch.evolve import evolve
 from softcell.errors import UserError
 from softcell.search import evolution, resolve, search
 from softcell.search.task import SearchTask
-from softcell.spaces.count import count_genotype, evaluation_space
+from softcell.spaces.costs import count_genotype
+from softcell.spaces.registry import evaluation_space
 
 TINY = {
     "method": "spos",

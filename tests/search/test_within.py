@@ -18,8 +18,7 @@ from softcell.search.budget import Budget
 from softcell.search.resource import Resource
 from softcell.search.within import next_within, stated_in
 from softcell.spaces import build_space
-from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_candidates, count_genotype
 from tests.helpers.search_toys import check_resumed, settings, write_data
 
 NETWORK = {"cells_per_stage": 1, "channels": 4}

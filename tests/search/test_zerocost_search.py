@@ -18,7 +18,7 @@ from softcell.methods.zerocost import ZeroCost, ZeroCostSettings
 from softcell.search import resolve, search
 from softcell.search.untrained import score_architecture
 from softcell.spaces import build_space
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 from tests.helpers.search_toys import TINY, check_resumed, settings, write_data
 
 NETWORK = TINY["nb201"]

@@ -13,11 +13,10 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
-from softcell.spaces.cell import MixedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.darts import CANDIDATES as DARTS_OPS
 from softcell.spaces.edges import Edges
 from softcell.spaces.nb201 import CANDIDATES as NB201_OPS
-from softcell.spaces.picked_cell import PickedCell
 from tests.reference.reference_cells import LiteralCell, copy_weights, literal
 
 CHANNELS = 4

@@ -11,8 +11,8 @@ from softcell.arch.cost import CostTables, Resources
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.spaces import SPACES, Space, Supernet, build_space
-from softcell.spaces.costs import count_candidate, count_candidates
-from softcell.spaces.count import count_module, evaluation_space
+from softcell.spaces.costs import count_candidate, count_candidates, count_module
+from softcell.spaces.registry import evaluation_space
 from softcell.testing import RaggedSpace, tiny_space
 
 SHAPE = (3, 9, 7)
@@ -223,7 +223,7 @@ def weights(supernet: Supernet) -> WeightMix:
 def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, noisy: Supernet) -> None:
     """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), one uniform number per image and choice."""
     from softcell.nn.stochastic import DropPath
-    from softcell.spaces.arrivals import Combiner
+    from softcell.spaces._node_inputs import Combiner
 
     noisy.use_drop_path(0.4)
     noisy.drop_path.set_fraction(0.5)

@@ -15,8 +15,7 @@ from softcell.arch.genotype import Cell
 from softcell.errors import UserError
 from softcell.nn.attention import LocalAttention
 from softcell.spaces import Network, build_space
-from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import count_module
+from softcell.spaces.costs import count_candidates, count_module
 from softcell.spaces.fullattention import CANDIDATES, PRINTED, FullAttentionSpace
 
 SPACE = FullAttentionSpace()

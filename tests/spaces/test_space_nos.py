@@ -15,11 +15,10 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
-from softcell.spaces.cell import MixedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.costs import count_candidates
 from softcell.spaces.darts import DartsSpace
 from softcell.spaces.nos import ATTENTIONS, DYNAMICS, FEATURES, NosSpace, check_tiers
-from softcell.spaces.picked_cell import PickedCell
 from tests.reference import reference_nos as literal
 
 SMALL = NosSpace(cells=3, channels=4, nodes=2)

@@ -13,9 +13,8 @@ from softcell.nn.candidates import Spec
 from softcell.nn.stochastic import DropPath
 from softcell.settings import build
 from softcell.spaces import build_space
-from softcell.spaces.cell import MixedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.nos import NosSpace
-from softcell.spaces.picked_cell import PickedCell
 
 SPACE = NosSpace(cells=3, channels=4, nodes=2)
 PICKS = (

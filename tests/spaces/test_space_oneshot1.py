@@ -16,17 +16,18 @@ from softcell.methods.darts import Darts, DartsSettings
 from softcell.methods.itnas import ItNas, ItNasSettings
 from softcell.methods.snas import Snas, SnasSettings, concrete
 from softcell.spaces import build_space
-from softcell.spaces.oneshot1_count import SPACES, counts, raw_count
+from softcell.spaces.oneshot1 import OneShot1Space1, OneShot1Space2, OneShot1Space3, counts, raw_count
 from softcell.testing import one_hot, tiny_space
 from tests.reference.reference_itnas import encoder
 
+PARENTS = {1: OneShot1Space1.parents, 2: OneShot1Space2.parents, 3: OneShot1Space3.parents}
 RAW = {1: 14_580, 2: 29_160, 3: 1_312_200}
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_raw_counts_are_those_of_the_rule_and_the_closed_form(number: int) -> None:
     layout = build_space(f"nb1shot1-{number}").layout()
-    assert count(layout) == raw_count(SPACES[number][0]) == RAW[number]
+    assert count(layout) == raw_count(PARENTS[number]) == RAW[number]
 
 
 @pytest.mark.parametrize("number", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
@@ -80,8 +81,8 @@ def test_counts_up_to_isomorphism_are_those_of_all_permutations(parents: tuple[i
 @pytest.mark.exhaustive
 def test_counts_of_the_published_spaces_hold_against_permutations() -> None:
     for number in (1, 2):
-        found = counts(SPACES[number][0])
-        assert (found.connected, found.isomorphic) == by_permutations(SPACES[number][0])
+        found = counts(PARENTS[number])
+        assert (found.connected, found.isomorphic) == by_permutations(PARENTS[number])
 
 
 def test_remarks_print_our_counts_beside_the_published_one() -> None:

@@ -15,8 +15,7 @@ from softcell.evaluate.recipe import resolve
 from softcell.evaluate.task import learning_rate
 from softcell.nn.mbconv import MBConv, SqueezeExcite
 from softcell.spaces import build_space
-from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_candidates, count_genotype
 from softcell.spaces.proxyless import ProxylessSpace
 from softcell.testing import check_space, one_hot
 

@@ -14,7 +14,7 @@ import torch
 from softcell.arch import sample
 from softcell.errors import UserError
 from softcell.nn.calibrate import DynamicKernel
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 from softcell.spaces.nos import NosSpace
 from studies import nos_dynamic, nos_guidance, runs
 from studies.nos_parameters import ParameterCount

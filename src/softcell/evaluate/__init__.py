@@ -2,7 +2,7 @@
 
 from softcell.evaluate.recipe import RECIPES, TrainRecipe, resolve
 from softcell.evaluate.train import TrainResult, load_network, stored_training, train
-from softcell.spaces.count import Cost, count_genotype, count_module
+from softcell.spaces.costs import Cost, count_genotype, count_module
 
 __all__ = [
     "RECIPES",

@@ -15,7 +15,7 @@ from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
-from softcell.spaces.count import evaluation_scale, evaluation_sizes
+from softcell.spaces.registry import evaluation_scale, evaluation_sizes
 
 Schedule = Literal["cosine", "linear", "exponential"]
 

@@ -40,7 +40,7 @@ from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Network, build_space
-from softcell.spaces.count import Cost, count_genotype
+from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.pretrained import WEIGHTS
 
 R = TypeVar("R", bound=TrainRecipe)

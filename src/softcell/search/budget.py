@@ -20,7 +20,7 @@ from softcell.search.latencies import latency, measured_for, read_latencies
 from softcell.search.resource import Resource, ResourcePenalty
 from softcell.settings import to_dict
 from softcell.spaces import Shape, Space
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 
 NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "latency"}
 

@@ -25,7 +25,7 @@ from softcell.search.guide import Guide
 from softcell.search.resource import Resource
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
-from softcell.spaces.count import evaluation_space
+from softcell.spaces.registry import evaluation_space
 
 SCALES = ("small", "paper")
 """Scales that every method has; a method's recipes may name others."""

@@ -21,7 +21,7 @@ from softcell.search.resource import Resource
 from softcell.settings import build, convert, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.spaces.costs import count_candidates
-from softcell.spaces.count import trained_space
+from softcell.spaces.registry import trained_space
 
 TRIES = 500
 """Draws per architecture before a budget is given up; to count a large network takes up to a second."""

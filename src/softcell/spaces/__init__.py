@@ -1,8 +1,7 @@
 """Search spaces, one file each."""
 
 from softcell.spaces.base import Bound, Network, Shape, Space, Supernet
-from softcell.spaces.cell import MixedCell
-from softcell.spaces.picked_cell import PickedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.registry import SPACES, build_space, register_space
 
 __all__ = [

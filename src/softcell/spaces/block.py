@@ -33,7 +33,12 @@ from softcell.arch import Live, Mix, Table, WeightMix
 from softcell.kernels.mix import small_weighted_sum
 from softcell.nn.calibrate import Calibration, calibrated
 from softcell.nn.candidates import get_candidate
-from softcell.spaces.arrivals import Arrived, Combiner, Output, total
+from softcell.spaces._node_inputs import (
+    Arrived,
+    Combiner,
+    Output,
+    total,
+)
 from softcell.spaces.fused import literal, remembered
 
 Chosen = Mapping[tuple[int, ...], Tensor]

@@ -17,11 +17,10 @@ from softcell.nn.candidates import Spec
 from softcell.nn.recompute import recomputed
 from softcell.nn.stack_attention import grouping_blocks_pays, run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
-from softcell.spaces.arrivals import Output, zeros
-from softcell.spaces.cell import MixedCell
+from softcell.spaces._node_inputs import Output, zeros
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
 from softcell.spaces.fused import apart
-from softcell.spaces.picked_cell import PickedCell
 
 
 def keeps_shape(spec: Spec) -> bool:

@@ -1,26 +1,106 @@
-"""What every candidate of a supernet costs, counted once on its real module at its real size.
+"""Costs and output shapes, measured on real modules: of a network, and of every candidate of a supernet.
 
-The supernet is built and run without memory (torch's meta device), so that each cell tells the sizes of its nodes; then
-every candidate is counted on its own. Nothing here knows a space or a candidate by name.
+For candidates the supernet is built and run without memory (torch's meta device), which gives the sizes of all nodes;
+then every candidate is counted separately. Nothing here knows a space or a candidate by name.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from softcell.arch import Live, WeightMix
+from softcell.arch import Genotype, Live, Mix, WeightMix
 from softcell.arch.cost import KINDS, CostTables, Resources, convolution, passing, pooling
 from softcell.errors import UserError
+from softcell.nn.attention import Attention, shifts_only
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import get_candidate
-from softcell.spaces.base import Shape, Space
+from softcell.spaces.base import Shape, Space, Supernet
 from softcell.spaces.cell import MixedCell
-from softcell.spaces.count import products_of
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """`parameters` are learnable numbers; `multiply_adds` those of convolutions and matrix products for one image.
+
+    Example:
+        >>> from torch import nn
+        >>> from softcell.evaluate import count_module
+        >>> count_module(nn.Conv2d(3, 8, 3, bias=False), (3, 10, 10))  # 8 * 3 * 3 * 3 weights at 8 * 8 positions
+        Cost(parameters=216, multiply_adds=13824)
+    """
+
+    parameters: int
+    multiply_adds: int
+
+    @property
+    def megabytes(self) -> float:
+        """Size of the weights in float32."""
+        return self.parameters * 4 / 1e6
+
+
+@contextmanager
+def products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
+    """Counts the multiply-adds of `module` within the context; call the yielded function for the sum.
+
+    torch counts convolutions and matrix products; attention over shifted maps counts itself (`uncounted`).
+    """
+    uncounted: list[int] = []
+
+    def note(layer: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
+        assert isinstance(layer, Attention)
+        uncounted.append(y.shape[0] * layer.uncounted(y.shape[-2], y.shape[-1]))
+
+    hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, Attention)]
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), shifts_only(), counter:
+            # Two operations, one multiplication and one addition, are one multiply-add.
+            yield lambda: counter.get_total_flops() // 2 + sum(uncounted)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def count_module(network: nn.Module, shape: Shape) -> Cost:
+    """Costs of any module that maps one image [1, c, h, w] to logits; the module is not changed.
+
+    Example:
+        >>> from torch import nn
+        >>> from softcell.evaluate import count_module
+        >>> count_module(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), (1, 8, 8))
+        Cost(parameters=650, multiply_adds=640)
+    """
+    was_training = network.training
+    network.eval()
+    parameter = next(network.parameters())
+    image = torch.zeros(1, *shape, device=parameter.device, dtype=parameter.dtype)
+    with products_of(network) as products:
+        network(image)
+    network.train(was_training)
+    return Cost(sum(p.numel() for p in network.parameters()), products())
+
+
+def count_genotype(space: Space, genotype: Genotype, shape: Shape, num_classes: int) -> Cost:
+    """Costs of the evaluation network of a genotype, without the auxiliary tower; its weights take no memory.
+
+    Example:
+        >>> from softcell.arch import notation
+        >>> from softcell.evaluate import count_genotype
+        >>> from softcell.spaces import build_space
+        >>> cell = notation.parse("|nor_conv_3x3~0|+|none~0|none~1|+|none~0|skip_connect~1|none~2|")
+        >>> count_genotype(build_space("nb201"), cell, shape=(3, 32, 32), num_classes=10).parameters
+        316346
+    """
+    with torch.device("meta"):
+        network = space.network(genotype, shape, num_classes)
+    return count_module(network, shape)
 
 
 def count_candidates(
@@ -28,8 +108,8 @@ def count_candidates(
 ) -> CostTables:
     """Parameters, FLOPs and memory access of every candidate of every site; `printed_pooling`: Eq 38 to the letter.
 
-    `trained`: as in networks that are trained for good, whose batch-norm has weights; behind pools too, which is the
-    larger of their two forms. A candidate whose weights several edges share is counted in full on each of them.
+    `trained`: as in evaluation networks, whose batch-norm has weights; behind pools too, which is the larger of their
+    two forms. A candidate whose weights several edges share is counted in full on each of them.
     """
     layout = space.layout()
     cells = cells_with_sizes(space, shape, num_classes)
@@ -41,7 +121,7 @@ def count_candidates(
 def cells_with_sizes(space: Space, shape: Shape, num_classes: int) -> list[tuple[MixedCell, list[torch.Size]]]:
     """For every site its cell, without memory, and the sizes [1, c, h, w] of its nodes for one image."""
     layout = space.layout()
-    # Nothing is live: the nodes are zeros of the right size, and no candidate has to run for them.
+    # Nothing is live: the nodes are zeros of the right size, and no candidate runs.
     idle: dict[int, Live] = {site: ((),) * len(layout.table(name)) for site, name in enumerate(layout.sites)}
     with torch.device("meta"):
         supernet = space.supernet(shape, num_classes).eval()
@@ -100,11 +180,11 @@ class _Counter:
 
 
 def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: bool = False) -> Resources:
-    """What a candidate on the meta device costs on an input of `size` [1, c, h, w].
+    """Costs of a candidate on the meta device for an input of `size` [1, c, h, w].
 
-    Parameters are all that learn. FLOPs are those of convolutions and matrix products, wherever they stand, and of
-    pooling layers. Memory access is summed over convolutions, linear and pooling layers; a candidate without any of
-    these reads and writes one map and reads its weights.
+    Parameters are all learnable numbers. FLOPs are those of convolutions, matrix products and pooling layers.
+    Memory access is summed over convolutions, linear and pooling layers; a candidate without any of these reads and
+    writes one map and reads its weights.
     """
     layers: list[Resources] = []
 
@@ -132,7 +212,7 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
 
 
 def _with_application(alone: Resources, module: nn.Module, size: torch.Size, target: torch.Size) -> Resources:
-    """The costs of a calibrating candidate with those of applying what it makes to the map of its target node."""
+    """The costs of a calibrating candidate plus those of applying its output to the map of its target node."""
     if not isinstance(module, Calibration):
         return alone
     products = FlopCounterMode(display=False)
@@ -156,3 +236,56 @@ def _layer(layer: nn.Module, x: Tensor, y: Tensor, printed_pooling: bool) -> Res
     if isinstance(layer, nn.Conv2d):
         return convolution(height, width, window, x.shape[1], y.shape[1], layer.groups, reduction=reduction)
     return pooling(height, width, window, x.shape[1], y.shape[1], reduction=reduction, printed=printed_pooling)
+
+
+@dataclass(frozen=True)
+class OutputShapes:
+    """The shapes [c, h, w] of a choice's outputs by candidate; None for zeros.
+
+    `in_parts`: they are combined kind by kind, since features and calibrating candidates meet (`Mix.meet`).
+    """
+
+    by_candidate: Mapping[int, Shape | None]
+    in_parts: bool
+
+    def feature(self) -> Shape | None:
+        """The largest shape: that of the feature maps among them."""
+        found = [shape for shape in self.by_candidate.values() if shape is not None]
+        return max(found, key=lambda shape: shape[0] * shape[1] * shape[2]) if found else None
+
+
+Shapes = Mapping[tuple[int, int], OutputShapes]
+"""By site and choice."""
+
+
+class _Probe(Mix):
+    """Records the shapes of outputs and combines them to their mean."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], OutputShapes] = {}
+
+    def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
+        self.seen[site, choice] = OutputShapes(_shapes(outputs), True)
+
+    def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
+        if (site, choice) not in self.seen:
+            self.seen[site, choice] = OutputShapes(_shapes(outputs), False)
+        present = [x for x in outputs.values() if x is not None]
+        return torch.stack(present).mean(0) if present else None
+
+
+def _shapes(outputs: Mapping[int, Tensor | None]) -> dict[int, Shape | None]:
+    return {k: None if x is None else (x.shape[1], x.shape[2], x.shape[3]) for k, x in outputs.items()}
+
+
+@torch.no_grad()
+def output_shapes(supernet: Supernet) -> Shapes:
+    """The shapes of all outputs, from one pass of a single image; the supernet is not changed."""
+    probe, reference = _Probe(), next(supernet.parameters())
+    image = torch.zeros(1, *supernet.shape, device=reference.device, dtype=reference.dtype)
+    was_training = supernet.training
+    supernet.eval()
+    with torch.random.fork_rng(devices=[]):  # some candidates draw noise
+        supernet(image, probe)
+    supernet.train(was_training)
+    return probe.seen

@@ -24,12 +24,11 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
+from softcell.spaces._derived_plan import DerivedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
-from softcell.spaces.cell import MixedCell
-from softcell.spaces.derived_plan import DerivedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
 from softcell.spaces.fused import serves_networks
-from softcell.spaces.picked_cell import PickedCell
 from softcell.spaces.registry import register_space
 
 CANDIDATES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.recompute import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key, stacking_pays
 from softcell.nn.stack_calibrations import grouping_calibrations_pays, run_calibrations
-from softcell.spaces.bottleneck import Bottleneck
 from softcell.spaces.fused import apart
 
 SpecOf = Callable[[int], Spec]
@@ -69,6 +69,35 @@ def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
     return row
 
 
+def narrowed(spec_of: SpecOf, ratio: int) -> SpecOf:
+    """What candidates are built for inside a bottleneck: `ratio` times fewer channels, at least one."""
+    return lambda source: replace(spec_of(source), channels=max(1, spec_of(source).channels // ratio))
+
+
+class Bottleneck(nn.Module):
+    """1×1 convolutions that narrow every node in `sources` and widen every node in `inner` (EnTranNAS, §2.5).
+
+    Candidates between them work on fewer channels than the cell. They are convolutions alone, as printed: every
+    candidate has its own ReLU and norm. Supernets and networks in search form have them, evaluation networks do not.
+
+    wide, narrow: the specs of candidates without and with the bottleneck.
+    """
+
+    def __init__(self, sources: Iterable[int], inner: Iterable[int], wide: Spec, narrow: Spec) -> None:
+        super().__init__()
+        c, few = wide.channels, narrow.channels
+        self.reduce = nn.ModuleDict({str(node): nn.Conv2d(c, few, 1, bias=False) for node in sources})
+        self.recover = nn.ModuleDict({str(node): nn.Conv2d(few, c, 1, bias=False) for node in inner})
+
+    def reduce_source(self, node: int, x: Tensor) -> Tensor:
+        """[n, c, h, w] to [n, c / ratio, h, w]"""
+        return self.reduce[str(node)](x)  # type: ignore[no-any-return]
+
+    def recover_target(self, node: int, x: Tensor) -> Tensor:
+        """[n, c / ratio, h, w] to [n, c, h, w]"""
+        return self.recover[str(node)](x)  # type: ignore[no-any-return]
+
+
 class Runner:
     """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all.
 
@@ -112,7 +141,7 @@ class Runner:
 
     def _narrow(self) -> None:
         if self._bottleneck is not None:
-            self._x, self._bottleneck = self._bottleneck.leave(self._node, self._x), None
+            self._x, self._bottleneck = self._bottleneck.reduce_source(self._node, self._x), None
 
     def _run(self, module: nn.Module, again: bool) -> Tensor:
         starts = isinstance(module, ReLUFirst | FactorisedReduction)

@@ -14,8 +14,13 @@ from torch import Tensor, nn
 
 from softcell.arch import Live
 from softcell.kernels.backend import has_triton
+from softcell.spaces._fused_plan import (
+    Entry,
+    Unfit,
+    plan,
+    plan_apart,
+)
 from softcell.spaces.fused_cell import FusedCell, compute_type
-from softcell.spaces.fused_plan import Entry, Unfit, plan, plan_apart
 
 _MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
 _NETWORKS: ContextVar[bool] = ContextVar("fused_networks", default=False)

@@ -2,18 +2,18 @@
 
 Zela, Siems, Hutter: NAS-Bench-1Shot1, ICLR 2020. A cell has an input, four or five choice blocks and an output. Every
 block chooses an operation and a fixed number of parents among the nodes before it; the output chooses parents among
-all of them. Blocks add up what their parents hand on; the output concatenates its parents. Three stacks of three cells,
+all of them. A block sums its parents; the output concatenates its parents. Three stacks of three cells,
 with max-pooling and twice the width between stacks.
 
 Concatenating maps and convolving them with a 1×1 kernel is convolving each with its part of the kernel and adding up:
-the output's edges carry those parts, so that supernet and derived network compute the same and an absent parent is
-simply not there. Deviation: the cell's input is projected once, not once for every block that reads it, and blocks do
+the output's edges carry those parts, so that supernet and derived network compute the same, and an absent parent has
+no edge. Deviation: the cell's input is projected once, not once for every block that reads it, and blocks do
 not share the output's width among them; networks are therefore not those of NAS-Bench-101 to the last channel.
 
-In a table choices stand between nodes, one per edge and one per block:
+A table has one choice per edge and one per block. Its nodes:
 
     node 0             input
-    nodes 2b-1, 2b     block b: what its parents sum up to, and its operation on that
+    nodes 2b-1, 2b     block b: the sum of its parents, and its operation on that sum
     last node          output
 
 An edge from a node to a block's sum has the candidates `none` and `skip_connect`, one to the output `none` and
@@ -24,7 +24,9 @@ those of the output. The rule keeps the parents whose edges are strongest.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from math import comb, prod
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -34,10 +36,8 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
-from softcell.spaces.cell import MixedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
-from softcell.spaces.oneshot1_count import counts, raw_count
-from softcell.spaces.picked_cell import PickedCell
 from softcell.spaces.registry import register_space
 
 OPERATIONS = ("conv_1x1", "conv_3x3", "max_pool_3x3")
@@ -71,7 +71,7 @@ def link_1x1(spec: Spec) -> nn.Module:
 
 @dataclass(frozen=True)
 class Parents(TopInputs):
-    """As many inputs as `per_node` says of a node, one elsewhere; each with its strongest candidate but `none`."""
+    """As many inputs of a node as `per_node` says, one elsewhere; each with its strongest candidate but `none`."""
 
     inputs: int = 1
     per_node: tuple[tuple[int, int], ...] = ()
@@ -80,7 +80,7 @@ class Parents(TopInputs):
         return min(dict(self.per_node).get(target, self.inputs), len(table.incoming(target)))
 
     def complete(self, table: Table, strengths: Tensor, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
-        """Nodes with a number of parents have that number, whatever rule chose their other picks."""
+        """Nodes in `per_node` get that number of parents, whatever rule chose the other picks."""
         nodes = dict(self.per_node)
         own = [pick for pick in picks if pick.target not in nodes]
         own += [pick for pick in self(table, strengths) if pick.target in nodes]
@@ -88,7 +88,7 @@ class Parents(TopInputs):
 
 
 class _OneShot1(Space):
-    """What the three spaces share; `parents` of blocks 1, 2, … and of the output, `published` architectures."""
+    """Base of the three spaces; `parents` of blocks 1, 2, … and of the output, `published` architectures."""
 
     parents: ClassVar[tuple[int, ...]]
     published: ClassVar[int]
@@ -134,7 +134,7 @@ class _OneShot1(Space):
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
         if self.blocks > 4:
-            ours = f"raw {raw_count(self.parents):,} (others: python -m softcell.spaces.oneshot1_count)"
+            ours = f"raw {raw_count(self.parents):,} (others: python -m softcell.spaces.oneshot1)"
         else:
             found = counts(self.parents)
             ours = f"raw {found.raw:,}, without loose ends {found.connected:,}, up to isomorphism {found.isomorphic:,}"
@@ -162,7 +162,7 @@ class _OneShot1(Space):
 
 
 class Frame(nn.Module):
-    """What surrounds the cells: stem, projections of their inputs, norms of their outputs, classifier."""
+    """Everything around the cells: stem, projections of their inputs, norms of their outputs, classifier."""
 
     def __init__(self, space: _OneShot1, shape: Shape, num_classes: int, *, affine: bool) -> None:
         super().__init__()
@@ -274,3 +274,85 @@ class OneShot1Space3(_OneShot1):
 
     cells_per_stack: int = 3
     channels: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many architectures a space holds, by three rules.
+
+    raw: operations of all blocks times parents of all nodes. connected: those without loose ends, in which every block
+    leads to the output. isomorphic: different graphs; loose ends are removed, and blocks that only swapped are counted
+    once.
+    """
+
+    raw: int
+    connected: int
+    isomorphic: int
+
+
+def raw_count(parents: tuple[int, ...]) -> int:
+    """In closed form; node i (from 1) has i nodes before it."""
+    operations: int = len(OPERATIONS) ** (len(parents) - 1)
+    return operations * prod(comb(i + 1, n) for i, n in enumerate(parents))
+
+
+def counts(parents: tuple[int, ...]) -> Counts:
+    """By enumerating all of them."""
+    raw = connected = 0
+    labels: dict[object, int] = {}
+    graphs: set[tuple[int, ...]] = set()
+    output = len(parents)
+    for edges in itertools.product(*(itertools.combinations(range(i + 1), n) for i, n in enumerate(parents))):
+        kept = _leading(edges, output)
+        whole = len(kept) == output - 1
+        for ops in itertools.product(range(len(OPERATIONS)), repeat=output - 1):
+            raw += 1
+            connected += whole
+            graphs.add(_canonical(edges, ops, kept, labels))
+    return Counts(raw, connected, len(graphs))
+
+
+def _leading(edges: tuple[tuple[int, ...], ...], output: int) -> tuple[int, ...]:
+    """The blocks from which the output is reached; edges[i] are the parents of node i + 1."""
+    reached = {output}
+    for node in range(output, 0, -1):
+        if node in reached:
+            reached |= set(edges[node - 1])
+    return tuple(node for node in range(1, output) if node in reached)
+
+
+def _canonical(
+    edges: tuple[tuple[int, ...], ...], ops: tuple[int, ...], kept: tuple[int, ...], labels: dict[object, int]
+) -> tuple[int, ...]:
+    """A key that isomorphic graphs share: labels of nodes, refined by those of parents and children until stable.
+
+    Weisfeiler and Leman's refinement, by which NAS-Bench-101 compares graphs; a test checks it by permutations.
+    """
+    output = len(edges)
+    nodes = (0, *kept, output)
+    parents = {node: [p for p in edges[node - 1] if p in nodes] if node else [] for node in nodes}
+    children: dict[int, list[int]] = {node: [] for node in nodes}
+    for node in nodes:
+        for parent in parents[node]:
+            children[parent].append(node)
+    names: dict[int, int] = {0: -1, output: -2, **{block: ops[block - 1] for block in kept}}
+    for _ in nodes:
+        new = {}
+        for node in nodes:
+            key = (
+                names[node],
+                tuple(sorted(names[p] for p in parents[node])),
+                tuple(sorted(names[c] for c in children[node])),
+            )
+            new[node] = labels.setdefault(key, len(labels) + len(OPERATIONS))
+        names = new
+    return tuple(sorted(names.values()))
+
+
+if __name__ == "__main__":
+    for number, kind in enumerate((OneShot1Space1, OneShot1Space2, OneShot1Space3), 1):
+        found = counts(kind.parents)
+        print(
+            f"space {number}: raw {found.raw:,}, without loose ends {found.connected:,}, up to isomorphism "
+            f"{found.isomorphic:,}; published {kind.published:,}"
+        )

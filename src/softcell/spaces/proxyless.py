@@ -22,7 +22,7 @@ from softcell.nn.mbconv import EXPANSIONS, KERNELS, MBConv, conv_norm, name_of
 from softcell.settings import build, to_dict
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.chain import MixedChain, PickedChain, check_chain
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 from softcell.spaces.registry import register_space
 
 WIDTHS = (24, 40, 80, 96, 192, 320)

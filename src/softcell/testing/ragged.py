@@ -18,9 +18,8 @@ from softcell.nn.conv import ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces import Network, Shape, Space, Supernet
 from softcell.spaces.base import global_pool
-from softcell.spaces.cell import MixedCell
+from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
-from softcell.spaces.picked_cell import PickedCell
 
 TABLES = (
     Table(

@@ -19,7 +19,8 @@ from softcell.arch import sample
 from softcell.data import load
 from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 from softcell.errors import UserError
-from softcell.spaces import build_space, count
+from softcell.spaces import build_space
+from softcell.spaces.costs import Cost, count_genotype
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("90s", 90), ("1h30m", 5400), ("0.5h", 1800)])
@@ -70,14 +71,14 @@ def test_every_network_meets_the_budget(space: str, seeds: int) -> None:
     for seed in range(seeds):
         genotype = sample(build_space(space, made.network).layout(), seed)
         settings = fit(made, genotype, 2, limits)
-        cost = count.count_genotype(build_space(space, settings), genotype, made.shape, 2)
+        cost = count_genotype(build_space(space, settings), genotype, made.shape, 2)
         assert cost.parameters <= 40_000 and cost.multiply_adds <= 3e6
         if settings["channels"] < made.network["channels"]:  # one more would be too many
             wider = {**settings, "channels": settings["channels"] + 1}
-            more = count.count_genotype(build_space(space, wider), genotype, made.shape, 2)
+            more = count_genotype(build_space(space, wider), genotype, made.shape, 2)
             assert more.parameters > 40_000 or more.multiply_adds > 3e6
     plain, settings = plain_network(cost, made.shape, 2, limits)
-    own = count.count_genotype(build_space("nb201", settings), plain, made.shape, 2)
+    own = count_genotype(build_space("nb201", settings), plain, made.shape, 2)
     assert own.parameters <= 40_000 and own.multiply_adds <= 3e6
 
 
@@ -88,8 +89,8 @@ def test_a_budget_that_nothing_meets_is_refused() -> None:
 
 @pytest.mark.parametrize("parameters", [3_000, 50_000, 1_000_000])
 def test_the_plain_network_is_of_similar_size(parameters: int) -> None:
-    genotype, settings = plain_network(count.Cost(parameters, 0), (3, 16, 16), 10, {})
-    found = count.count_genotype(build_space("nb201", settings), genotype, (3, 16, 16), 10)
+    genotype, settings = plain_network(Cost(parameters, 0), (3, 16, 16), 10, {})
+    found = count_genotype(build_space("nb201", settings), genotype, (3, 16, 16), 10)
     assert abs(found.parameters / parameters - 1) < 0.15
 
 

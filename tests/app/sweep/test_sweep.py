@@ -24,7 +24,7 @@ from softcell.engine import RunFolder, new_manifest
 from softcell.engine.lock import LOCK, announce
 from softcell.errors import UserError
 from softcell.spaces import build_space
-from softcell.spaces.count import count_genotype
+from softcell.spaces.costs import count_genotype
 
 TINY = {"data": "digits", "epochs": 1, "batch_size": 256, "threads": 1, "space": {"channels": 2, "cells_per_stage": 1}}
 

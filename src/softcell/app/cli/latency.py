@@ -185,7 +185,7 @@ def _searched_with(space: Space, image: Shape, recipe: str | None) -> tuple[str,
     import json
 
     from softcell.settings import to_dict
-    from softcell.spaces.count import evaluation_space
+    from softcell.spaces.registry import evaluation_space
 
     _, height, width = image
     if image == INPUTS["small"]:

@@ -13,7 +13,7 @@ from softcell.arch import Genotype, notation, sample
 from softcell.errors import UserError
 from softcell.settings import to_dict
 from softcell.spaces import SPACES, Shape, build_space
-from softcell.spaces.count import Cost, count_genotype
+from softcell.spaces.costs import Cost, count_genotype
 
 SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
 SIZES = (16, 24, 32, 48, 64, 96, 128, 160, 224)

@@ -35,7 +35,7 @@ from softcell.methods.itnas.transformer import LiteTransformer
 from softcell.methods.parts import PathPlanner
 from softcell.settings import not_negative
 from softcell.spaces import Supernet
-from softcell.spaces.shapes import Shapes, output_shapes
+from softcell.spaces.costs import Shapes, output_shapes
 
 HALVES = {"weights": 0.5, "validation": 0.5}
 

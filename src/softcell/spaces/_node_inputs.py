@@ -12,7 +12,7 @@ from softcell.arch import Mix, Table, WeightMix
 from softcell.kernels.mix import stacked_sum, weighted_sum
 from softcell.kernels.norm import scaled
 from softcell.nn.candidates import Spec
-from softcell.spaces.bottleneck import Bottleneck
+from softcell.spaces.edges import Bottleneck
 
 Output = tuple[int, int, Tensor | None]
 """Choice, candidate and what its module gave; None for zeros."""
@@ -110,7 +110,7 @@ def total(terms: Sequence[Tensor]) -> Tensor:
 def node_value(node: int, arrived: Tensor | None, like: Tensor, spec: Spec, bottleneck: Bottleneck | None) -> Tensor:
     """The value of a node from the sum of what arrives at it, None if nothing does; like: an input of the cell."""
     value = zeros(like, spec) if arrived is None else arrived
-    return value if bottleneck is None else bottleneck.arrive(node, value)
+    return value if bottleneck is None else bottleneck.recover_target(node, value)
 
 
 def zeros(like: Tensor, spec: Spec) -> Tensor:

@@ -15,8 +15,8 @@ from softcell.kernels.derived import NONE, Arrival, Derived, Norm, Pooling, Roun
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
+from softcell.spaces._fused_plan import Unfit, pool_of
 from softcell.spaces.fused_cell import compute_type, running_statistics, update_running
-from softcell.spaces.fused_plan import Unfit, pool_of
 
 
 @dataclass(frozen=True, slots=True)
