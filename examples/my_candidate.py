@@ -3,23 +3,22 @@
     softcell search --plugin examples/my_candidate.py --set "space.candidates=[none, skip_connect, gated_conv_3x3]"
 
 A candidate maps [n, channels, h, w] to [n, channels, ceil(h / stride), ceil(w / stride)], for any h and w.
-`softcell.testing.check_candidate("gated_conv_3x3")` tells whether it keeps to that.
+`softcell.testing.check_candidate("gated_conv_3x3")` checks this.
 """
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from softcell.nn.candidates import Spec, candidate
-from softcell.nn.conv import ReLUConvBN
+from softcell.nn import ReLUConvBN, Spec, candidate
 
 
 class GatedConv(nn.Module):
-    """A 3×3 convolution whose channels are turned up or down by what the whole image holds."""
+    """A 3×3 convolution whose channels are scaled by the content of the whole image."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        # `affine` is False in search and True in the final network: hand it to every batch-norm.
+        # `affine` is False in search and True in the final network: pass it to every batch-norm.
         self.conv = ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)
         self.gate = nn.Linear(spec.channels, spec.channels)
 

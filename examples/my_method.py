@@ -2,9 +2,9 @@
 
     softcell search cooling --plugin examples/my_method.py --set method.final=0.2
 
-A method owns architecture parameters and nothing else. `relax` says how candidates are mixed in the next step, and
-`probabilities` what the method believes in; from these the space derives the architecture.
-`softcell.testing.check_method("cooling", space)` tells whether it keeps to what the search expects.
+A method owns architecture parameters and nothing else. `relax` returns how candidates are mixed in the next step, and
+`probabilities` the probability of each candidate, from which the space derives the architecture.
+`softcell.testing.check_method("cooling", space)` checks the contracts of methods.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from softcell.arch import Layout, Mix, WeightMix
-from softcell.arch.relax import masked_softmax
-from softcell.methods import Method, Regime, register_method
-from softcell.methods.base import Masks, logits_like
+from softcell.arch import Layout, Mix, WeightMix, masked_softmax
+from softcell.methods import Masks, Method, Regime, logits_like, register_method
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from softcell.arch import Choice, Layout, StrongestEach, Table, check_against
 from softcell.errors import UserError
-from softcell.nn.candidates import Spec
+from softcell.nn import Spec
 from softcell.spaces import MixedCell, Network, PickedCell, Space, Supernet, register_space
 
 

@@ -47,10 +47,10 @@ def _signature(name: str, member: Any) -> str:
 
 
 def _summary(member: Any) -> str:
-    """The first sentence of the docstring; nothing where there is none."""
+    """The first paragraph of the docstring; nothing where there is none."""
     function = member.fget if isinstance(member, property) else member
-    text = inspect.cleandoc(getattr(function, "__doc__", None) or "").partition("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=\.) (?=[A-Z`])", text)[0].replace("|", "\\|")
+    text = inspect.cleandoc(getattr(function, "__doc__", None) or "").partition("\n\n")[0]
+    return text.replace("\n", " ").replace("|", "\\|")
 
 
 def written(page: str) -> str:

@@ -28,7 +28,6 @@ WAITING = {
     "softcell.app.pipeline",
     "softcell.app.report",
     "softcell.app.sweep",
-    "softcell.methods",
     "softcell.search",
 }
 """Packages whose names have no examples yet."""

@@ -14,6 +14,14 @@ def masked_softmax(logits: Tensor, mask: Tensor, temperature: Tensor | float = 1
     """Softmax over the real candidates of each choice; padding gets exactly 0.
 
     logits, mask [..., choices, width] to probabilities of the same shape.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import masked_softmax
+        >>> logits = torch.zeros(2, 3)
+        >>> masked_softmax(logits, torch.tensor([[True, True, False], [True, True, True]]))
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.3333, 0.3333, 0.3333]])
     """
     return torch.softmax((logits / temperature).masked_fill(~mask, -torch.inf), dim=-1)
 

@@ -42,6 +42,24 @@ class Method(nn.Module, ABC):
     that step). Running statistics of BatchNorm then fit no single cell, so the last validation recalibrates them.
 
     selection, planner, observer: parts that most methods do not have (`softcell.methods.parts`).
+
+    Example:
+        >>> from softcell.arch import WeightMix
+        >>> from softcell.methods import Masks, Method, logits_like
+        >>> from softcell.methods.base import NoSettings
+        >>> from softcell.spaces import build_space
+        >>> class Plain(Method):  # DARTS's relaxation
+        ...     name = "plain"
+        ...     def __init__(self, layout, settings):
+        ...         super().__init__(layout, settings)
+        ...         self.alpha, self.masks = logits_like(layout), Masks(layout)
+        ...     def relax(self):
+        ...         return WeightMix(self.layout, self.probabilities())
+        ...     def probabilities(self):
+        ...         return {name: self.masks.softmax(name, alpha) for name, alpha in self.alpha.items()}
+        >>> method = Plain(build_space("nb201").layout(), NoSettings())
+        >>> method.relax().weights(site=0).shape, method.derive().space
+        (torch.Size([6, 5]), 'nb201')
     """
 
     name: ClassVar[str]
@@ -108,7 +126,21 @@ class Method(nn.Module, ABC):
 
 
 class Sampler(ABC):
-    """A method that proposes whole architectures, each trained on its own without shared weights."""
+    """A method that proposes whole architectures, each trained on its own without shared weights.
+
+    Example:
+        >>> from softcell.arch import sample
+        >>> from softcell.methods import Sampler
+        >>> from softcell.methods.base import NoSettings
+        >>> from softcell.spaces import build_space
+        >>> class ThreeDraws(Sampler):
+        ...     name, num_samples = "three-draws", 3
+        ...     def propose(self, number, scores):
+        ...         return sample(self.layout, self.seed + number)
+        >>> sampler = ThreeDraws(build_space("nb201").layout(), NoSettings(), seed=0)
+        >>> sampler.propose(0, []) == sampler.propose(1, [0.9])
+        False
+    """
 
     name: ClassVar[str]
     about: ClassVar[str] = ""
@@ -133,6 +165,14 @@ class UntrainedSampler(Sampler):
     """A sampler whose architectures are not trained: a score of the network's first weights stands for its accuracy.
 
     It keeps to a budget by itself: `allowed` says what may be proposed, `starts` are cheap architectures to begin with.
+
+    Example:
+        >>> from softcell.methods import METHODS, UntrainedSampler
+        >>> from softcell.spaces import build_space
+        >>> ZeroCost = METHODS.get("zero-cost")
+        >>> sampler = ZeroCost(build_space("nb201").layout(), ZeroCost.Settings(), seed=0)
+        >>> isinstance(sampler, UntrainedSampler), sampler.propose(0, []).space
+        (True, 'nb201')
     """
 
     def __init__(self, layout: Layout, settings: Any, seed: int) -> None:
@@ -160,7 +200,14 @@ class UntrainedSampler(Sampler):
 
 
 def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:
-    """One logits matrix [choices, width] per table, drawn from a normal distribution of deviation `scale`."""
+    """One logits matrix [choices, width] per table, drawn from a normal distribution of deviation `scale`.
+
+    Example:
+        >>> from softcell.methods import logits_like
+        >>> from softcell.spaces import build_space
+        >>> {name: tuple(alpha.shape) for name, alpha in logits_like(build_space("darts").layout()).items()}
+        {'normal': (14, 8), 'reduce': (14, 8)}
+    """
     return nn.ParameterDict({table.name: nn.Parameter(scale * torch.randn(*table.shape)) for table in layout.tables})
 
 
@@ -169,6 +216,15 @@ class Masks(nn.Module):
 
     `excludes` names candidates that take no part; an edge that has nothing else keeps them. `softmax` and `shares` know
     which choices of a table compete with each other (`Table.contests`).
+
+    Example:
+        >>> import torch
+        >>> from softcell.methods import Masks
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> masks = Masks(layout, excludes=("none",))
+        >>> masks.softmax("cell", torch.zeros(6, 5))[0]
+        tensor([0.0000, 0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     def __init__(self, layout: Layout, excludes: Sequence[str] = ()) -> None:
@@ -209,6 +265,14 @@ class SoftmaxMethod(Method):
     """The relaxation that DARTS introduced and others adopt: every choice mixes its candidates by a softmax of logits.
 
     `settings.init_scale` is the deviation of the normal distribution that logits start from.
+
+    Example:
+        >>> from softcell.methods import METHODS, SoftmaxMethod
+        >>> from softcell.spaces import build_space
+        >>> Darts = METHODS.get("darts")
+        >>> darts = Darts(build_space("nb201").layout(), Darts.Settings())
+        >>> isinstance(darts, SoftmaxMethod), darts.probabilities()["cell"].shape
+        (True, torch.Size([6, 5]))
     """
 
     def __init__(self, layout: Layout, settings: Any) -> None:

@@ -21,6 +21,15 @@ class Pass(NamedTuple):
     """One pass of a selection over the validation split, under `mix`.
 
     calibration: BatchNorm is recalibrated under this mix before the pass; None keeps the running statistics.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import WeightMix
+        >>> from softcell.methods import Pass
+        >>> from softcell.spaces import build_space
+        >>> mix = WeightMix(build_space("nb201").layout(), {"cell": torch.full((6, 5), 0.2)})
+        >>> Pass(mix).calibration is None  # running statistics are kept
+        True
     """
 
     mix: Mix
@@ -32,6 +41,15 @@ class Selection(ABC):
 
     last_epoch_only: passes are made after the last epoch alone; else after every epoch that is validated.
     accepts_penalty: whether gradients of a resource penalty reach the method through `Method.occupancy`.
+
+    Example:
+        >>> from softcell.methods import METHODS, Selection
+        >>> from softcell.methods.itnas import ItNas, ItNasSettings
+        >>> from softcell.testing import tiny_space
+        >>> supernet = tiny_space("nb201").supernet((3, 8, 8), 10)
+        >>> method = ItNas.for_supernet(ItNasSettings(), supernet)
+        >>> isinstance(method.selection, Selection), len(method.selection.passes())
+        (True, 1)
     """
 
     last_epoch_only: bool = False
@@ -71,6 +89,20 @@ class Planner:
     `reading` returns on the device what the host needs, `plan` makes a plan from a copy of it, and `Method.relax`
     follows `current()`. Where steps are captured as CUDA graphs the plan is made before the step, from a reading that
     is one step old (`softcell.search.plans`). A host that decides alone (a random path) returns the plan in `draw`.
+
+    Example:
+        >>> import torch
+        >>> from softcell.methods import Planner
+        >>> class Strongest(Planner):  # runs one candidate on each of two edges of one site
+        ...     def __init__(self, logits):
+        ...         super().__init__()
+        ...         self.logits = logits
+        ...     def reading(self):
+        ...         return self.logits.argmax(1)
+        ...     def plan(self, reading):
+        ...         return (tuple((k,) for k in reading.tolist()),)
+        >>> Strongest(torch.tensor([[0.1, 0.9], [0.8, 0.2]])).current()
+        (((1,), (0,)),)
     """
 
     def __init__(self) -> None:
@@ -121,6 +153,17 @@ class PathPlanner(Planner):
     """One random path per step, drawn on the host from the run's key and the step's number.
 
     owner: gets the key as a buffer, so that it is saved with the method. path: a seed to the plan it stands for.
+
+    Example:
+        >>> import random
+        >>> from torch import nn
+        >>> from softcell.arch.mix import uniform_path
+        >>> from softcell.methods import PathPlanner
+        >>> from softcell.spaces import build_space
+        >>> layout = build_space("nb201").layout()
+        >>> planner = PathPlanner(nn.Module(), layout, lambda seed: uniform_path(layout, random.Random(seed)))
+        >>> planner.draw(step=3) == planner.draw(step=3), planner.num_plans()
+        (True, 15625)
     """
 
     def __init__(self, owner: nn.Module, layout: Layout, path: Callable[[str], Plan]) -> None:
@@ -150,7 +193,29 @@ class PathPlanner(Planner):
 
 
 class Observer(ABC):
-    """Gradients of the mix, read from the backward pass that trains the architecture anyway."""
+    """Gradients of the mix, read from the backward pass that trains the architecture anyway.
+
+    Example:
+        >>> import torch
+        >>> from softcell.arch import WeightMix
+        >>> from softcell.methods import Observer
+        >>> from softcell.spaces import build_space
+        >>> class GradientSums(Observer):
+        ...     def __init__(self, layout):
+        ...         self.total = {table.name: torch.zeros(table.shape) for table in layout.tables}
+        ...     def watched(self, mix):
+        ...         return list(mix.tables.values())
+        ...     def observe(self, mix, gradients):
+        ...         for name, gradient in zip(mix.tables, gradients, strict=True):
+        ...             self.total[name] += gradient
+        ...     def sums(self):
+        ...         return {"gradients": self.total}
+        >>> layout = build_space("nb201").layout()
+        >>> observer, mix = GradientSums(layout), WeightMix(layout, {"cell": torch.zeros(6, 5)})
+        >>> observer.observe(mix, [torch.ones(6, 5) for tensor in observer.watched(mix)])
+        >>> observer.sums()["gradients"]["cell"].sum()
+        tensor(30.)
+    """
 
     @abstractmethod
     def watched(self, mix: Mix) -> Sequence[Tensor]:
