@@ -26,7 +26,7 @@ from benchmarks.steps import PAPER, Case, batch, once, players
 from benchmarks.traffic import bandwidth, traffic
 from softcell.arch import Genotype, notation
 from softcell.data import load
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.engine.capture import WARMUP
 from softcell.engine.interleave import Lane
 from softcell.engine.session import Session, open_session

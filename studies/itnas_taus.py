@@ -15,7 +15,7 @@ from softcell.app.report.bench201 import Benched, accuracy_rows
 from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.data import load
-from softcell.data.feeds import first_images
+from softcell.data.batches import first_images
 from softcell.engine.manifest import collect, now
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table
 from softcell.evaluate.ranking import PROXIES, RANKINGS, mean_tau, taus, zero_cost

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from softcell.data import Dataset, Files, Images, load
+from softcell.data.dataset import SomeClasses
 from softcell.data.guard import test_set_sealed
-from softcell.data.subset import SomeClasses
 from softcell.errors import UserError
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from softcell.arch import Genotype, sample
 from softcell.data import Dataset, Images, load, split
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.engine import DivergedError
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.optim import classification_step, sgd

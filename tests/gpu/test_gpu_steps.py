@@ -16,7 +16,7 @@ import torch
 
 from softcell.arch import sample
 from softcell.data import load, split
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.engine.capture import CapturedStep
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.session import Session, open_session

@@ -15,7 +15,7 @@ from PIL import Image
 
 from softcell.api import search, train
 from softcell.data import load
-from softcell.data.contents import content_of
+from softcell.data.dataset import content_of
 from softcell.engine import checkpoint
 from softcell.engine.checkpoint import KEY, amend
 from softcell.engine.task import EpochEnded, Event, Note

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from softcell.arch import WeightMix
 from softcell.data import load
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.engine.metrics import measure
 from softcell.engine.session import computing_in
 from softcell.search.validation import Validation, doubt

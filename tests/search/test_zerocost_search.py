@@ -12,7 +12,7 @@ import torch
 from softcell.app.cli.results import searched_accuracy
 from softcell.arch import Genotype, sample
 from softcell.data import load
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.errors import UserError
 from softcell.methods.zerocost import ZeroCost, ZeroCostSettings
 from softcell.search import resolve, search

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from softcell.data import load
-from softcell.data.feeds import first_images
+from softcell.data.batches import first_images
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
 from softcell.nn.zero_cost import Proxy
 from softcell.spaces import build_space

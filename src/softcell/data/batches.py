@@ -1,5 +1,7 @@
 """Batches of augmented images in an order that is a pure function of (seed, epoch, indices)."""
 
+from __future__ import annotations
+
 import os
 import sys
 import warnings
@@ -9,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from softcell.data.augment import Augment, augment, normalise
+from softcell.data.dataset import Dataset
 from softcell.data.guard import check_readable
 from softcell.data.hashing import permutation
 from softcell.data.images import Files, Images, Resident, centre_view
@@ -39,7 +43,7 @@ Draft = tuple[Tensor, ...]
 """What a batch is made of, on the device: (index [n], epoch []), of images read from files (pixels, labels) before."""
 
 
-class _BatchReader(Dataset[Tensor | str]):
+class _BatchReader(TorchDataset[Tensor | str]):
     """What worker processes run: item k is the stored pixels of batch k, or the message of a UserError.
 
     A message instead of the exception, because a DataLoader would bury it under the worker's traceback.
@@ -244,3 +248,60 @@ def _shrunk(batch_size: int, num_samples: int, world: int) -> int:
         stacklevel=3,
     )
     return size
+
+
+_PIXELS_AT_ONCE = 256 * 32 * 32
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """Makes `Batches` of a dataset on one device for one rank."""
+
+    dataset: Dataset
+    batch_size: int
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    rank: int = 0
+    world: int = 1
+
+    def training(self, indices: Tensor, augment: Augment, *, stream: int = 0) -> Batches:
+        """Shuffled, augmented batches of training images; `stream` keeps the orders of two loaders apart."""
+        return self._batches(self.dataset.train, indices, self.seed * 16 + stream, augment, training=True)
+
+    def plain(self, images: Images, indices: Tensor | None = None) -> Batches:
+        """Every image once, in order, as it is."""
+        chosen = torch.arange(len(images)) if indices is None else indices
+        return self._batches(images, chosen, self.seed, None, training=False)
+
+    def _plain_size(self, images: Images) -> int:
+        """How many images are looked at together: on a GPU enough to fill it, as no gradient keeps anything."""
+        if self.device.type != "cuda":
+            return self.batch_size
+        fitting = _PIXELS_AT_ONCE // (images.shape[1] * images.shape[2])
+        return max(self.batch_size, fitting // self.world * self.world)
+
+    def _batches(
+        self, images: Images, indices: Tensor, seed: int, augment: Augment | None, *, training: bool
+    ) -> Batches:
+        return Batches(
+            images,
+            indices,
+            self.batch_size if training else self._plain_size(images),
+            seed=seed,
+            mean=self.dataset.mean,
+            std=self.dataset.std,
+            augment=augment,
+            shuffle=training,
+            device=self.device,
+            dtype=self.dtype,
+            rank=self.rank,
+            world=self.world,
+            drop_last=training,
+        )
+
+
+def first_images(dataset: Dataset, number: int) -> Tensor:
+    """The first training images [n, c, h, w], normalised."""
+    feeds = Feeds(dataset, number, 0, torch.device("cpu"), torch.float32)
+    return next(iter(feeds.plain(dataset.train, torch.arange(number)).epoch(0))).images

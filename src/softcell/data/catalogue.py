@@ -7,16 +7,11 @@ from pathlib import Path
 
 from softcell.data import cub
 from softcell.data.arrays import load_npz
-from softcell.data.cifar import load_cifar
-from softcell.data.dataset import Dataset, check_fixed_size
-from softcell.data.digits import load_digits
-from softcell.data.folder import load_folder
-from softcell.data.imagenet import load_imagenet, load_imagenet16
-from softcell.data.subset import SomeClasses, with_some_classes
-from softcell.data.svhn import load_svhn
+from softcell.data.dataset import Dataset, SomeClasses, check_fixed_size, with_some_classes
+from softcell.data.folder import MEMORY_LIMIT, load_folder, load_imagenet
+from softcell.data.small_datasets import load_cifar, load_digits, load_imagenet16, load_svhn
 from softcell.errors import UserError, nearest
 
-MEMORY_LIMIT = 4 * 1024**3
 _ROOT_VARIABLE = "SOFTCELL_DATA"
 
 _DESCRIPTIONS = {

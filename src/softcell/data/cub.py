@@ -17,14 +17,13 @@ import numpy as np
 from softcell.data.augment import Augment
 from softcell.data.dataset import Dataset
 from softcell.data.decode import Box, read_header
-from softcell.data.folder import Scan, images_of
+from softcell.data.folder import IMAGENET_MEAN, IMAGENET_STD, Scan, images_of
 from softcell.data.images import Images
 from softcell.errors import UserError
 
 WHOLE, BOXED = NAMES = ("cub200", "cub200-boxes")
 FILES = ("images.txt", "image_class_labels.txt", "classes.txt", "train_test_split.txt")
 BOXES = "bounding_boxes.txt"
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's, as the field uses
 _SIZE = 448
 
 
@@ -157,8 +156,8 @@ def load_cub(
         tuple(classes[key] for key in order),
         images(is_test=False),
         None if all(part.values()) else images(is_test=True),
-        _MEAN,
-        _STD,
+        IMAGENET_MEAN,
+        IMAGENET_STD,
         Augment(resized_crop=True, flip=True),
         "CUB-200-2011, Wah et al. 2011; the official split; "
         + ("the square around every bounding box" if boxed else "whole images, scaled to squares"),

@@ -1,7 +1,12 @@
-"""A dataset: training images, perhaps test images, and what is known about them."""
+"""A dataset: training images, perhaps test images, what is known about them; some of its classes; its fingerprint."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -9,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softcell.data.augment import Augment
-from softcell.data.images import Files, Images, Resident
+from softcell.data.images import Files, Images, Resident, gathered
 from softcell.data.splits import fingerprint, split
 from softcell.errors import UserError
 
@@ -17,6 +22,9 @@ _STATISTICS_SAMPLE = 512  # images decoded for mean and std when not all are in 
 _SMALLEST_STD = 1 / 255  # of a channel that never varies
 _SPLIT_SEED = 0
 TEST_FRACTION = 0.2
+MOST_STATED = 100_000
+NUM_SAMPLED = 64
+_BLOCK = 4096  # images hashed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +135,104 @@ def check_fixed_size(name: str, image_size: int | None, actual: tuple[int, int])
             f"image_size only applies to image folders and imagenet, but got image_size={image_size} "
             f"for {name}, whose images are {actual[0]}x{actual[1]}; leave it out"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SomeClasses:
+    """`number` classes, drawn at random by `seed`: 100 of ImageNet's 1,000, as several papers search on."""
+
+    number: int
+    seed: int = 0
+
+    def draw(self, classes: Sequence[str], where: str) -> list[int]:
+        """Which of the classes are taken, in their own order."""
+        if not 2 <= self.number <= len(classes):
+            raise UserError(
+                f"`2 <= classes <= {len(classes)}` must hold, the number of classes of {where}, but got "
+                f"classes={self.number}; leave it out for all of them"
+            )
+        generator = torch.Generator().manual_seed(self.seed)
+        return sorted(torch.randperm(len(classes), generator=generator)[: self.number].tolist())
+
+    def about(self, total: int) -> str:
+        return f"{self.number} of {total} classes, drawn with seed {self.seed}"
+
+
+def with_some_classes(dataset: Dataset, some: SomeClasses) -> Dataset:
+    """The images of some classes, numbered from 0 in their own order; mean and std stay those of all."""
+    taken = some.draw(dataset.classes, dataset.name)
+    return replace(
+        dataset,
+        classes=tuple(dataset.classes[number] for number in taken),
+        train=_among(dataset.train, taken),
+        test=None if dataset.test is None else _among(dataset.test, taken),
+        source=f"{dataset.source}; {some.about(len(dataset.classes))}",
+    )
+
+
+def _among(images: Images, taken: Sequence[int]) -> Images:
+    labels = images.labels.cpu()
+    found = gathered([(images, torch.isin(labels, torch.tensor(taken)).nonzero().squeeze(1))], is_test=images.is_test)
+    found.labels = renumbered(found.labels, taken)
+    return found
+
+
+def renumbered(labels: Tensor, taken: Sequence[int]) -> Tensor:
+    """Labels int64 [n], all of them among the sorted `taken`, to their places in it."""
+    return torch.searchsorted(torch.tensor(taken), labels)
+
+
+_known: WeakKeyDictionary[Images, dict[str, str]] = WeakKeyDictionary()
+
+
+def content_of(dataset: Dataset) -> dict[str, str]:
+    """The fingerprint of the training images: by name the first 32 hex digits of a digest.
+
+    A resumed run compares it with the one it began with. Images in memory: the SHA-256 of all pixels and labels.
+    Images that stay in files, which may be millions: names and labels of all of them, sizes of up to 100,000 files and
+    the contents of 64, both spread evenly; and separately the modification times, which also change when a dataset is
+    copied. A fingerprint is computed once per process and dataset.
+
+    The test images have none: nothing reads them before the last epoch, and no step depends on them.
+    """
+    return {f"train_{key}": value for key, value in _content(dataset.train).items()}
+
+
+def _content(images: Images) -> dict[str, str]:
+    if images not in _known:
+        _known[images] = _of_files(images) if isinstance(images, Files) else _of_pixels(images)
+    return dict(_known[images])
+
+
+def _of_pixels(images: Images) -> dict[str, str]:
+    if not isinstance(images, Resident):
+        return {"labels": _labels(images)}  # a user's own images, which may be costly to read
+    total = hashlib.sha256(str((images.pixels.shape, images.shape)).encode())
+    for block in torch.split(images.pixels, _BLOCK):
+        total.update(np.ascontiguousarray(block.cpu().numpy()).data)
+    return {"pixels": total.hexdigest()[:32], "labels": _labels(images)}
+
+
+def _labels(images: Images) -> str:
+    return hashlib.sha256(images.labels.cpu().numpy().astype("<i8").tobytes()).hexdigest()[:32]
+
+
+def _of_files(images: Files) -> dict[str, str]:
+    count = len(images)
+    listed, times = hashlib.sha256(images.layout()), hashlib.sha256()
+    for index in _spread(count, MOST_STATED):
+        path = images.path(index)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"{path}: an image of the dataset cannot be read ({error.strerror or error})") from error
+        listed.update(f"{status.st_size},".encode())
+        times.update(f"{status.st_mtime_ns},".encode())
+    for index in _spread(count, NUM_SAMPLED):
+        listed.update(hashlib.sha256(images.path(index).read_bytes()).digest())
+    return {"files": listed.hexdigest()[:32], "labels": _labels(images), "times": times.hexdigest()[:32]}
+
+
+def _spread(count: int, most: int) -> range:
+    """At most `most` of `count` numbers, evenly spread: files are sorted by class, so these are of all classes."""
+    return range(0, count, max(1, math.ceil(count / most)))

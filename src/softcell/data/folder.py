@@ -1,9 +1,12 @@
-"""A folder of image folders, one per class, with images of any kind and size."""
+"""Folders of images of any kind and size: one folder per class, ImageNet, or images without classes."""
+
+from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -12,11 +15,17 @@ import torch
 from numpy.typing import NDArray
 
 from softcell.data.augment import Augment
-from softcell.data.dataset import Dataset, hold_out_test, statistics
+from softcell.data.dataset import Dataset, SomeClasses, hold_out_test, renumbered, statistics
 from softcell.data.decode import SUFFIXES, decode, read_header
 from softcell.data.images import Files, Images, Resident, box_of
 from softcell.errors import UserError
 
+MEMORY_LIMIT = 4 * 1024**3
+"""Bytes of pixels up to which the images of a folder are held in memory."""
+# The values the field uses; taking them from 1.3 million files on every start would cost minutes.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+_IMAGENET_SIZE = 224
 _TEST_FOLDERS = ("test", "val")
 _SMALLEST, _LARGEST, _STEP = 32, 224, 8  # of a size that is chosen here
 
@@ -34,7 +43,7 @@ class Scan:
     labels: NDArray[np.int64]
     boxes: NDArray[np.float64] | None = None
 
-    def take(self, indices: NDArray[np.int64]) -> "Scan":
+    def take(self, indices: NDArray[np.int64]) -> Scan:
         names = tuple(self.names[index] for index in indices.tolist())
         boxes = None if self.boxes is None else self.boxes[indices]
         return Scan(self.root, self.classes, names, self.labels[indices], boxes)
@@ -202,4 +211,92 @@ def load_folder(root: Path, image_size: int | None, memory_limit: int) -> Datase
         std,
         Augment(crop_padding=min(size) // 8, flip=True),
         f"image folder {root.name}; {size_note}; {note}",
+    )
+
+
+def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: SomeClasses | None = None) -> Dataset:
+    """`root` has train/ and val/ with one folder per class, or is the one above imagenet/ that has them.
+
+    The short side is scaled to 8/7 of the image size (256 for 224) and the central square is kept; evaluation
+    sees the centre of that, training takes random resized crops from it. Of some classes alone files are decoded.
+    """
+    folder = root if (root / "train").is_dir() else root / "imagenet"
+    for part in ("train", "val"):
+        if not (folder / part).is_dir():
+            raise UserError(
+                f"imagenet must have the folders train/ and val/ with one folder per class, but "
+                f"{folder / part} is missing; see https://www.image-net.org"
+            )
+    train = scan(folder / "train")
+    test = scan(folder / "val", classes=train.classes)
+    source = "ImageNet ILSVRC 2012, https://www.image-net.org (for non-commercial research); val/ is the test set"
+    if some is not None:
+        source += f"; {some.about(len(train.classes))}"
+        taken = some.draw(train.classes, "imagenet")
+        train, test = scan_some_classes(train, taken), scan_some_classes(test, taken)
+    size = image_size or _IMAGENET_SIZE
+    stored = round(size * 8 / 7)
+    num_bytes = (len(train.names) + len(test.names)) * 3 * stored * stored
+
+    def images(part: Scan, is_test: bool) -> Images:
+        return images_of(part, 3, (size, size), (stored, stored), is_test=is_test, resident=num_bytes <= memory_limit)
+
+    return Dataset(
+        "imagenet",
+        train.classes,
+        images(train, False),
+        images(test, True),
+        IMAGENET_MEAN,
+        IMAGENET_STD,
+        Augment(resized_crop=True, flip=True, jitter=0.4),
+        source,
+        scaled_to=(stored, stored),
+    )
+
+
+def scan_some_classes(part: Scan, taken: Sequence[int]) -> Scan:
+    """The same for files that have not been decoded yet."""
+    kept = part.take(np.flatnonzero(np.isin(part.labels, taken)))
+    numbers = renumbered(torch.from_numpy(kept.labels), taken)
+    return replace(kept, classes=tuple(part.classes[number] for number in taken), labels=numbers.numpy())
+
+
+def load_unlabelled(root: Path, image_size: int | None, memory_limit: int = MEMORY_LIMIT) -> Dataset:
+    """All images below `root`, however deep; where it has a train/ with classes, those below that alone.
+
+    Sizes and colours are chosen as for a folder with classes. There is one class, and no test set.
+    """
+    top = root / "train" if is_split(root) else root
+    names = []
+    for folder, inner, files in os.walk(top):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        names += [
+            str((Path(folder) / name).relative_to(top))
+            for name in sorted(files)
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in SUFFIXES
+        ]
+    if len(names) < 2:
+        raise UserError(
+            f"a folder to learn from must hold at least 2 images ({', '.join(sorted(SUFFIXES))}), but {root} holds "
+            f"{len(names)}"
+        )
+    part = Scan(top, ("image",), tuple(names), np.zeros(len(names), np.int64))
+    headers = [read_header(top / name) for name in names]
+    channels = 1 if all(header.grey for header in headers) else 3
+    if image_size is None:
+        size, note = choose_size([(header.height, header.width) for header in headers])
+    else:
+        size, note = (image_size, image_size), f"scaled and centre-cropped to {image_size}x{image_size}"
+    resident = len(names) * channels * size[0] * size[1] <= memory_limit
+    images = images_of(part, channels, size, size, is_test=False, resident=resident)
+    mean, std = statistics(images)
+    return Dataset(
+        root.name,
+        part.classes,
+        images,
+        None,
+        mean,
+        std,
+        Augment(crop_padding=min(size) // 8, flip=True),
+        f"{len(names)} images below {root.name}, without labels; {note}",
     )

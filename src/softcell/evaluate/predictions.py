@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.data import Batch
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.data.images import Images
 from softcell.engine.distributed import World, sum_
 from softcell.engine.files import atomic_write_bytes

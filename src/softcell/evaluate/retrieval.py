@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.data import Batch, Dataset, Images
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
 from softcell.data.images import gathered
 from softcell.engine.distributed import World
 from softcell.engine.optim import apply_gradients

@@ -14,8 +14,8 @@ from torch import nn
 
 from softcell.arch import Genotype
 from softcell.data import Augment, Dataset, fingerprint, load, split
-from softcell.data.contents import content_of
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
+from softcell.data.dataset import content_of
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, on_main

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save
 
 from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, load
-from softcell.data.subset import SomeClasses
-from softcell.data.unlabelled import load_unlabelled
+from softcell.data.dataset import SomeClasses
+from softcell.data.folder import load_unlabelled
 from softcell.engine.files import LISTED, atomic_write_bytes
 from softcell.engine.runfolder import MANIFEST, clear
 from softcell.errors import UserError

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
 from softcell.data import Dataset
-from softcell.data.contents import content_of
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
+from softcell.data.dataset import content_of
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.checkpoint import check_identity, identity_of, load_latest
 from softcell.engine.session import place

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from softcell.arch import Genotype, empty_cells, sample
 from softcell.data import Batches, Dataset, fingerprint
-from softcell.data.contents import content_of
-from softcell.data.feeds import Feeds
+from softcell.data.batches import Feeds
+from softcell.data.dataset import content_of
 from softcell.data.guard import test_set_sealed
 from softcell.data.hashing import permutation
 from softcell.engine import RunFolder, checkpoint, new_manifest

@@ -294,7 +294,7 @@ def _proxy(
     """Zero-Cost-PT on an untrained supernet of the benchmark's size: its name, the cell it finds and its taus."""
     from softcell.arch import derive
     from softcell.data import load
-    from softcell.data.feeds import first_images
+    from softcell.data.batches import first_images
     from softcell.evaluate.nb201 import OPERATIONS
     from softcell.evaluate.ranking import RANKINGS, taus, zero_cost
     from softcell.spaces import build_space
