@@ -24,10 +24,7 @@ SOURCE = Path(softcell.__file__).parent
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 WAITING = {
     "softcell.api",
-    "softcell.app.export",
     "softcell.app.pipeline",
-    "softcell.app.report",
-    "softcell.app.sweep",
     "softcell.search",
 }
 """Packages whose names have no examples yet."""

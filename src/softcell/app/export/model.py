@@ -33,6 +33,13 @@ class Model:
     `mean` and `std` are per channel in 0..1 units. `about` is what is known of its training, for people to read.
     A picture is scaled to `scaled_to`, all of it if `whole` and else a central part of that aspect; its centre is seen.
     `output`: `logits` of the classes, or an `embedding` that was learnt from them, compared by cosine similarity.
+
+    Example:
+        >>> import torch
+        >>> from softcell.app.export import read_model
+        >>> model = read_model("runs/train")
+        >>> model.shape, model.output, len(model.classes), model.network.training
+        ((1, 8, 8), 'logits', 10, False)
     """
 
     network: Network
@@ -67,7 +74,14 @@ class Normalised(nn.Module):
 
 
 def read_model(folder: str | Path) -> Model:
-    """The model of a finished training run, of the folder of `softcell run`, or of an exported folder."""
+    """The model of a finished training run, of the folder of `softcell run`, or of an exported folder.
+
+    Example:
+        >>> from softcell.app.export import read_model
+        >>> model = read_model("runs/train")
+        >>> model.classes[:3]
+        ('0', '1', '2')
+    """
     place = trained_folder(folder)
     description = read_description(place)
     facts = _plain_facts(description, place)
@@ -118,6 +132,11 @@ def trained_folder(folder: str | Path) -> Path:
     """The folder that holds the weights: itself, or the training inside the folder of `softcell run`.
 
     Where there are none yet, the `UserError` says how to get them.
+
+    Example:
+        >>> from softcell.app.export import trained_folder
+        >>> str(trained_folder("runs/train"))
+        'runs/train'
     """
     path = Path(folder)
     if (path / MODEL).is_file():

@@ -39,7 +39,14 @@ STAGE = ".export.tmp"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written; `difference` is the largest seen between its output and the network's, relative to that."""
+    """What was written; `difference` is the largest seen between its output and the network's, relative to that.
+
+    Example:
+        >>> from softcell.app.export import export
+        >>> exported = export("runs/train", "safetensors", out="exported")
+        >>> exported.format, [file.name for file in exported.files]
+        ('safetensors', ['model.safetensors', 'model.json'])
+    """
 
     format: Format
     files: tuple[Path, ...]
@@ -49,7 +56,14 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A trained network that was read, with a place that is free for its files."""
+    """A trained network that was read, with a place that is free for its files.
+
+    Example:
+        >>> from softcell.app.export import ready
+        >>> found = ready("runs/train", ["safetensors"], None, overwrite=False)
+        >>> str(found.place), found.model.shape
+        ('runs/train/export', (1, 8, 8))
+    """
 
     model: Model
     source: Path
@@ -84,6 +98,15 @@ def export(
     """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`).
 
     trust: run plugins that the folder names.
+
+    Example:
+        >>> from softcell.api import Network
+        >>> from softcell.app.export import export
+        >>> exported = export("runs/train", "safetensors", out="exported")
+        >>> exported.difference  # between the network that was written and the trained one
+        0.0
+        >>> Network.from_pretrained("exported").num_classes
+        10
     """
     to = format_named(to)
     with trusting(trust):
@@ -91,7 +114,17 @@ def export(
 
 
 def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *, overwrite: bool) -> Ready:
-    """Reads the network and looks at everything that may be wrong with what was asked for, before anything is done."""
+    """Reads the network and looks at everything that may be wrong with what was asked for, before anything is done.
+
+    Example:
+        >>> from softcell.app.export import ready
+        >>> from softcell.errors import UserError
+        >>> try:
+        ...     ready("runs/search", ["onnx"], None, overwrite=False)
+        ... except UserError as error:
+        ...     print("refused")
+        refused
+    """
     source = trained_folder(folder)
     place = Path(folder) / "export" if out is None else Path(out)
     for kind in kinds:
@@ -130,7 +163,13 @@ def _staged(place: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def format_named(name: str) -> Format:
-    """A format by its name; anything else is a `UserError`."""
+    """A format by its name; anything else is a `UserError`.
+
+    Example:
+        >>> from softcell.app.export import format_named
+        >>> format_named("onnx")
+        'onnx'
+    """
     for known in FORMATS:
         if name == known:
             return known

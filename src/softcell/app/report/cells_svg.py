@@ -30,7 +30,16 @@ class _Panel:
 
 
 def to_svg(genotype: Genotype, title: str | None = None, *, titled: bool = True) -> str:
-    """A picture of all cells of a genotype, for light and dark pages; unless `titled`, the title is only told."""
+    """A picture of all cells of a genotype, for light and dark pages; unless `titled`, the title is only told.
+
+    Example:
+        >>> from softcell.app.report import to_svg
+        >>> from softcell.arch import notation
+        >>> genotype = notation.parse("|nor_conv_3x3~0|+|none~0|skip_connect~1|")
+        >>> picture = to_svg(genotype, title="A cell")
+        >>> picture.startswith("<svg"), "A cell" in picture
+        (True, True)
+    """
     heading = shorten(title if title is not None else f"{genotype.space} architecture", 110)
     panels = [_panel(name, cell) for name, cell in genotype.cells.items()]
     rows: list[list[_Panel]] = []

@@ -53,7 +53,17 @@ NAMES = 18  # columns kept for names before rails move closer
 
 
 def to_text(genotype: Genotype, width: int | None = None, colour: bool = True) -> CellsText:
-    """A rich renderable of all cells; `width` caps the terminal's, and ASCII is used where the terminal has no more."""
+    """A rich renderable of all cells; `width` caps the terminal's, and ASCII is used where the terminal has no more.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from softcell.app.report import to_text
+        >>> from softcell.arch import notation
+        >>> console = Console(width=80, record=True, file=open("cell.txt", "w"))
+        >>> console.print(to_text(notation.parse("|nor_conv_3x3~0|+|none~0|skip_connect~1|"), colour=False))
+        >>> "nor_conv_3x3" in console.export_text()
+        True
+    """
     return CellsText(genotype, width, colour)
 
 

@@ -81,6 +81,12 @@ def curves_svg(
 
     history: one mapping per epoch, which stands at its `epoch`, else at its position. bands: by metric (epoch, low,
     high).
+
+    Example:
+        >>> from softcell.app.report import curves_svg
+        >>> history = [{"epoch": 0, "val_accuracy": 0.5}, {"epoch": 1, "val_accuracy": 0.7}]
+        >>> curves_svg(history, keys=["val_accuracy"], title="A search").startswith("<svg")
+        True
     """
     names = list(dict.fromkeys(keys))
     if not names:

@@ -33,6 +33,12 @@ def heat_svg(weights: Sequence[Sequence[float | None]], rows: Sequence[str], col
     """An SVG file with a heat map of weights [choices, candidates], each number printed in its cell.
 
     Rows may be shorter than `columns`, and None is padding; both stay blank.
+
+    Example:
+        >>> from softcell.app.report import heat_svg
+        >>> picture = heat_svg([[0.75, 0.25]], rows=["0->1"], columns=["skip_connect", "conv"], title="Weights")
+        >>> "0.75" in picture, "skip_connect" in picture
+        (True, True)
     """
     if len(weights) != len(rows):
         raise UserError(f"a heat map needs one name per row, but got {len(rows)} names for {len(weights)} rows")

@@ -17,7 +17,14 @@ Notify = Callable[[str, Job, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a sweep ended. `earlier` were finished before it began; `failed` with the last error; `open` if stopped."""
+    """How a sweep ended. `earlier` were finished before it began; `failed` with the last error; `open` if stopped.
+
+    Example:
+        >>> from softcell.app.sweep import Outcome
+        >>> outcome = Outcome(earlier=[], finished=[], failed={}, open=[])
+        >>> len(outcome.failed)
+        0
+    """
 
     earlier: list[Job]
     finished: list[Job]
@@ -42,6 +49,12 @@ def run_sweep(
 
     A job counts as finished when its run folders say so, whatever its process returned. One that is not, when its
     process ends, is tried again up to `retries` times and goes on from its last checkpoint.
+
+    Example:
+        >>> from softcell.app.sweep import run_sweep
+        >>> from softcell.app.sweep.launch import Local
+        >>> run_sweep([], Local()).finished  # no jobs, nothing to run
+        []
     """
     earlier = [job for job in jobs if job.is_finished()]
     waiting = deque(job for job in jobs if job not in earlier)

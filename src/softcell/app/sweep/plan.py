@@ -41,7 +41,15 @@ _ELSEWHERE = {"device", "engine", "threads", "data_root", "plugins"}
 
 @dataclass(frozen=True)
 class Plan:
-    """The file, read strictly. `seeds` as a number stands for 0 to that many; `cluster` goes to the launcher."""
+    """The file, read strictly. `seeds` as a number stands for 0 to that many; `cluster` goes to the launcher.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.app.sweep import Plan, jobs_of
+        >>> plan = Plan(methods=("darts", "snas"), spaces=("nb201",), seeds=2, search={"epochs": 3})
+        >>> [job.folder.name for job in jobs_of(plan, Path("runs/sweep"))]
+        ['darts-nb201-seed0', 'snas-nb201-seed0', 'darts-nb201-seed1', 'snas-nb201-seed1']
+    """
 
     methods: tuple[str, ...]
     spaces: tuple[str, ...] = ("darts",)
@@ -99,7 +107,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """One method in one space with one seed: a search and, where wanted, the training of what it finds."""
+    """One method in one space with one seed: a search and, where wanted, the training of what it finds.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.app.sweep import Plan, jobs_of
+        >>> job = jobs_of(Plan(methods=("darts",), spaces=("nb201",), seeds=(4,)), Path("runs/sweep"))[0]
+        >>> job.folder.name, job.search["method"], job.train
+        ('darts-nb201-seed4', 'darts', None)
+    """
 
     folder: Path
     search: dict[str, Any]
@@ -160,7 +176,16 @@ def _same(folder: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def read_plan(path: str | Path, *, only_read: bool = False) -> Plan:
-    """The plan in a YAML file, or the one that a sweep's folder keeps. Its plugins are loaded unless `only_read`."""
+    """The plan in a YAML file, or the one that a sweep's folder keeps. Its plugins are loaded unless `only_read`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.app.sweep import read_plan
+        >>> file = Path("sweep.yaml")
+        >>> _ = file.write_text("{methods: [darts, random], spaces: [nb201], seeds: 2}")
+        >>> read_plan(file).methods
+        ('darts', 'random')
+    """
     file = Path(path)
     if file.is_dir():
         file = file / PLAN
@@ -213,6 +238,12 @@ def jobs_of(plan: Plan, out: Path) -> list[Job]:
     """All jobs below `out`, seeds outermost so that a sweep that is stopped early has something of everything.
 
     Every recipe is checked before anything runs.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.app.sweep import Plan, jobs_of
+        >>> len(jobs_of(Plan(methods=("darts", "random"), spaces=("nb201",), seeds=3), Path("runs/sweep")))
+        6
     """
     out = out.resolve()
     for name in plan.methods:
