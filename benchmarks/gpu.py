@@ -34,7 +34,7 @@ from softcell.engine.task import Task
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
 from softcell.search import resolve
-from softcell.search.search import _task as search_task
+from softcell.search.build import build_task as search_task
 from softcell.search.steps import bilevel
 from softcell.spaces import build_space
 from softcell.spaces.fused import modules_only

@@ -23,8 +23,8 @@ from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
-from softcell.search.history import FILE as ARCHITECTURES
-from softcell.search.history import genotype_of
+from softcell.search.genotypes import FILE as ARCHITECTURES
+from softcell.search.genotypes import genotype_of
 from softcell.settings import assignments
 from studies.gap import gap_or_not_measured
 from studies.options import recipe_settings, study_parser

@@ -28,7 +28,7 @@ from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
-from softcell.search.phases import FIRST
+from softcell.search.run import FIRST
 from softcell.settings import assignments
 from studies.options import recipe_settings, study_parser
 from studies.recorded import Rows, check_resumable, recorded_searches, remaining_steps, with_training

@@ -30,7 +30,7 @@ from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.train import training
 from softcell.search import SearchRecipe, stored_recipe
-from softcell.search.search import searching
+from softcell.search.run import searching
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.registry import evaluation_space
 

@@ -25,8 +25,8 @@ from softcell.arch import Genotype
 from softcell.arch.genotype import alive
 from softcell.data import load
 from softcell.search import SearchRecipe, resolve
-from softcell.search.history import FILE as ARCHITECTURES
-from softcell.search.history import genotype_of
+from softcell.search.genotypes import FILE as ARCHITECTURES
+from softcell.search.genotypes import genotype_of
 from softcell.settings import assignments
 from softcell.spaces.costs import count_genotype
 from softcell.spaces.registry import evaluation_space

@@ -20,7 +20,7 @@ from softcell.data.batches import first_images
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
 from softcell.evaluate.ranking import kendall
 from softcell.nn.zero_cost import PROXIES, Proxy, score_untrained
-from softcell.search.untrained import score_architecture
+from softcell.search.samplers import score_architecture
 from softcell.spaces import Space, build_space
 
 

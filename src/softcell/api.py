@@ -38,13 +38,13 @@ from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.search import SearchRecipe, SearchResult, resolve, stored_recipe
 from softcell.search import indicators as _indicators
+from softcell.search.genotypes import read_genotype, run_of
 from softcell.search.recipe import read_mapping, stored_fields
 from softcell.search.resource import Resource
 from softcell.search.restored import restore
-from softcell.search.search import search as run_search
-from softcell.search.several import Keep, SeveralResult
-from softcell.search.several import search_seeds as run_seeds
-from softcell.search.sources import read_genotype, run_of
+from softcell.search.run import search as run_search
+from softcell.search.seeds import Keep, SeveralResult
+from softcell.search.seeds import search_seeds as run_seeds
 from softcell.settings import MOST_SEEDS, build, is_seed, merge
 from softcell.spaces import SPACES, Network, build_space
 from softcell.spaces.teacher import register_teacher

@@ -12,7 +12,7 @@ import torch
 from softcell.engine import timing
 from softcell.engine.distributed import World
 from softcell.search import resolve, search
-from softcell.search.search import stored_recipe
+from softcell.search.run import stored_recipe
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

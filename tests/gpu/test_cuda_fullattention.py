@@ -14,8 +14,8 @@ from softcell.arch import WeightMix
 from softcell.engine.checkpoint import load_latest
 from softcell.nn.attention import NonLocalAttention
 from softcell.search import resolve, search
-from softcell.search.phases import FIRST
-from softcell.search.several import search_seeds
+from softcell.search.run import FIRST
+from softcell.search.seeds import search_seeds
 from softcell.spaces import build_space
 from softcell.spaces.fused import modules_only
 

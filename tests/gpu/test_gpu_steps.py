@@ -96,7 +96,7 @@ def session(precision: str = "float32") -> Iterator[Session]:
 def search_task(recipe: SearchRecipe, opened: Session, notify: list[Any]) -> Any:
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
-    make = sys.modules["softcell.search.search"]._task
+    make = sys.modules["softcell.search.build"].build_task
     return make(recipe, dataset, parts, opened, notify.append)
 
 

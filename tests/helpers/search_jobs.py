@@ -18,7 +18,7 @@ from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
 from softcell.registry import load_plugin
 from softcell.search import resolve, search, stored_recipe
-from softcell.search.independent import IndependentTask
+from softcell.search.samplers import IndependentTask
 from softcell.search.task import SearchTask
 from softcell.spaces import build_space
 

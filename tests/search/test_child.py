@@ -16,7 +16,7 @@ from softcell.data import Batch
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
 from softcell.search.child import measure_child, norms_measured_anew, reestimate_
-from softcell.search.several import ANEW, figure, score, search_seeds
+from softcell.search.seeds import ANEW, figure, score, search_seeds
 from softcell.spaces import Supernet
 from softcell.spaces.fused import literal
 from softcell.testing import one_hot, tiny_space

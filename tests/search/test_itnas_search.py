@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from softcell.api import read_genotype
 from softcell.app.report.runs import read_run
 from softcell.arch import Cell, Genotype
 from softcell.data import load, split
+from softcell.data.batches import Feeds
 from softcell.engine.task import Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import METHODS
@@ -91,7 +91,7 @@ def test_where_nothing_was_looked_at_nothing_is_recorded(data: Path, tmp_path: P
     assert [line["epoch"] for line in lines] == [1, 2]
     rows = [json.loads(line) for line in (tmp_path / "run" / "architecture.jsonl").read_text().splitlines()]
     assert [row.get("read", True) for row in rows] == [False, True, True]
-    with pytest.raises(UserError, match="made none in that epoch; it was read after epoch 2 to 3"):
+    with pytest.raises(UserError, match="made none in that epoch; it did after epoch 2 to 3"):
         read_genotype(f"{tmp_path / 'run'}@1")
     assert [row["epoch"] for row in read_run(tmp_path / "run").architecture] == [1, 2]
 
@@ -108,12 +108,9 @@ def test_a_look_at_another_batch_size_selects_the_same(data: Path, finished: Pat
     method.load_state_dict(state["method"])
     before = method.selection.margins().edges["cell"]  # type: ignore[attr-defined]
     assert [m.to_dict() for m in before] == stored, "the state holds what was selected from"
-    search_module = sys.modules["softcell.search.search"]
     dataset = load(str(data))
     parts = split(dataset.train, {"weights": 0.5, "validation": 0.5}, 0)
-    batches = search_module.Feeds(dataset, 5, 0, torch.device("cpu"), torch.float32).plain(
-        dataset.train, parts["validation"]
-    )
+    batches = Feeds(dataset, 5, 0, torch.device("cpu"), torch.float32).plain(dataset.train, parts["validation"])
     supernet.eval()
     ((mix, _),) = method.selection.passes()
     with torch.no_grad():

@@ -19,10 +19,10 @@ from softcell.engine.task import Event, Note, Stepped
 from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.search import resolve, search
-from softcell.search.phases import FIRST, LOGITS, first_phase, load_images, read_logits
+from softcell.search.recipe import load_images
 from softcell.search.restored import restore
-from softcell.search.search import stored_recipe
-from softcell.search.several import search_seeds
+from softcell.search.run import FIRST, LOGITS, first_phase, read_logits, stored_recipe
+from softcell.search.seeds import search_seeds
 from tests.helpers.search_toys import remains, same, settings, state_of, write_data
 
 TINY = {"channels": 16, "layers": 1, "candidates": ["local_sa_k3_h4", "non_local_sa"]}

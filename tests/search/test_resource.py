@@ -21,12 +21,11 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.methods.snas import Snas, concrete
 from softcell.search import resolve, search
-from softcell.search.budget import Budget, moved, shown
+from softcell.search.budget import Budget, counted_network, format_cost, next_multiplier
 from softcell.search.hypergradient import Unrolling
 from softcell.search.latencies import latency, latency_of, read_latencies, with_latencies
 from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
 from softcell.search.steps import bilevel, single_level, unrolled
-from softcell.search.within import counted_network
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates, count_genotype
 from softcell.spaces.registry import evaluation_space
@@ -268,24 +267,26 @@ def test_the_penalty_moves_the_architecture_and_no_weight(regime: str, method: A
 
 
 def test_a_multiplier_rises_above_the_budget_rests_just_below_and_falls_far_below() -> None:
-    assert moved(1e-3, 2.0, 1.0, 0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(2)))
-    assert moved(1e-3, 1.01, 1.0, 0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * 0.25)), "at least a quarter"
-    assert moved(1e-3, 1.0, 1.0, 0, 100, "log") == 1e-3
-    assert moved(1e-3, 0.91, 1.0, 0, 100, "log") == 1e-3
+    assert next_multiplier(1e-3, 2.0, 1.0, 0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * math.log(2)))
+    assert next_multiplier(1e-3, 1.01, 1.0, 0, 100, "log") == pytest.approx(1e-3 * math.exp(0.4 * 0.25)), (
+        "at least a quarter"
+    )
+    assert next_multiplier(1e-3, 1.0, 1.0, 0, 100, "log") == 1e-3
+    assert next_multiplier(1e-3, 0.91, 1.0, 0, 100, "log") == 1e-3
     slowly = pytest.approx(1e-3 * math.exp(0.25 * 0.4 * math.log(0.5)))
-    assert moved(1e-3, 0.5, 1.0, 0, 100, "log") == moved(1e-3, 0.5, 1.0, 65, 100, "log") == slowly
-    assert moved(1e-3, 0.5, 1.0, 66, 100, "log") == 1e-3, "not in the last third"
-    assert moved(1e-3, 2.0, 1.0, 99, 100, "log") > 1e-3
-    assert moved(1e-3, 1e9, 1.0, 0, 1, "log") == pytest.approx(1e-2), "at most a factor of 10"
-    assert moved(0.9, 1e9, 1.0, 0, 1, "log") == 1.0
-    assert moved(1.1e-5, 0.0, 1.0, 0, 10, "log") == 1e-5
+    assert next_multiplier(1e-3, 0.5, 1.0, 0, 100, "log") == next_multiplier(1e-3, 0.5, 1.0, 65, 100, "log") == slowly
+    assert next_multiplier(1e-3, 0.5, 1.0, 66, 100, "log") == 1e-3, "not in the last third"
+    assert next_multiplier(1e-3, 2.0, 1.0, 99, 100, "log") > 1e-3
+    assert next_multiplier(1e-3, 1e9, 1.0, 0, 1, "log") == pytest.approx(1e-2), "at most a factor of 10"
+    assert next_multiplier(0.9, 1e9, 1.0, 0, 1, "log") == 1.0
+    assert next_multiplier(1.1e-5, 0.0, 1.0, 0, 10, "log") == 1e-5
 
 
 def test_numbers_are_shown_with_their_unit() -> None:
-    assert shown("parameters", 2_534_000) == "2.53M parameters"
-    assert shown("flops", 5.2e8) == "520M multiply-adds"
-    assert shown("parameters", 950) == "950 parameters"
-    assert shown("latency", 3.5) == "a latency of 3.5"
+    assert format_cost("parameters", 2_534_000) == "2.53M parameters"
+    assert format_cost("flops", 5.2e8) == "520M multiply-adds"
+    assert format_cost("parameters", 950) == "950 parameters"
+    assert format_cost("latency", 3.5) == "a latency of 3.5"
 
 
 @pytest.fixture(scope="module")
@@ -377,7 +378,7 @@ def test_a_budget_that_is_missed_is_told_with_the_gap(method: str, data: Path, t
     assert result.genotype is not None
     has = count_genotype(space, result.genotype, (1, 8, 8), 3).parameters
     assert has > limit
-    assert f"{has / limit - 1:.1%} over the budget of {shown('parameters', limit)}" in after
+    assert f"{has / limit - 1:.1%} over the budget of {format_cost('parameters', limit)}" in after
     assert "raise the budget" in after
     multipliers = [row["multiplier_parameters"] for row in result.metrics]
     assert multipliers[-1] > multipliers[0]
@@ -396,9 +397,9 @@ def test_the_smallest_network_is_that_of_brute_force_where_none_can_be_derived()
     counts = [count_genotype(space, one, (1, 8, 8), 3) for one in pairs]
     for name, given in (("parameters", {"max_params": 1}), ("flops", {"max_flops": 1})):
         budget = Budget(Resource(**given), None, space, (1, 8, 8), 3, num_epochs=1)
-        budget.look_for_cheapest(layout, count_candidates(space, (1, 8, 8), 3, trained=True), rule)
+        budget.find_cheapest(layout, count_candidates(space, (1, 8, 8), 3, trained=True), rule)
         least = min(c.parameters if name == "parameters" else c.multiply_adds for c in counts)
-        assert budget.least(name).startswith(f"the smallest network has {shown(name, least)}")
+        assert budget.least(name).startswith(f"the smallest network has {format_cost(name, least)}")
         with pytest.raises(UserError, match="no architecture meets"):
             budget.check_reach(lambda text: None)
 
@@ -408,13 +409,13 @@ def test_a_cell_of_one_pool_is_smaller_than_an_empty_one() -> None:
     space = evaluation_space("darts", "digits")
     budget = Budget(Resource(max_params="20k"), None, space, (1, 8, 8), 10, num_epochs=1)
     costs = count_candidates(space, (1, 8, 8), 10, trained=True)
-    budget.look_for_cheapest(space.layout(), costs, StrongestEach())
+    budget.find_cheapest(space.layout(), costs, StrongestEach())
     budget.check_reach(lambda text: pytest.fail(text))
     assert "has 17.4k parameters" in budget.least("parameters")
     for cell in budget.cheapest[0].cells.values():
         assert sum(pick.op != "none" for pick in cell.picks) == 1
     own = Budget(Resource(max_params="20k"), None, space, (1, 8, 8), 10, num_epochs=1)
-    own.look_for_cheapest(space.layout(), costs, None)  # DARTS itself keeps two inputs per node
+    own.find_cheapest(space.layout(), costs, None)  # DARTS itself keeps two inputs per node
     with pytest.raises(UserError, match=r"56\.2k parameters"):
         own.check_reach(lambda text: None)
 
@@ -481,7 +482,7 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
     one = ResourcePenalty(resource, costs)
     budget = Budget(resource, one, space, (1, 8, 8), 3, num_epochs=10)
     told: list[str] = []
-    budget.look_for_cheapest(layout, costs, None)
+    budget.find_cheapest(layout, costs, None)
     budget.check_reach(told.append)
     assert not told
     assert budget.verdict(found["nor_conv_1x1"])[1] is None, "just met is met"
@@ -505,11 +506,11 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
         assert results["budget_met"] is True and results["derived_from_epoch"] == 4 and message is None
     tight = Resource(max_params=float(sizes["skip_connect"] - 1))
     cramped = Budget(tight, ResourcePenalty(tight, costs), space, (1, 8, 8), 3, num_epochs=10)
-    cramped.look_for_cheapest(layout, costs, None)
+    cramped.find_cheapest(layout, costs, None)
     for name in ("skip_connect", "nor_conv_3x3"):
         message = cramped.verdict(found[name])[1]
         assert message is not None
-        assert f"The smallest network found has {shown('parameters', sizes['skip_connect'])}" in message
+        assert f"The smallest network found has {format_cost('parameters', sizes['skip_connect'])}" in message
         assert "resource.network.channels=N" in message and "--epochs" not in message
     chain = build_space("proxyless", {"width": 0.25})
     narrow = Budget(tight, None, chain, (3, 32, 32), 3, num_epochs=10)

@@ -19,14 +19,14 @@ from softcell.engine.task import Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, UntrainedSampler
 from softcell.search import resolve, search
+from softcell.search.build import build_task
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.search.validation import Validation
 from tests.helpers.search_forks import forks
 from tests.helpers.search_toys import TINY, settings, write_data
 
-SEARCH = sys.modules["softcell.search.search"]
-PHASES = sys.modules["softcell.search.phases"]
+RECIPE = sys.modules["softcell.search.recipe"]
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_advice(method: str,
         return 1e30 if len(calls) > 1 else first
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("task", "independent"):
+        for name in ("task", "samplers"):
             patch.setattr(sys.modules[f"softcell.search.{name}"], "rate_at", explode)
         with pytest.raises(
             DivergedError, match=r"(nan|inf) in epoch 2 at step \d+.*[Ll]ower the learning rate"
@@ -128,7 +128,7 @@ def test_weights_and_architecture_learn_from_their_own_halves(regime: str, data:
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
     with open_session(device="cpu", seed=0, precision="float32", deterministic=False, threads=1) as session:
-        task = SEARCH._task(recipe, dataset, parts, session, None)
+        task = build_task(recipe, dataset, parts, session, None)
     seen: list[torch.Tensor] = []
     for epoch in range(3):
         pairs = [task.pair(draft) for draft in task.batches(epoch, 0)]
@@ -176,7 +176,7 @@ def test_both_levels_can_learn_from_all_training_images(regime: str, data: Path,
     assert recipe.split == {"validation": 0, "weights": 1.0}
     dataset, everything = load(recipe.data), set(range(64))
     with open_session(device="cpu", seed=0, precision="float32", deterministic=False, threads=1) as session:
-        task = SEARCH._task(recipe, dataset, recipe.parts(dataset.train), session, None)
+        task = build_task(recipe, dataset, recipe.parts(dataset.train), session, None)
     seen: dict[str, list[list[int]]] = {"weights": [], "validation": []}
     for epoch in range(2):
         for train, validation in map(task.pair, task.batches(epoch, 0)):
@@ -215,7 +215,7 @@ def test_a_step_of_the_search_is_that_of_its_regime(regime: str, data: Path) -> 
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
     with open_session(device="cpu", seed=0, precision="float64", deterministic=False, threads=1) as session:
-        task = SEARCH._task(recipe, dataset, parts, session, None)
+        task = build_task(recipe, dataset, parts, session, None)
     task.begin_epoch(0)
     twin = copy.deepcopy(task.players)
     draft, *_ = task.batches(0, 0)
@@ -307,7 +307,7 @@ def forbidden(*arguments: Any) -> Dataset:
 def test_no_search_looks_at_the_test_set(
     method: str, regime: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PHASES, "load", forbidden)
+    monkeypatch.setattr(RECIPE, "load", forbidden)
     recipe = resolve(settings("nb201", data, method=method, regime=regime, epochs=1))
     assert search(recipe, tmp_path / "run").genotype is not None
 

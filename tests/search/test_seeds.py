@@ -17,7 +17,7 @@ from softcell.engine.interleave import Lane, drain, interleave
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
-from softcell.search.several import search_seeds
+from softcell.search.seeds import search_seeds
 from tests.helpers.search_toys import settings, write_data
 
 CPU = torch.device("cpu")

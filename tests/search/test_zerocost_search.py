@@ -16,7 +16,7 @@ from softcell.data.batches import Feeds
 from softcell.errors import UserError
 from softcell.methods.zerocost import ZeroCost, ZeroCostSettings
 from softcell.search import resolve, search
-from softcell.search.untrained import score_architecture
+from softcell.search.samplers import score_architecture
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_genotype
 from tests.helpers.search_toys import TINY, check_resumed, settings, write_data

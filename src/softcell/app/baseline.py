@@ -16,11 +16,9 @@ from softcell.engine.runfolder import MANIFEST
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
-from softcell.search.budget import shown
-from softcell.search.phases import load_images
-from softcell.search.recipe import SearchRecipe, resolve
-from softcell.search.sources import run_of
-from softcell.search.within import ABOUT, counted, next_within, stated_in
+from softcell.search.budget import ABOUT, format_cost, next_within, state_budget_for, stated_budget
+from softcell.search.genotypes import run_of
+from softcell.search.recipe import SearchRecipe, load_images, resolve
 from softcell.settings import MOST_RANDOM, at_most
 from softcell.spaces import Shape, build_space
 
@@ -111,14 +109,14 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     def draw(number: int) -> Genotype:
         return sample(layout, first + number)
 
-    known = stated_in(like)
+    known = stated_budget(like)
     if known is None:
         return [draw(number) for number in range(count)]
     # What it says of the architecture found is not true of these.
     about = {key: value for key, value in like.about[ABOUT].items() if key != "found"}
     budget, found, last = known.budget(like.space), list[Genotype](), -1
     if known.missed() is not None:  # nobody has shown yet that it can be met
-        budget.look_for_cheapest(layout, known.costs(space), None)
+        budget.find_cheapest(layout, known.costs(space), None)
     for have in range(count):
         last, other = next_within(budget, draw, last + 1, have, "leave out --random, or search with a higher budget")
         found.append(replace(other, about={**other.about, ABOUT: about}))
@@ -141,7 +139,7 @@ def with_budget(genotype: Genotype, source: str | Path | Genotype | None, recipe
     if not searched.resource.budgets():
         return genotype
     shape, classes = _images(searched, manifest, recipe)
-    return replace(genotype, about={**genotype.about, **counted(searched, shape, classes, genotype)})
+    return replace(genotype, about={**genotype.about, **state_budget_for(searched, shape, classes, genotype)})
 
 
 def _images(searched: SearchRecipe, manifest: Mapping[str, Any], recipe: TrainRecipe) -> tuple[Shape, int]:
@@ -157,7 +155,7 @@ def _images(searched: SearchRecipe, manifest: Mapping[str, Any], recipe: TrainRe
 
 def missed_budget(genotype: Genotype) -> str | None:
     """That the network was found under a budget and misses it, in words; None where there is nothing to say."""
-    known = stated_in(genotype)
+    known = stated_budget(genotype)
     missed = None if known is None else known.missed()
     return (
         None if missed is None else f"this network misses the budget of its search: it has {missed}, as counted there"
@@ -166,11 +164,11 @@ def missed_budget(genotype: Genotype) -> str | None:
 
 def within_budget(genotype: Genotype) -> str | None:
     """What budget random architectures beside `genotype` are held to, and at which size; None without one."""
-    known = stated_in(genotype)
+    known = stated_budget(genotype)
     if known is None:
         return None
     budget = known.budget(genotype.space)
-    limits = " and ".join(shown(kind, limit) for kind, limit in budget.limits.items())
+    limits = " and ".join(format_cost(kind, limit) for kind, limit in budget.limits.items())
     return f"at most {limits}, counted as in the search ({budget.sizes()})"
 
 

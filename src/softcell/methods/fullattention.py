@@ -5,7 +5,7 @@
     Eq 2-3        bilevel, first order                              -> bilevel steps (`softcell.search.steps`)
     §III-B        the most probable block of each layer             -> the space's rule, `StrongestEach`
     §III-C        context auto-regression: masks, decoder, L1       -> `softcell.nn.context`, for any method and space
-    §III-D        search by it, then fine-tuning on the target task -> `pretrain` (`softcell.search.phases`)
+    §III-D        search by it, then fine-tuning on the target task -> `pretrain` (`softcell.search.run`)
 
 Space, objective and phases are separate parts. The search alone is DARTS's relaxation with settings of its own: logits
 start at zero, "an equal amount of attention over all possible operations".

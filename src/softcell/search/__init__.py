@@ -1,6 +1,6 @@
 """The search itself: recipes, the three step regimes and the function that runs a recipe."""
 
 from softcell.search.recipe import SearchRecipe, read_config, resolve
-from softcell.search.search import SearchResult, search, stored_recipe
+from softcell.search.run import SearchResult, search, stored_recipe
 
 __all__ = ["SearchRecipe", "SearchResult", "read_config", "resolve", "search", "stored_recipe"]

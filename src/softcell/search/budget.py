@@ -1,14 +1,22 @@
-"""Budgets: how much the derived network may cost, what it costs, and how hard the search is pushed to meet it.
+"""Budgets: how much the derived network may cost, what it costs, and how a search is made to meet them.
 
 A multiplier per budget is moved once per epoch by dual ascent in its logarithm: up while the derived network exceeds
-the budget, slowly down once it is well below, and not at all in between. Should the last network miss the budget all
-the same, the last one that met it is taken.
+the budget, slowly down once it is well below, and not at all in between. If the last network still misses the budget,
+the last one that met it is taken.
+
+Random architectures within a budget (`next_within`) are drawn in the same order as without one, and those that miss it
+are skipped. What is left is uniform among the architectures that meet it, and the same for the same seed.
+
+The genotype of a search with a budget carries it along (`StatedBudget`), so that random architectures can be compared
+with it under the same budget.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,30 +24,37 @@ import torch
 from softcell.arch import Genotype, Layout, Rule, derive_cheapest, derives_cheapest, empty_cells
 from softcell.arch.cost import CostTables
 from softcell.errors import UserError
-from softcell.search.latencies import latency, measured_for, read_latencies
+from softcell.search.latencies import latency, measured_for, read_latencies, with_latencies
+from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import Resource, ResourcePenalty
-from softcell.settings import to_dict
-from softcell.spaces import Shape, Space
-from softcell.spaces.costs import count_genotype
+from softcell.settings import build, convert, to_dict
+from softcell.spaces import SPACES, Shape, Space, build_space
+from softcell.spaces.costs import count_candidates, count_genotype
+from softcell.spaces.registry import trained_space
 
 NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "latency"}
 
 GROWTH = 40.0
 """The logarithm of a multiplier grows by this much over a whole search whose network costs e times its budget."""
 LEAST = 0.25
-"""A violation counts as at least this much, so that a small one is not approached for ever."""
+"""A violation counts as at least this much, so that a small one is not approached endlessly."""
 SLACK = 0.1
-"""Within this share below the budget nothing is pushed: the derived network jumps, and would swing around it."""
+"""Within this share below the budget no multiplier moves: the derived network jumps, and would oscillate around it."""
 MOST = math.log(10.0)
 """No epoch moves a multiplier by more than a factor of 10."""
 RELEASE = 0.25
-"""A multiplier falls by this share of what it would rise: what was let go takes epochs to be caught again."""
+"""A multiplier falls by this share of what it would rise: a budget that is lost takes epochs to be met again."""
 FREE = 2 / 3
-"""After this share of the epochs no multiplier falls any more: there would be no time left to catch it."""
+"""After this share of the epochs no multiplier falls any more: a budget lost then could not be met again."""
 RANGE = {"log": (1e-5, 1.0), "linear": (1e-3, 100.0)}
+"""Least and largest multiplier, by the form of the penalty."""
+TRIES = 500
+"""Draws per architecture before a budget is given up; counting a large network takes up to a second."""
+ABOUT = "budget"
+"""The key of a genotype's `about`."""
 
 
-def moved(multiplier: float, value: float, limit: float, epoch: int, num_epochs: int, form: str) -> float:
+def next_multiplier(multiplier: float, value: float, limit: float, epoch: int, num_epochs: int, form: str) -> float:
     """The multiplier after the `epoch` (from 0) whose derived network costs `value`, of `limit` allowed."""
     excess = math.log(max(value, 1e-9) / limit)
     if excess > 0:
@@ -54,7 +69,7 @@ def moved(multiplier: float, value: float, limit: float, epoch: int, num_epochs:
 
 
 class Budget:
-    """Measures derived networks at the size they are trained at for good, and moves the penalty's multipliers."""
+    """Counts derived networks at the size of their final training, and moves the penalty's multipliers."""
 
     def __init__(
         self,
@@ -101,12 +116,12 @@ class Budget:
                 break
             before = float(self._penalty.multipliers[index])
             metrics[f"multiplier_{kind}"] = before
-            after = moved(before, found[kind], limit, epoch, self._num_epochs, self._settings.form)
+            after = next_multiplier(before, found[kind], limit, epoch, self._num_epochs, self._settings.form)
             self._penalty.multipliers[index].fill_(after)
         return metrics
 
     def kept(self, genotype: Genotype, notify: Callable[[str], None]) -> Genotype:
-        """The architecture found, or the last one that met the budgets, where this one does not."""
+        """The architecture found; if it misses the budgets, the last one that met them."""
         if self.last_met is None or self._is_usable(genotype):
             return genotype
         self._taken, earlier = self.last_met
@@ -122,7 +137,7 @@ class Budget:
         return self.is_met(genotype) and not empty_cells(genotype, self._space.layout())
 
     def _gaps(self, genotype: Genotype) -> str:
-        return gaps(self.measure(genotype), self.limits)
+        return format_excess(self.measure(genotype), self.limits)
 
     def excess(self, genotype: Genotype) -> float:
         """The largest cost of a genotype's network as a share of its budget: at most 1 where all are met."""
@@ -130,14 +145,15 @@ class Budget:
         return max(found[kind] / limit for kind, limit in self.limits.items())
 
     def check_reach(self, notify: Callable[[str], None]) -> None:
-        """Raises `UserError` where no architecture meets a budget; says so where that is likely but not certain."""
+        """Raises `UserError` if no architecture meets a budget; only notifies where that is likely but not certain."""
         for kind in self.out_of_reach():
-            limit, way_out = shown(kind, self.limits[kind]), f"raise it, or make the network smaller ({self.smaller()})"
+            limit = format_cost(kind, self.limits[kind])
+            way_out = f"raise it, or make the network smaller ({self.smaller()})"
             if self._exact:
                 raise UserError(f"no architecture meets a budget of {limit}: {self.least(kind)}; {way_out}")
             notify(f"a budget of {limit} may be out of reach: {self.least(kind)}; {way_out}")
 
-    def look_for_cheapest(self, layout: Layout, costs: CostTables, rule: Rule | None) -> None:
+    def find_cheapest(self, layout: Layout, costs: CostTables, rule: Rule | None) -> None:
         """Finds the networks that cost least: by costs of candidates, one per kind of cost.
 
         Pools have FLOPs in the tables and no multiply-adds in a network, so the one with the fewest parameters may have
@@ -156,17 +172,17 @@ class Budget:
             self._least[kind] = min(self.measure(one)[kind] for one in self.cheapest)
 
     def out_of_reach(self) -> list[str]:
-        """Budgets that even the cheapest network misses, where it has been looked for."""
+        """Budgets that even the cheapest network misses; none before `find_cheapest`."""
         return [kind for kind, limit in self.limits.items() if self._least.get(kind, 0.0) > limit]
 
     def least(self, kind: str) -> str:
-        """What the cheapest network costs, for people to read."""
-        least = shown(kind, self._least[kind])
+        """The cost of the cheapest network, in words."""
+        least = format_cost(kind, self._least[kind])
         which = "the smallest network" if self._exact else "the smallest network found by the costs of candidates"
         return f"{which} has {least} ({self.sizes()})"
 
     def warn_of_other_sizes(self, notify: Callable[[str], None]) -> None:
-        """Says so where times were measured for another network."""
+        """Warns if the latency table was measured for another network."""
         if self._settings.latency_table is None:
             return
         own: dict[str, object] = {**to_dict(self._space), "input": list(self._shape)}
@@ -181,7 +197,7 @@ class Budget:
             )
 
     def verdict(self, genotype: Genotype) -> tuple[dict[str, object], str | None]:
-        """For the run's results, what was allowed and what came out; and a message where a budget was missed."""
+        """Costs of the derived network for the run's results, and a message where it misses a budget."""
         found = self.measure(genotype)
         results: dict[str, object] = {f"derived_{kind}": value for kind, value in found.items()}
         results["budget_met"] = self.is_met(genotype)
@@ -195,13 +211,13 @@ class Budget:
     def _way_out(self, missed: list[str]) -> str:
         out_of_reach = [kind for kind in self.out_of_reach() if kind in missed]
         if out_of_reach:
-            least = " and ".join(shown(kind, self._least[kind]) for kind in out_of_reach)
+            least = " and ".join(format_cost(kind, self._least[kind]) for kind in out_of_reach)
             return (
                 f"The smallest network found has {least}: raise the budget, or make the network smaller "
                 f"({self.smaller()}, and train with the same)."
             )
         return (
-            "Search longer (--epochs), start with a stronger pressure (--resource aggressive, or --set "
+            "Search longer (--epochs), start with a stronger penalty (--resource aggressive, or --set "
             f"resource.weight={_stronger(self._settings):g}), let the architecture move faster "
             "(--set architecture.lr=...), or raise the budget."
         )
@@ -213,7 +229,7 @@ class Budget:
         return "--set resource.network.SETTING=N" if name is None else f"--set resource.network.{name}=N"
 
     def sizes(self) -> str:
-        """The network that is meant: the whole numbers among its space's settings, and its input."""
+        """The network that is counted: the whole numbers among its space's settings, and its input."""
         numbers = {key: value for key, value in to_dict(self._space).items() if type(value) is int}
         parts = [f"{key} {value}" for key, value in numbers.items()]
         return ", ".join([*parts, f"input {'x'.join(map(str, self._shape))}"])
@@ -223,23 +239,23 @@ class Budget:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         known = state["last_met"]
-        # An older checkpoint has the number of the epoch alone: its architecture cannot be taken again.
+        # An older checkpoint has only the number of the epoch, not its architecture.
         self.last_met = (known[0], Genotype.from_dict(known[1])) if isinstance(known, tuple | list) else None
 
 
-def gaps(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
-    """By how much costs exceed their budgets; nothing where they do not."""
+def format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
+    """By how much costs exceed their budgets; empty where they do not."""
     return " and ".join(
-        f"{shown(kind, found[kind])}, {found[kind] / limit - 1.0:.1%} over the budget of {shown(kind, limit)}"
+        f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of {format_cost(kind, limit)}"
         for kind, limit in limits.items()
         if found[kind] > limit
     )
 
 
-def shown(kind: str, value: float) -> str:
+def format_cost(kind: str, value: float) -> str:
     """`2.53M parameters`"""
     if kind == "latency":
-        return f"a latency of {value:.4g}"  # in the unit of the table, which is its maker's
+        return f"a latency of {value:.4g}"  # in the unit of the latency table
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"
@@ -248,3 +264,134 @@ def shown(kind: str, value: float) -> str:
 
 def _stronger(settings: Resource) -> float:
     return max(3.0 * settings.eta, settings.levels["aggressive"])
+
+
+def next_within(
+    budget: Budget, draw: Callable[[int], Genotype], first: int, have: int, way_out: str
+) -> tuple[int, Genotype]:
+    """The first of `draw(first)`, `draw(first + 1)`, ... that meets the budget, and its number; numbers are from 0.
+
+    have: how many were found before it. What they have left of their tries this one may use too.
+    """
+    for kind in budget.out_of_reach():
+        limit = format_cost(kind, budget.limits[kind])
+        raise UserError(f"a budget of {limit} is out of reach of random architectures: {budget.least(kind)}; {way_out}")
+    nearest: Genotype | None = None
+    end = max(first + 1, TRIES * (have + 1))
+    for number in range(first, end):
+        genotype = draw(number)
+        if budget.is_met(genotype):
+            return number, genotype
+        if nearest is None or budget.excess(genotype) < budget.excess(nearest):
+            nearest = genotype
+    assert nearest is not None
+    raise UserError(
+        f"none of {end - first} random architectures meets the budget; the nearest has "
+        f"{format_excess(budget.measure(nearest), budget.limits)} ({budget.sizes()}); {way_out}"
+    )
+
+
+@dataclass(frozen=True)
+class StatedBudget:
+    """A search's budget as its genotype keeps it: the limits, and the network that was counted.
+
+    `network`: settings of the space; `input`: (channels, height, width); `found`: what the architecture found costs,
+    by kind.
+    """
+
+    input: tuple[int, ...]
+    classes: int
+    network: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, float] = field(default_factory=dict)
+    max_params: float | None = None
+    max_flops: float | None = None
+    max_latency: float | None = None
+    latency_table: str | None = None
+
+    @property
+    def resource(self) -> Resource:
+        return Resource(
+            max_params=self.max_params,
+            max_flops=self.max_flops,
+            max_latency=self.max_latency,
+            latency_table=self.latency_table,
+        )
+
+    def missed(self) -> str | None:
+        """By how much the architecture found exceeds the budget; None where it meets it."""
+        limits = self.resource.budgets()
+        return format_excess(self.found, {kind: limit for kind, limit in limits.items() if kind in self.found}) or None
+
+    def budget(self, space: str) -> Budget:
+        """Counts other architectures of the space as the search counted its own."""
+        shape: Any = self.input
+        return Budget(self.resource, None, build_space(space, self.network), shape, self.classes, num_epochs=1)
+
+    def costs(self, space: Space) -> CostTables:
+        """What the candidates of a space cost, by which the cheapest network is found."""
+        shape: Any = self.input
+        found = count_candidates(space, shape, self.classes)
+        return found if self.latency_table is None else with_latencies(found, self.latency_table)
+
+
+def state_budget(recipe: SearchRecipe, shape: Shape, num_classes: int, results: Mapping[str, Any]) -> dict[str, Any]:
+    """The budget of a search for the `about` of its genotype; empty where there is none.
+
+    results: of the search, with the cost of the derived network by kind.
+    """
+    limits = recipe.resource.budgets()
+    if not limits:
+        return {}
+    found = {kind: results[f"derived_{kind}"] for kind in limits}
+    return {ABOUT: {**_network(recipe, shape, num_classes), "found": found}}
+
+
+def state_budget_for(recipe: SearchRecipe, shape: Shape, num_classes: int, genotype: Genotype) -> dict[str, Any]:
+    """`state_budget` for an architecture whose costs have not been counted yet."""
+    network = _network(recipe, shape, num_classes)
+    budget = build(StatedBudget, network, f"genotype.about.{ABOUT}").budget(recipe.space)
+    return state_budget(recipe, shape, num_classes, budget.verdict(genotype)[0])
+
+
+def counted_network(recipe: SearchRecipe, shape: Shape, num_classes: int) -> tuple[Space, Shape, int]:
+    """The network that budgets are counted for: space at its size, shape of an image, number of classes.
+
+    shape, num_classes: of the search's data, which the recipe may replace by others.
+    """
+    resource = recipe.resource
+    data = recipe.data if resource.sizes is None else resource.sizes
+    if resource.sizes is not None and resource.sizes not in SPACES.get(recipe.space).evaluation:
+        known = ", ".join(SPACES.get(recipe.space).evaluation) or "none"
+        raise UserError(
+            f"`resource.sizes` must name sizes of trained networks of space {recipe.space!r} ({known}), got "
+            f"{resource.sizes!r}"
+        )
+    space = trained_space(recipe.space, data, recipe.space_settings, resource.network)
+    side = resource.image_size
+    return space, shape if side is None else (shape[0], side, side), resource.num_classes or num_classes
+
+
+def _network(recipe: SearchRecipe, shape: Shape, num_classes: int) -> dict[str, Any]:
+    settings, limits = recipe.resource, recipe.resource.budgets()
+    names = {"parameters": "max_params", "flops": "max_flops", "latency": "max_latency"}
+    result: dict[str, Any] = {names[kind]: limit for kind, limit in limits.items()}
+    if "latency" in limits and settings.latency_table is not None:
+        # The training may start in another folder.
+        result["latency_table"] = str(Path(settings.latency_table).resolve())
+    space, shape, num_classes = counted_network(recipe, shape, num_classes)
+    return {**result, "network": to_dict(space), "input": list(shape), "classes": num_classes}
+
+
+def stated_budget(genotype: Genotype) -> StatedBudget | None:
+    """The budget in a genotype's `about`; None where there is none."""
+    known = genotype.about.get(ABOUT)
+    if known is None:
+        return None
+    if not isinstance(known, Mapping):
+        raise UserError(f"genotype.about.{ABOUT} must be a mapping, got {known!r}")
+    found = build(StatedBudget, known, f"genotype.about.{ABOUT}")
+    if len(found.input) != 3:
+        raise UserError(f"genotype.about.{ABOUT}.input must be [channels, height, width], got {list(found.input)}")
+    for kind, cost in found.found.items():
+        convert(float, cost, f"genotype.about.{ABOUT}.found.{kind}")
+    return found

@@ -15,7 +15,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from softcell.arch.evolve import Evolution
-from softcell.data import split
+from softcell.data import Dataset, datasets, load, split
+from softcell.data.dataset import SomeClasses
+from softcell.data.folder import load_unlabelled
 from softcell.data.images import Images
 from softcell.engine.manifest import FORMAT, check_digest, check_types, migrate
 from softcell.errors import UserError
@@ -310,6 +312,17 @@ class SearchRecipe:
         result = to_dict(self)
         assert isinstance(result, dict)
         return result
+
+
+def load_images(recipe: SearchRecipe) -> Dataset:
+    """The data of a search; from any folder of images, without labels, if the objective needs none."""
+    if recipe.classes is not None:
+        return load(recipe.data, recipe.data_root, recipe.image_size, some=SomeClasses(recipe.classes, recipe.seed))
+    if recipe.objective == "context" and recipe.data not in datasets():
+        path = Path(recipe.data) if recipe.data_root is None else Path(recipe.data_root) / recipe.data
+        if path.expanduser().is_dir():
+            return load_unlabelled(path.expanduser().resolve(), recipe.image_size)
+    return load(recipe.data, recipe.data_root, recipe.image_size)
 
 
 # --set and files may say `method.temperature` and `space.cells`; the recipe keeps names and settings apart.

@@ -20,8 +20,7 @@ from softcell.engine.session import place
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.registry import load_plugins
-from softcell.search.phases import load_images
-from softcell.search.recipe import SearchRecipe, resolve
+from softcell.search.recipe import SearchRecipe, load_images, resolve
 from softcell.settings import build
 from softcell.spaces import Supernet, build_space
 

@@ -17,7 +17,7 @@ from softcell.arch.choice import Pick
 from softcell.arch.derive import strongest_within
 from softcell.arch.rules import rows
 from softcell.errors import UserError
-from softcell.search.budget import Budget, shown
+from softcell.search.budget import Budget, format_cost
 
 
 def check_selectable(layout: Layout, limits: Mapping[str, float]) -> None:
@@ -51,7 +51,7 @@ def strongest_within_budget(
     never = layout.rule.never_picked if isinstance(layout.rule, StrongestEach) else ()
     allowed = [[k for k, op in enumerate(choice.candidates) if op not in never] for choice in table.choices]
     for i, choice in enumerate(table.choices):
-        notify(f"selection within {shown(kind, limit)}: counting choice {i + 1} of {len(table)}")
+        notify(f"selection within {format_cost(kind, limit)}: counting choice {i + 1} of {len(table)}")
         costs.append(
             [budget.measure(_with(own, table.name, picks, i, choice.candidates[k]))[kind] - total for k in allowed[i]]
         )

@@ -27,8 +27,8 @@ from softcell.search.budget import Budget
 from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.collapse import SKIP, CollapseWatch, share
 from softcell.search.evolution import select
+from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
-from softcell.search.history import line
 from softcell.search.hypergradient import Unrolling
 from softcell.search.perturb import PerturbationSelection
 from softcell.search.plans import Plans

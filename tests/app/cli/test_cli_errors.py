@@ -17,7 +17,7 @@ from softcell.app.cli.main import run
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher
 from softcell.search import resolve
-from softcell.search.sources import read_genotype
+from softcell.search.genotypes import read_genotype
 from softcell.settings import assignments
 from tests.helpers.cli_calls import CELL, TINY, Softcell
 

@@ -15,7 +15,7 @@ from softcell.evaluate.ranking import zero_cost
 from softcell.evaluate.recipe import resolve as resolve_training
 from softcell.evaluate.teacher import TeacherRecipe
 from softcell.search import resolve
-from softcell.search.sources import read_genotype
+from softcell.search.genotypes import read_genotype
 from softcell.settings import SEEDS, is_seed
 from softcell.spaces import build_space
 from tests.helpers.cli_calls import CELL, TINY, Softcell

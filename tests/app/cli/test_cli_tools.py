@@ -71,7 +71,7 @@ def test_commands_take_the_architecture_of_an_epoch(call: Softcell, searched: Pa
     assert call("show", f"{searched}@1").code == call("info", f"{searched}@1").code == 0
     answer = call("show", f"{searched}@99")
     assert answer.code == 2
-    assert "after @ stands an epoch" in answer.error
+    assert "must name an epoch of the search" in answer.error
 
 
 def test_info_counts_the_published_darts_network(call: Softcell) -> None:

@@ -60,7 +60,7 @@ def render(genotype: Genotype, to: o.Notation) -> str:
 def _other(content: str, genotype: Genotype) -> o.Notation:
     """The notation that is not the input's."""
     from softcell.reading import read_text
-    from softcell.search.sources import is_notation, named_in_file
+    from softcell.search.genotypes import is_notation, named_in_file
 
     if is_notation(content):
         is_json = content.lstrip().startswith("{")

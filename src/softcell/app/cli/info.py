@@ -65,7 +65,7 @@ def describe_network(
     from softcell.evaluate import count_genotype
     from softcell.evaluate.recipe import fit_space
     from softcell.registry import refused
-    from softcell.search.history import named_epoch
+    from softcell.search.genotypes import named_epoch
     from softcell.settings import merge
     from softcell.spaces import SPACES, build_space
 

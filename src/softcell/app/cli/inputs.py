@@ -34,7 +34,7 @@ def from_stdin(text: str | None) -> str | None:
 
 
 def genotype(text: str) -> Genotype:
-    from softcell.search.sources import read_genotype
+    from softcell.search.genotypes import read_genotype
 
     content = from_stdin(text)
     assert content is not None
@@ -49,7 +49,7 @@ def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dic
     """
     from softcell.engine import RunFolder
     from softcell.registry import load_plugins, refused
-    from softcell.search.sources import run_of
+    from softcell.search.genotypes import run_of
 
     folder = run_of(text)
     manifest = None if folder is None else RunFolder.open(folder).manifest

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from softcell.evaluate import TrainResult
     from softcell.evaluate.several import TrainedSeeds
     from softcell.search import SearchResult
-    from softcell.search.several import SeveralResult
+    from softcell.search.seeds import SeveralResult
 
 
 def show_search(out: Console, result: SearchResult) -> None:
     """The cells, how the search itself measured, and where everything is."""
     from softcell.app.report import to_text
     from softcell.engine import RunFolder
-    from softcell.search.budget import shown
-    from softcell.search.phases import FIRST
+    from softcell.search.budget import format_cost
     from softcell.search.reconstruct import PICTURE
+    from softcell.search.run import FIRST
 
     assert result.genotype is not None
     out.print()
@@ -41,7 +41,7 @@ def show_search(out: Console, result: SearchResult) -> None:
         found = results.get(f"derived_{kind}")
         if found is not None:  # random searches of older versions did not count
             verdict = "within" if found <= limit else "NOT within"
-            facts(out, budget=f"{shown(kind, found)}, {verdict} {shown(kind, limit)}")
+            facts(out, budget=f"{format_cost(kind, found)}, {verdict} {format_cost(kind, limit)}")
     facts(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
     filled = next((p for p in (result.folder / FIRST / PICTURE, result.folder / PICTURE) if p.is_file()), None)
     if filled is not None:
@@ -95,7 +95,7 @@ def show_seeds(out: Console, result: SeveralResult) -> None:
     """What each seed reached, with mean and spread; the best one is named."""
     import statistics
 
-    from softcell.search.several import figure, loss, score
+    from softcell.search.seeds import figure, loss, score
     from softcell.search.validation import ANEW
 
     out.print()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from softcell.engine.task import OnEvent
     from softcell.search import SearchRecipe
 
-SEEDS = "seeds.json"  # as softcell.search.several has it, which would be slow to import here
+SEEDS = "seeds.json"  # as softcell.search.seeds has it, which would be slow to import here
 
 EPILOG = o.examples(
     "softcell search",

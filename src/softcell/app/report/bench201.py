@@ -23,7 +23,7 @@ from softcell.arch.notation import from_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table, notation
 from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
-from softcell.search.history import genotype_of, was_read
+from softcell.search.genotypes import genotype_of, was_read
 
 SPACE = "nb201"
 

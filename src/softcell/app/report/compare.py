@@ -14,7 +14,7 @@ from softcell.app.report.html import big
 from softcell.app.report.runs import Run, number
 from softcell.app.report.stats import LEVEL, Summary, Welch, holm, summarise, welch
 from softcell.app.report.strings import clean
-from softcell.search.history import WHERE
+from softcell.search.genotypes import WHERE
 from softcell.settings import flat
 
 _NAMED = {"method", "space", "data"}

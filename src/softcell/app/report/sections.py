@@ -16,7 +16,7 @@ from softcell.app.report.runs import DRAWN, Run, mapping, number
 from softcell.app.report.theme import inside_page
 from softcell.arch import Genotype
 from softcell.errors import UserError
-from softcell.search.history import best_so_far, genotype_of
+from softcell.search.genotypes import best_so_far, genotype_of
 
 
 def section(run: Run, number_: int, *, label: bool, comparison: Html | None = None) -> Html:

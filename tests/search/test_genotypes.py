@@ -13,7 +13,7 @@ from softcell.engine.session import Interrupt
 from softcell.engine.task import EpochEnded, Event
 from softcell.errors import UserError
 from softcell.search import resolve
-from softcell.search.history import FILE, about_of, best_so_far, genotype_of, line, named_epoch
+from softcell.search.genotypes import FILE, about_of, best_so_far, genotype_of, line, named_epoch
 from softcell.spaces import build_space
 from tests.helpers.unsealed import unseal
 
@@ -97,7 +97,7 @@ def test_a_stopped_search_is_not_lost(tmp_path: Path) -> None:
     with Interrupt(), pytest.raises(KeyboardInterrupt):
         search("nos", data="digits", epochs=3, out=out, on_event=stop, **TINY)
     assert not (out / "genotype.json").exists()
-    with pytest.raises(UserError, match=r"stopped@last is what it had after epoch 1"):
+    with pytest.raises(UserError, match=r"stopped@last, its architecture after epoch 1"):
         read_genotype(out)
     assert read_genotype(f"{out}@last") == read_genotype(f"{out}@1")
     chosen, recipe = train_recipe(f"{out}@last", {"data": "digits"})
@@ -107,7 +107,7 @@ def test_a_stopped_search_is_not_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wanted", ["0", "3", "first", "²"])
 def test_an_epoch_that_is_not_there_is_refused_with_those_that_are(searched: Path, wanted: str) -> None:
-    with pytest.raises(UserError, match=rf"@{wanted}: .* it has 1 to 2"):
+    with pytest.raises(UserError, match=rf"@{wanted} must name an epoch.* it has 1 to 2"):
         read_genotype(f"{searched}@{wanted}")
 
 
@@ -130,5 +130,7 @@ def test_damaged_lines_are_an_error_in_words(searched: Path, tmp_path: Path, con
 
 def test_a_run_without_epochs_says_so(searched: Path, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text((searched / "run.json").read_text())
-    with pytest.raises(UserError, match="no epoch of this search is done yet; `softcell search --resume"):
+    with pytest.raises(
+        UserError, match="no epoch of this search is finished yet; resume it with `softcell search --resume"
+    ):
         read_genotype(f"{tmp_path}@last")

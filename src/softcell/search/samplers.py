@@ -1,29 +1,33 @@
-"""A search that trains every proposed architecture on its own, as a task of the engine's loop."""
+"""Searches without a supernet, as tasks of the loop: a sampler proposes architectures, which are compared one by one.
+
+`IndependentTask` trains each of them from scratch; `UntrainedTask` scores networks of random weights.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from softcell.arch import Genotype
 from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import Step, once, prepare_step
-from softcell.engine.distributed import broadcast_module
+from softcell.engine.distributed import World, broadcast_module, on_main
 from softcell.engine.metrics import Failure, Tally, measure
 from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import Session, computing_in, in_precision
-from softcell.methods import Sampler
+from softcell.errors import UserError
+from softcell.methods import Sampler, UntrainedSampler
 from softcell.nn.guide import Guided
 from softcell.nn.objective import Evaluated, Objective
-from softcell.search.budget import Budget
+from softcell.search.budget import Budget, next_within
+from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
-from softcell.search.history import line
 from softcell.search.recipe import SearchRecipe
-from softcell.search.within import next_within
 from softcell.spaces import Network, Shape, Space
 
 
@@ -55,12 +59,12 @@ class IndependentTask:
         self._scores: list[float] = []
         self._genotypes: list[Genotype] = []
         self._budget = budget
-        self._numbers: list[int] = []  # of the genotypes among all proposals: a budget passes some over
+        self._numbers: list[int] = []  # of the genotypes among all proposals: those that miss a budget are skipped
         self._network: Network | None = None
         self._optimiser: torch.optim.SGD | None = None
-        self._run: Step | None = None  # recorded anew for each architecture
+        self._run: Step | None = None  # captured again for each architecture
         if budget is not None:
-            self._propose()  # a budget that no draw meets must not leave a run folder behind
+            self._propose()  # raises before there is a run folder if no draw meets the budget
 
     @property
     def num_epochs(self) -> int:
@@ -89,7 +93,7 @@ class IndependentTask:
         self._run(*batch)
 
     def _learn(self, *draft: Tensor) -> None:
-        """One training step of the present network; it can be recorded."""
+        """One training step of the current network; it can be captured."""
         assert self._network is not None and self._optimiser is not None
         batch, clip = self._weights.finish(*draft), self.recipe.weights.clip
         result: Evaluated = self.objective(self._network, batch.images, batch.labels)
@@ -136,7 +140,7 @@ class IndependentTask:
         return self._genotypes[best]
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
-        """Nothing is left to measure, every architecture was trained on its own; what it costs stands by a budget."""
+        """The costs of the architecture where there is a budget; everything else has been measured."""
         if self._budget is None:
             return {}
         return self._budget.verdict(genotype)[0]
@@ -155,7 +159,7 @@ class IndependentTask:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         genotypes = [Genotype.from_dict(data) for data in state["genotypes"]]
-        numbers = list(state.get("numbers", range(len(genotypes))))  # older checkpoints know of no budget
+        numbers = list(state.get("numbers", range(len(genotypes))))  # older checkpoints have none
         if self._genotypes != genotypes:
             self._genotypes, self._numbers = genotypes[:-1], numbers[:-1]
             self._build(numbers[-1], genotypes[-1])
@@ -176,7 +180,7 @@ class IndependentTask:
         first = self._numbers[-1] + 1 if self._numbers else 0
 
         def propose(number: int) -> Genotype:
-            scores = [0.0] * number  # one that was passed over is to its sampler like one that learnt nothing
+            scores = [0.0] * number  # to the sampler, one that was skipped is like one that learnt nothing
             for own, score in zip(self._numbers, self._scores, strict=True):
                 scores[own] = score
             return self.sampler.propose(number, scores)
@@ -201,3 +205,126 @@ class IndependentTask:
         self._run = prepare_step(learn, self.recipe.engine, self.world, self._notify_once)
         self._genotypes.append(genotype)
         self._numbers.append(number)
+
+
+class UntrainedTask:
+    """A generation is an epoch, a network is a step.
+
+    Every network has the weights of the recipe's seed, so that a score depends on its architecture alone.
+    """
+
+    def __init__(
+        self,
+        recipe: SearchRecipe,
+        space: Space,
+        sampler: UntrainedSampler,
+        num_classes: int,
+        world: World,
+        *,
+        weights: Batches,
+        notify: Callable[[str], None],
+        budget: Budget | None = None,
+    ) -> None:
+        self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
+        self.about: dict[str, Any] = {}
+        self._num_classes, self._budget = num_classes, budget
+        self._genotypes: list[Genotype] = []
+        self._scores: list[float] = []
+        self._known: dict[Genotype, float] = {}
+        if recipe.epochs != 1:
+            notify(f"`epochs` is ignored: {recipe.method} trains nothing; its own settings say how long it runs")
+        if budget is not None:
+            for kind in budget.out_of_reach():
+                raise UserError(
+                    f"the budget is out of reach: {budget.least(kind)}; raise it, or make the network smaller "
+                    f"({budget.smaller()}, and train with the same)"
+                )
+            sampler.allowed, sampler.starts = budget.is_met, budget.cheapest
+            sampler.propose(0, [])  # raises before there is a run folder if nothing meets the budget
+        self._images = _first(weights, sampler.num_images)  # used by the main process alone, which scores
+
+    @property
+    def num_epochs(self) -> int:
+        return self.sampler.num_rounds
+
+    def steps_in(self, epoch: int) -> int:
+        return self.sampler.num_samples // self.sampler.num_rounds
+
+    def begin_epoch(self, epoch: int) -> None:
+        pass
+
+    def batches(self, epoch: int, start: int) -> Iterator[int]:
+        """The numbers of the networks."""
+        size = self.steps_in(epoch)
+        return iter(range(epoch * size + start, (epoch + 1) * size))
+
+    def step(self, batch: int) -> None:
+        genotype = self.sampler.propose(batch, list(self._scores))
+        if genotype not in self._known:
+            self._known[genotype] = self._score(genotype)
+        self._genotypes.append(genotype)
+        self._scores.append(self._known[genotype])
+
+    def _score(self, genotype: Genotype) -> float:
+        score, seed = self.sampler.score, self.recipe.seed
+        return on_main(
+            lambda: score_architecture(self.space, genotype, score, self._images, self._num_classes, seed), self.world
+        )
+
+    def end_epoch(self, epoch: int) -> dict[str, Any]:
+        found = self._found()
+        return {**found, "_records": {"architecture": line(epoch, self.derive(), score=found["best_score"])}}
+
+    def derive(self) -> Genotype:
+        """The architecture with the best score; the earlier one in a tie."""
+        return self._genotypes[self._scores.index(max(self._scores))]
+
+    def conclude(self, genotype: Genotype) -> dict[str, Any]:
+        """The score, how many networks it is the best of, and what the architecture costs where there is a budget."""
+        about = {**self.sampler.findings(), "images": len(self._images), **self._found()}
+        verdict = {} if self._budget is None else self._budget.verdict(genotype)[0]
+        return {"untrained": about, **verdict}
+
+    def _found(self) -> dict[str, Any]:
+        best = max(self._scores)
+        return {"best_score": best if math.isfinite(best) else None, "networks": len(self._known)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"genotypes": [genotype.to_dict() for genotype in self._genotypes], "scores": list(self._scores)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._genotypes = [Genotype.from_dict(data) for data in state["genotypes"]]
+        self._scores = list(state["scores"])
+        self._known = dict(zip(self._genotypes, self._scores, strict=True))
+
+    def failed(self) -> Failure | None:
+        return None
+
+
+def score_architecture(
+    space: Space,
+    genotype: Genotype,
+    score: Callable[[nn.Module, Tensor], float],
+    images: Tensor,
+    num_classes: int,
+    seed: int,
+) -> float:
+    """The score of an architecture's untrained network, -inf where it is NaN; the same for the same seed.
+
+    images: [n, c, h, w], normalised as for training; the network is scored on their device.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = space.network(genotype, (images.shape[1], images.shape[2], images.shape[3]), num_classes)
+    found = score(network.to(images.device), images)
+    return -math.inf if math.isnan(found) else found
+
+
+def _first(batches: Batches, number: int) -> Tensor:
+    """The first images [n, c, h, w] of a split, fewer where it has fewer."""
+    found: list[Tensor] = []
+    for batch in batches.epoch(0):
+        found.append(batch.images)
+        if sum(map(len, found)) >= number:
+            break
+    return torch.cat(found)[:number].float()

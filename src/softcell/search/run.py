@@ -1,7 +1,12 @@
-"""From a recipe to a run folder with a derived architecture."""
+"""From a recipe to a run folder with a derived architecture.
+
+A search may have two phases (full-attention NAS, §III-D): phase 1 searches by context auto-regression, phase 2 on the
+target task. Only architecture parameters carry over; phase 2 starts from new weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -10,54 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
-from softcell.arch import Genotype, empty_cells, sample
-from softcell.data import Batches, Dataset, fingerprint
-from softcell.data.batches import Feeds
+from softcell.arch import Genotype, empty_cells
+from softcell.arch.evolve import Evolution
+from softcell.data import Dataset, datasets, fingerprint
 from softcell.data.dataset import content_of
 from softcell.data.guard import test_set_sealed
-from softcell.data.hashing import permutation
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, broadcast_module, on_main
-from softcell.engine.files import atomic_write_text
+from softcell.engine.files import LISTED, atomic_write_bytes, atomic_write_text
 from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import occupied
 from softcell.engine.loop import Outcome
-from softcell.engine.runfolder import failure_recorded, notifier, record_failure, run_in_folder
+from softcell.engine.runfolder import MANIFEST, clear, failure_recorded, notifier, record_failure, run_in_folder
 from softcell.engine.session import Session, open_session
 from softcell.engine.task import OnEvent
-from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
-from softcell.methods import METHODS, Method, UntrainedSampler
-from softcell.nn.context import ContextAutoRegression
-from softcell.nn.objective import Objective
+from softcell.methods import Method
 from softcell.registry import load_plugins
-from softcell.search.guide import make_objective, supernet_maps, supernet_stages
-from softcell.search.history import about_of
-from softcell.search.independent import IndependentTask
-from softcell.search.limits import budget_of_draws, resource_of
-from softcell.search.perturb import check_perturbable
-from softcell.search.phases import (
-    FIRST,
-    LOGITS,
-    first_phase,
-    forget_phase,
-    load_images,
-    read_logits,
-    unfitting,
-    write_logits,
-)
-from softcell.search.recipe import SearchRecipe, resolve, unmet
+from softcell.search.budget import state_budget
+from softcell.search.build import AnyTask, build_task, with_precision
+from softcell.search.genotypes import about_of
+from softcell.search.guide import Guide
+from softcell.search.recipe import Pretrain, SearchRecipe, Select, load_images, resolve
 from softcell.search.reconstruct import draw_reconstructions
+from softcell.search.resource import Resource
 from softcell.search.task import SearchTask
-from softcell.search.untrained import UntrainedTask
 from softcell.search.validation import ANEW
-from softcell.search.within import stated
-from softcell.settings import build, refuse_changes, without_auto
+from softcell.settings import refuse_changes, without_auto
 from softcell.spaces import build_space
 
-AnyTask = SearchTask | IndependentTask | UntrainedTask
+FIRST = "phase-1"
+LOGITS = "logits.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +152,7 @@ def _check_phases(first: SearchRecipe, second: SearchRecipe) -> None:
             plain = replace(
                 recipe, engine="eager", precision="float32" if recipe.precision == "auto" else recipe.precision
             )
-            task = _task(plain, dataset, recipe.parts(dataset.train), session, None)
+            task = build_task(plain, dataset, recipe.parts(dataset.train), session, None)
             assert isinstance(task, SearchTask)  # others have no first phase
             handed.append({name: parameter.shape for name, parameter in task.method.named_parameters()})
     if not handed[0]:
@@ -230,8 +221,8 @@ def _search(
     # Data first: a wrong path must not leave a run folder behind.
     dataset = load_images(recipe)
     parts = recipe.parts(dataset.train)
-    recipe = _with_precision(recipe, dataset, parts, session, on_event)
-    task = _task(recipe, dataset, parts, session, on_event)
+    recipe = with_precision(recipe, dataset, parts, session, on_event)
+    task = build_task(recipe, dataset, parts, session, on_event)
 
     def manifest() -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -312,7 +303,7 @@ def _conclude(
     about: dict[str, Any] = {**about_of(recipe.to_dict()), "epochs": len(outcome.metrics)}
     results = task.conclude(Genotype(found.space, found.cells, found.settings, about))
     results |= {"empty_cells": empty} if empty else {}
-    about |= stated(recipe, dataset.shape, dataset.num_classes, results)
+    about |= state_budget(recipe, dataset.shape, dataset.num_classes, results)
     genotype = Genotype(found.space, found.cells, found.settings, about)
 
     def conclude() -> None:
@@ -345,144 +336,70 @@ def _check_teacher(folder: Path, about: Mapping[str, Any]) -> None:
         )
 
 
-def _with_precision(
-    recipe: SearchRecipe, dataset: Dataset, parts: Mapping[str, Any], session: Session, on_event: OnEvent | None
-) -> SearchRecipe:
-    if recipe.precision != "auto":
-        return recipe
+def first_phase(recipe: SearchRecipe) -> SearchRecipe:
+    """The recipe of phase 1: the same search by another objective.
 
-    def make(precision: str) -> AnyTask:
-        return _task(replace(recipe, precision=precision), dataset, parts, session, None)  # type: ignore[arg-type]
-
-    job = f"search {recipe.method}, {recipe.regime}, {recipe.space}, batch {recipe.batch_size}, {dataset.shape}"
-    chosen = choose_precision(job, session.world, make, notifier(on_event, session.world))
-    return replace(recipe, precision=chosen)  # type: ignore[arg-type]
-
-
-def _task(
-    recipe: SearchRecipe, dataset: Dataset, parts: Mapping[str, Any], session: Session, on_event: OnEvent | None
-) -> AnyTask:
-    world = session.world
-    kind, space = METHODS.get(recipe.method), build_space(recipe.space, recipe.space_settings)
-    layout = space.layout()
-    settings: Any = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
-    feeds = Feeds(
-        dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
-    )
-    augment = replace(dataset.augment, cutout=recipe.cutout)
-    weights = feeds.training(parts["weights"], augment)
-    held = feeds.plain(dataset.train, parts[recipe.measured_split])
-
-    notify = notifier(on_event, world)
-    objective: Objective
-    if not issubclass(kind, Method) and recipe.objective == "context":
-        raise UserError(
-            f"method {recipe.method!r} compares networks by accuracy, which context auto-regression has none of; set "
-            "objective=classify and pretrain.epochs=0"
-        )
-    if not issubclass(kind, Method) and recipe.select.is_on:
-        raise UserError(
-            f"select.by={recipe.select.by} (--select) removes candidates from a trained supernet, but method "
-            f"{recipe.method!r} trains architectures one by one; leave it out, or search with another method"
-        )
-    if not issubclass(kind, Method):
-        for name in _of_supernets(recipe):
-            notify(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
-        sampler = kind(layout, settings, recipe.seed)
-        budget = budget_of_draws(recipe, space, dataset, notify)
-        if isinstance(sampler, UntrainedSampler):
-            if recipe.guide.teacher is not None:
-                notify(f"`guide` is ignored: {recipe.method} trains nothing")
-            plain = feeds.plain(dataset.train, parts["weights"])
-            return UntrainedTask(
-                recipe, space, sampler, dataset.num_classes, world, weights=plain, notify=notify, budget=budget
-            )
-
-        def stages() -> list[tuple[int, int]]:
-            with torch.device("meta"):
-                network = space.network(sample(layout, 0), dataset.shape, dataset.num_classes).eval()
-                return [(m.shape[-2], m.shape[-1]) for m in network.features(torch.zeros(1, *dataset.shape))]
-
-        objective, about = make_objective(recipe.guide, stages, dataset.shape, session)
-        return IndependentTask(
-            recipe,
-            space,
-            sampler,
-            objective,
-            dataset.shape,
-            dataset.num_classes,
-            session,
-            weights=weights,
-            held=held,
-            notify=notify,
-            about=about,
-            budget=budget,
-        )
-    for name in unmet(kind, type(space), recipe.scale):
-        reason = "keeps its own" if name in recipe.space_settings else "has no such setting"
-        notify(f"`space.{name}` of {recipe.method}'s recipe is ignored: space {recipe.space!r} {reason}")
-    supernet = session.place(space.supernet(dataset.shape, dataset.num_classes))
-    method = session.place(kind.for_supernet(settings, supernet))
-    if recipe.select.is_on:
-        check_perturbable(layout, method)
-    resource, budget = resource_of(recipe, space, method, dataset, session, notify)
-    if recipe.objective == "context":
-        maps = supernet_maps(supernet, method)
-        objective, about = session.place(ContextAutoRegression(maps, dataset.shape)), {}
-    else:
-        objective, about = make_objective(
-            recipe.guide, lambda: supernet_stages(supernet, method), dataset.shape, session
-        )
-    return SearchTask(
-        recipe,
-        supernet,
-        method,
-        objective,
-        world,
-        about=about,
-        weights=weights,
-        validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
-        held=held,
-        looked=_looked(recipe, method, feeds, dataset, parts, held),
-        judged=_judged(recipe, feeds, dataset, parts) if recipe.select.is_on else None,
-        notify=notify,
-        resource=resource,
-        budget=budget,
-    )
-
-
-def _looked(
-    recipe: SearchRecipe, method: Method, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
-) -> Batches:
-    """The validation split as it is, for methods that derive from a pass over it and for evolution."""
-    selects = method.selection is not None or recipe.evolution.is_on
-    if recipe.measured_split != "held" or not selects:
-        return held
-    if "validation" not in parts:
-        raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
-    return feeds.plain(dataset.train, parts["validation"])
-
-
-def _judged(recipe: SearchRecipe, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor]) -> Batches:
-    """The validation images that a selection by perturbation measures on, in a random order of the seed.
-
-    BatchNorm may normalise by each batch, so no batch may hold a single class, nor be far shorter than the others.
+    Budgets, teachers and selection belong to the target task.
     """
-    if "validation" not in parts:
-        raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
-    own = parts["validation"]
-    own = own[permutation(recipe.seed, 0, len(own), "select")][: recipe.select.images or None]
-    batches = feeds.plain(dataset.train, own)
-    if recipe.select.norms == "batch" and len(own) > batches.batch_size:
-        batches = feeds.plain(dataset.train, own[: len(own) // batches.batch_size * batches.batch_size])
-    return batches
+    own = recipe.pretrain
+    rate = recipe.architecture.lr if own.architecture_lr is None else own.architecture_lr
+    same = own.data is None
+    # A folder is where its path says; named data lie where those of the search do.
+    root = recipe.data_root if same or own.data in datasets() else None
+    return replace(
+        recipe,
+        objective="context",
+        pretrain=Pretrain(),
+        epochs=own.epochs,
+        data=recipe.data if own.data is None else own.data,
+        data_root=root if own.data_root is None else own.data_root,
+        image_size=recipe.image_size if same and own.image_size is None else own.image_size,
+        classes=recipe.classes if same and own.classes is None else own.classes,
+        batch_size=own.batch_size or recipe.batch_size,
+        architecture=replace(recipe.architecture, lr=rate),
+        weights=replace(recipe.weights, warmup=min(recipe.weights.warmup, own.epochs - 1)),
+        resource=Resource(),
+        evolution=Evolution(),
+        select=Select(),
+        guide=Guide(),
+        child_every=0,
+    )
 
 
-def _of_supernets(recipe: SearchRecipe) -> list[str]:
-    """Settings that say something about a supernet and were given."""
-    given = {
-        "drop_path": recipe.drop_path > 0,
-        "child_every": recipe.child_every > 0,
-        "evolution": recipe.evolution.is_on,
-    }
-    return [name for name, is_given in given.items() if is_given]
+def forget_phase(folder: Path) -> None:
+    """Removes the first phase of an earlier search from a folder that is overwritten: none may go on with it."""
+    place = folder / FIRST
+    if all((path / MANIFEST).is_file() for path in (folder, place)):
+        clear(place)
+        for name in (MANIFEST, LISTED):
+            (place / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what the user has put there stays
+            place.rmdir()
+
+
+def write_logits(method: Method, file: Path) -> None:
+    """The architecture parameters, put in place in one step."""
+    state = {name: p.detach().cpu().contiguous() for name, p in method.named_parameters()}
+    atomic_write_bytes(file, save(state))
+
+
+@torch.no_grad()
+def read_logits(method: Method, file: Path) -> None:
+    """Fills the architecture parameters with those of an earlier phase."""
+    try:
+        state = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"the logits of phase 1 cannot be read from {file} ({error}); search again") from error
+    own = dict(method.named_parameters())
+    if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in state.items()}:
+        raise UserError(unfitting(method.name, f"in {file}"))
+    for name, parameter in own.items():
+        parameter.copy_(state[name])
+
+
+def unfitting(method: str, which: str) -> str:
+    """What to tell of architecture parameters that cannot be handed on."""
+    return (
+        f"the architecture parameters {which} do not fit those of method {method!r}; phases must have one method and "
+        "space, and for methods that look at feature maps one image size"
+    )

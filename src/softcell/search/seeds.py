@@ -19,9 +19,8 @@ from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
 from softcell.engine.task import OnEvent
 from softcell.reading import read_json_lines
-from softcell.search.phases import FIRST
 from softcell.search.recipe import SearchRecipe
-from softcell.search.search import SearchResult, searching
+from softcell.search.run import FIRST, SearchResult, searching
 from softcell.search.validation import ANEW
 
 Keep = Literal["all", "best"]

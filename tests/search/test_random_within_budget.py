@@ -12,11 +12,10 @@ from softcell.arch import Genotype, sample
 from softcell.engine.task import Note
 from softcell.errors import UserError
 from softcell.methods.random import RandomSearch
+from softcell.search import budget as subject
 from softcell.search import resolve, search
-from softcell.search import within as subject
-from softcell.search.budget import Budget
+from softcell.search.budget import Budget, next_within, stated_budget
 from softcell.search.resource import Resource
-from softcell.search.within import next_within, stated_in
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates, count_genotype
 from tests.helpers.search_toys import check_resumed, settings, write_data
@@ -161,7 +160,7 @@ def test_later_architectures_may_use_the_tries_that_earlier_ones_left(monkeypatc
 
 def test_what_the_cheapest_network_misses_is_not_drawn_for() -> None:
     tight = budget(100)
-    tight.look_for_cheapest(SPACE.layout(), count_candidates(SPACE, (1, 8, 8), 3), None)
+    tight.find_cheapest(SPACE.layout(), count_candidates(SPACE, (1, 8, 8), 3), None)
 
     def draw(number: int) -> Genotype:
         raise AssertionError("in vain")
@@ -176,7 +175,7 @@ def test_a_genotype_brings_the_budget_of_its_search_along(method: str, data: Pat
     resource = {"max_params": LIMIT, "network": NETWORK}
     search(resolve(settings("nb201", data, method=method, epochs=1, resource=resource, **own)), tmp_path / "run")
     genotype = Genotype.load(tmp_path / "run")
-    known = stated_in(genotype)
+    known = stated_budget(genotype)
     assert known is not None
     assert known.found == {"parameters": parameters(genotype)}
     assert (known.missed() is None) == (parameters(genotype) <= LIMIT)
@@ -197,12 +196,12 @@ def test_a_genotype_brings_the_budget_of_its_search_along(method: str, data: Pat
 )
 def test_a_budget_that_cannot_be_read_is_refused(known: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        stated_in(Genotype("nb201", DRAWS[0].cells, about={"budget": known}))
+        stated_budget(Genotype("nb201", DRAWS[0].cells, about={"budget": known}))
 
 
 def test_a_missed_budget_is_told_by_kind() -> None:
     about = {"input": [1, 8, 8], "classes": 3, "max_params": 100, "max_flops": 500}
     for found, told in (((100, 500), None), ((150, 400), "150 parameters, 50.0% over the budget of 100 parameters")):
         costs = dict(zip(("parameters", "flops"), found, strict=True))
-        known = stated_in(Genotype("nb201", DRAWS[0].cells, about={"budget": {**about, "found": costs}}))
+        known = stated_budget(Genotype("nb201", DRAWS[0].cells, about={"budget": {**about, "found": costs}}))
         assert known is not None and known.missed() == told
