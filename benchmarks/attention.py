@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.options import machine
-from softcell.engine.capture import TRIED, WARMUP, CapturedStep
+from softcell.engine.capture import EAGER_STEPS_PER_KEY, WARMUP, CapturedStep
 from softcell.engine.timing import Stopwatch
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.local import attend_packed, unpacked
@@ -171,7 +171,7 @@ def measure(form: Form, options: argparse.Namespace, side: int, extent: int, dev
     work: Callable[[], None] = step
     if device.type == "cuda":
         work = CapturedStep(step, notes.append)
-        for _ in range(WARMUP + TRIED + 1):
+        for _ in range(WARMUP + EAGER_STEPS_PER_KEY + 1):
             work()
     times = []
     for _ in range(options.rounds):

@@ -28,7 +28,7 @@ from softcell.arch import Genotype, notation
 from softcell.data import load
 from softcell.data.batches import Feeds
 from softcell.engine.capture import WARMUP
-from softcell.engine.interleave import Lane
+from softcell.engine.interleave import RunState
 from softcell.engine.session import Session, open_session
 from softcell.engine.task import Task
 from softcell.evaluate import resolve as resolve_training
@@ -203,10 +203,10 @@ def busy_share(task: Task, steps: int) -> float:
 
 def together(data: str, case: Case, session: Session, count: int, seconds: float) -> float:
     """Milliseconds per step of one search when `count` of them share the device, each in its lane."""
-    lanes = [Lane(session.device) for _ in range(count)]
-    tasks: list[tuple[Lane, Task, Iterator[Any]]] = []
+    lanes = [RunState(session.device) for _ in range(count)]
+    tasks: list[tuple[RunState, Task, Iterator[Any]]] = []
     for lane in lanes:
-        with lane.entered():
+        with lane.active():
             task = made_search(data, case, session, **VARIANTS["fused bf16"])
             batches = started(task)
             for one in islice(batches, WARMUP + 2):
@@ -217,7 +217,7 @@ def together(data: str, case: Case, session: Session, count: int, seconds: float
     while time.perf_counter() - began < seconds:
         for _ in range(5):
             for lane, task, batches in tasks:
-                with lane.entered():
+                with lane.active():
                     task.step(next(batches))
             done += count
         torch.cuda.synchronize()

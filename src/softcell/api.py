@@ -23,7 +23,7 @@ from softcell.app.export import export
 from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, empty_cells
 from softcell.engine import RunFolder, distributed, resolve_device, set_deterministic
-from softcell.engine.lock import occupied
+from softcell.engine.lock import locked
 from softcell.engine.manifest import FORMAT
 from softcell.engine.seeds import read_seeds, seed_folder
 from softcell.engine.task import OnEvent
@@ -222,7 +222,7 @@ def search_with(
             return done
     with joined(recipe.device, recipe.deterministic) as world:
         folder = agreed_folder(out, world, recipe.method, recipe.space, recipe.data)
-        with occupied(folder, world):
+        with locked(folder, world):
             result = run_search(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
             if world.is_main:
                 _draw_search(result)
@@ -366,7 +366,7 @@ def train_with(
             return done
     with joined(recipe.device, recipe.deterministic) as world:
         folder = agreed_folder(out, world, "train", genotype.space, recipe.data)
-        with occupied(folder, world):
+        with locked(folder, world):
             result = run_training(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
             if world.is_main:
                 _draw_training(result)

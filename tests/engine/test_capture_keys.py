@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.engine.capture import POOL, PRIORITIES, TRIED, CapturedStep, Engine, Readback, once, prepare_step
+from softcell.engine.capture import (
+    EAGER_STEPS_PER_KEY,
+    STREAM_POOL,
+    STREAM_PRIORITIES,
+    CapturedStep,
+    Engine,
+    Readback,
+    once,
+    prepare_step,
+)
 from softcell.engine.distributed import World
 from softcell.errors import UserError
 
@@ -80,7 +89,7 @@ class Stream:
 
     def __init__(self, device: int | None = None, priority: int = 0) -> None:
         number = Stream.dealt[priority] = Stream.dealt.get(priority, -1) + 1
-        self.cuda_stream = 1000 * (1 - priority) + number % POOL
+        self.cuda_stream = 1000 * (1 - priority) + number % STREAM_POOL
 
     def wait_stream(self, other: Stream) -> None: ...
 
@@ -145,7 +154,7 @@ def test_every_key_is_tried_eagerly_before_it_is_recorded() -> None:
     for i, (key, (ran_key, how, value)) in enumerate(zip(keys, ran, strict=True)):
         seen[key] = seen.get(key, 0) + 1
         assert (ran_key, value) == (key, float(i))
-        assert how == ("eager" if i < 3 or seen[key] <= TRIED else "replayed")
+        assert how == ("eager" if i < 3 or seen[key] <= EAGER_STEPS_PER_KEY else "replayed")
 
 
 def test_a_key_that_never_comes_back_is_never_recorded() -> None:
@@ -157,9 +166,9 @@ def test_too_many_recordings_are_let_go_together_and_made_anew_as_they_come() ->
     """One that ends takes what others of its stream work with."""
     subject = Subject(warmup=0, kept=2)
     for key in ("a", "b"):
-        assert [subject(key, 0.0)[1] for _ in range(TRIED + 1)][-1] == "replayed"
+        assert [subject(key, 0.0)[1] for _ in range(EAGER_STEPS_PER_KEY + 1)][-1] == "replayed"
     recorded = list(subject.run._graphs.values())
-    for _ in range(TRIED):
+    for _ in range(EAGER_STEPS_PER_KEY):
         subject("c", 2.0)
     assert subject("a", 1.0) == ("a", "replayed", 1.0) and all(graph.alive for graph in recorded)
     assert subject("c", 2.0) == ("c", "replayed", 2.0) and not any(graph.alive for graph in recorded)
@@ -172,28 +181,28 @@ def test_no_two_steps_that_live_share_a_stream_however_many_torch_has_dealt_out(
     mine = [Subject(warmup=1) for _ in range(3)]
     for subject in mine:
         subject("a", 0.0)
-    for _ in range(POOL):
+    for _ in range(STREAM_POOL):
         Stream()  # somebody else's; the next is the first again
-    more = [Subject(warmup=1) for _ in range(POOL)]
+    more = [Subject(warmup=1) for _ in range(STREAM_POOL)]
     for subject in more:
         subject("a", 0.0)
     handles = [subject.run._side.cuda_stream for subject in (*mine, *more) if subject.run._side is not None]
-    assert len(set(handles)) == len(handles) == POOL + 3
+    assert len(set(handles)) == len(handles) == STREAM_POOL + 3
 
 
 def test_streams_of_what_has_ended_are_taken_again_and_too_many_at_once_are_refused() -> None:
-    for _ in range(3 * POOL * len(PRIORITIES)):
+    for _ in range(3 * STREAM_POOL * len(STREAM_PRIORITIES)):
         Subject(warmup=1)("a", 0.0)
-    alive = [Subject(warmup=1) for _ in range(POOL * len(PRIORITIES))]
+    alive = [Subject(warmup=1) for _ in range(STREAM_POOL * len(STREAM_PRIORITIES))]
     for subject in alive:
         subject("a", 0.0)
-    with pytest.raises(UserError, match="fewer run at once"):
+    with pytest.raises(UserError, match="let fewer runs share it"):
         Subject(warmup=1)("a", 0.0)
 
 
 def test_a_key_that_cannot_be_recorded_makes_all_steps_eager_and_says_so_once() -> None:
     subject = Subject(warmup=0)
-    for _ in range(TRIED + 2):
+    for _ in range(EAGER_STEPS_PER_KEY + 2):
         assert subject("bad", 1.0)[1] == "eager"
     assert subject("a", 1.0)[1] == "eager"
     (reason,) = subject.told
@@ -204,14 +213,14 @@ def test_a_key_that_cannot_be_recorded_makes_all_steps_eager_and_says_so_once() 
 def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
     """As if nothing had been recorded; and what another step has recorded is made anew, with the numbers that go on."""
     good, bad = Subject(warmup=0), Subject(warmup=0)
-    for _ in range(TRIED + 2):
+    for _ in range(EAGER_STEPS_PER_KEY + 2):
         good("a", 0.0)
-    for _ in range(TRIED + 2):
+    for _ in range(EAGER_STEPS_PER_KEY + 2):
         bad("bad", 0.0)
     assert good("a", 0.0)[1] == "replayed"
     assert bad("bad", 0.0)[1] == "eager"
     assert good("a", 0.0)[1] == "replayed"
-    assert sorted(good.drawn + bad.drawn) == list(range(1, 2 * TRIED + 8))
+    assert sorted(good.drawn + bad.drawn) == list(range(1, 2 * EAGER_STEPS_PER_KEY + 8))
     assert not good.told and len(bad.told) == 1
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 import softcell
-from softcell.engine.lock import LOCK, RESERVE, free_reserve, occupied
+from softcell.engine.lock import LOCK, RESERVE, free_reserve, locked
 from softcell.errors import UserError
 
 HOLD = """
 import sys, time
-from softcell.engine.lock import occupied
+from softcell.engine.lock import locked
 try:
-    with occupied(sys.argv[1]):
+    with locked(sys.argv[1]):
         print("held", flush=True)
         time.sleep(60)
 except KeyboardInterrupt:
@@ -44,7 +44,7 @@ def holding(folder: Path) -> subprocess.Popen[str]:
 def test_a_second_process_hears_which_one_has_the_folder_and_gets_it_after(tmp_path: Path) -> None:
     process = holding(tmp_path / "run")
     try:
-        with pytest.raises(UserError) as caught, occupied(tmp_path / "run"):
+        with pytest.raises(UserError) as caught, locked(tmp_path / "run"):
             raise AssertionError("two processes in one folder")
         text = str(caught.value)
         assert f"process {process.pid} on {socket.gethostname()}, since 2" in text and "-c" in text
@@ -53,7 +53,7 @@ def test_a_second_process_hears_which_one_has_the_folder_and_gets_it_after(tmp_p
     finally:
         process.kill()
     assert not (tmp_path / "run").exists(), "nothing came into it"
-    with occupied(tmp_path / "run"):
+    with locked(tmp_path / "run"):
         pass
 
 
@@ -62,7 +62,7 @@ def test_a_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert (tmp_path / LOCK).exists(), "it could not clean up"
-    with occupied(tmp_path):
+    with locked(tmp_path):
         found = json.loads((tmp_path / LOCK).read_text().splitlines()[0])
         assert found["pid"] == os.getpid()
     assert not (tmp_path / LOCK).exists()
@@ -73,13 +73,13 @@ def test_contexts_of_one_thread_nest_and_other_threads_wait_outside(tmp_path: Pa
 
     def intrude() -> None:
         try:
-            with occupied(tmp_path):
+            with locked(tmp_path):
                 pass
         except UserError as error:
             errors.append(str(error))
 
-    with occupied(tmp_path):
-        with occupied(tmp_path / ".." / tmp_path.name):
+    with locked(tmp_path):
+        with locked(tmp_path / ".." / tmp_path.name):
             pass
         assert (tmp_path / LOCK).exists(), "the outer one holds on"
         other = threading.Thread(target=intrude)
@@ -90,10 +90,10 @@ def test_contexts_of_one_thread_nest_and_other_threads_wait_outside(tmp_path: Pa
 
 
 def test_an_error_releases_and_takes_back_the_folders_that_were_made(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), occupied(tmp_path / "a" / "b"):
+    with pytest.raises(RuntimeError), locked(tmp_path / "a" / "b"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with occupied(tmp_path / "a" / "b"):
+    with locked(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "result").touch()
     assert (tmp_path / "a" / "b" / "result").exists()
 
@@ -109,7 +109,7 @@ def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatc
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with occupied(tmp_path):
+    with locked(tmp_path):
         assert len(times) == 2 and (tmp_path / LOCK).exists()
 
 
@@ -126,16 +126,16 @@ def test_without_locks_of_the_file_system_the_file_decides(
     monkeypatch.setattr(fcntl, "flock", flock)
     (tmp_path / LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "then"}) + "\n")
     if is_free:
-        with occupied(tmp_path):
+        with locked(tmp_path):
             pass
         return
-    with pytest.raises(UserError, match=f"process {pid} on {host}") as caught, occupied(tmp_path):
+    with pytest.raises(UserError, match=f"process {pid} on {host}") as caught, locked(tmp_path):
         pass
     assert ("delete" in str(caught.value)) is (host == "elsewhere")
 
 
 def test_the_lock_keeps_space_that_can_be_given_up(tmp_path: Path) -> None:
-    with occupied(tmp_path):
+    with locked(tmp_path):
         assert (tmp_path / LOCK).stat().st_size > RESERVE
         free_reserve(tmp_path)
         assert (tmp_path / LOCK).stat().st_size < 1000
@@ -145,7 +145,7 @@ def test_the_lock_keeps_space_that_can_be_given_up(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_or_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "deep"):
-        with pytest.raises(UserError, match="needs a folder"), occupied(place):
+        with pytest.raises(UserError, match="needs a folder"), locked(place):
             pass
 
 
@@ -153,6 +153,6 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match="cannot be opened"), occupied(tmp_path / "run"):
+    with pytest.raises(UserError, match="cannot be opened"), locked(tmp_path / "run"):
         pass
     assert (tmp_path / "precious").read_text() == "mine"

@@ -221,8 +221,8 @@ def test_slow_saving_is_done_as_often_as_it_may_take_time(tmp_path: Path, monkey
     monkeypatch.setattr(checkpoint, "save", noted)
     whole = loop.run(Toy(num_epochs=5), tmp_path / "whole", ALONE, resume=False)
     assert saved == [(k, 0) for k in (1, 2, 3, 4, 5)], "quickly saved: after every epoch"
-    monkeypatch.setattr(loop, "SAVED_IN", 0.0)
-    monkeypatch.setattr(loop, "SAVING", 1e-9)
+    monkeypatch.setattr(loop, "FAST_SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "MAX_SAVING_SHARE", 1e-9)
     saved.clear()
     struck = Toy(num_epochs=5, before_step=strike_at(3, 1))
     assert loop.run(struck, tmp_path / "cut", ALONE, resume=False).status == "interrupted"
@@ -250,8 +250,8 @@ def test_who_ends_a_run_after_an_epoch_goes_on_from_there(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if slow:
-        monkeypatch.setattr(loop, "SAVED_IN", 0.0)
-        monkeypatch.setattr(loop, "SAVING", 1e-9)
+        monkeypatch.setattr(loop, "FAST_SAVE_SECONDS", 0.0)
+        monkeypatch.setattr(loop, "MAX_SAVING_SHARE", 1e-9)
 
     def end(event: Event) -> None:
         if isinstance(event, EpochEnded) and event.epoch == 3:
@@ -267,7 +267,7 @@ def test_no_run_is_unsaved_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saved: list[int] = []
     save = checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda folder, state: (saved.append(state["epoch"]), save(folder, state)))
-    for name, value in (("SAVED_IN", 0.0), ("SAVING", 1e-9), ("LONGEST", 0.0)):
+    for name, value in (("FAST_SAVE_SECONDS", 0.0), ("MAX_SAVING_SHARE", 1e-9), ("MAX_UNSAVED_SECONDS", 0.0)):
         monkeypatch.setattr(loop, name, value)
     loop.run(Toy(num_epochs=3), tmp_path, ALONE, resume=False)
     assert saved == [1, 2, 3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from softcell.engine.distributed import World
-from softcell.engine.metrics import Meter, Tally, among_top
+from softcell.engine.metrics import Meter, Tally, in_top
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -24,15 +24,15 @@ def test_top_5_is_what_sorting_gives_ties_included() -> None:
     labels = torch.randint(0, 9, (200,), generator=generator)
     expected = by_sorting(logits, labels)
     assert 20 < sum(expected) < 180
-    assert among_top(logits, labels).tolist() == expected
+    assert in_top(logits, labels).tolist() == expected
     right = logits.argmax(1) == labels
-    assert not bool((right & ~among_top(logits, labels)).any()), "what is right is among the top five"
+    assert not bool((right & ~in_top(logits, labels)).any()), "what is right is among the top five"
 
 
 def test_equal_and_undefined_logits_are_no_answers() -> None:
     labels = torch.arange(10)
-    assert among_top(torch.zeros(10, 10), labels).sum() == 5
-    assert not among_top(torch.full((10, 10), torch.nan), labels).any()
+    assert in_top(torch.zeros(10, 10), labels).sum() == 5
+    assert not in_top(torch.full((10, 10), torch.nan), labels).any()
 
 
 def test_a_meter_counts_top_5_where_there_are_more_classes() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import softcell
 from softcell.engine import manifest as provenance
-from softcell.engine.files import LISTED, atomic_write_text, made_in
+from softcell.engine.files import FILE_LIST, atomic_write_text, listed_files
 from softcell.engine.manifest import VERSION, new_manifest
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
@@ -61,23 +61,23 @@ def test_overwriting_clears_the_old_run_and_spares_other_files(tmp_path: Path) -
     (tmp_path / "more").mkdir()
     with pytest.warns(UserWarning, match=r"left alone: data.bin, figure.svg, log.jsonl.*results.json"):
         RunFolder.create(tmp_path, new_manifest("train", {}, 1), overwrite=True)
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*mine, "more", MANIFEST, LISTED])
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*mine, "more", MANIFEST, FILE_LIST])
     assert all((tmp_path / name).read_text() == "mine" for name in mine)
     assert stored(tmp_path)["kind"] == "train"
     assert stored(tmp_path)["results"] == {}
-    assert made_in(tmp_path) == {LISTED, MANIFEST}
+    assert listed_files(tmp_path) == {FILE_LIST, MANIFEST}
 
 
 def test_a_run_of_an_earlier_version_loses_only_files_with_names_that_it_gave(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, new_manifest("search", {}, 0))
-    (tmp_path / LISTED).unlink()
+    (tmp_path / FILE_LIST).unlink()
     ours = ("checkpoint.bin", "metrics.jsonl", "genotype.json", "architecture-normal.svg", "report.html")
     for name in (*ours, "thesis.json", "figure.svg", "other.bin"):
         (tmp_path / name).write_text("x")
     with pytest.warns(UserWarning, match=r"left alone: figure.svg, other.bin, thesis.json"):
         RunFolder.create(tmp_path, new_manifest("search", {}, 0), overwrite=True)
     left = {file.name for file in tmp_path.iterdir()}
-    assert left == {"thesis.json", "figure.svg", "other.bin", MANIFEST, LISTED}
+    assert left == {"thesis.json", "figure.svg", "other.bin", MANIFEST, FILE_LIST}
 
 
 @pytest.mark.parametrize("text", ["{}", '{"name": "of another program"}', "not JSON", "[" * 100_000])
@@ -101,7 +101,7 @@ def test_a_list_that_names_other_kinds_of_files_or_places_deletes_none_of_them(t
     RunFolder.create(run, new_manifest("search", {}, 0))
     (tmp_path / "outside.json").write_text("mine")
     (run / "thesis.docx").write_text("mine")
-    with open(run / LISTED, "a", encoding="utf-8") as listed:
+    with open(run / FILE_LIST, "a", encoding="utf-8") as listed:
         listed.write(f"thesis.docx\n../outside.json\n{tmp_path}/outside.json\n")
     with pytest.warns(UserWarning, match="left alone: thesis.docx"):
         RunFolder.create(run, new_manifest("search", {}, 0), overwrite=True)
@@ -109,10 +109,10 @@ def test_a_list_that_names_other_kinds_of_files_or_places_deletes_none_of_them(t
 
 
 def test_a_list_of_somebody_else_is_not_taken_for_ours(tmp_path: Path) -> None:
-    (tmp_path / LISTED).write_text("bread\nbutter\n")
+    (tmp_path / FILE_LIST).write_text("bread\nbutter\n")
     with pytest.raises(UserError, match="empty folder"):
         RunFolder.create(tmp_path, new_manifest("search", {}, 0))
-    assert (tmp_path / LISTED).read_text() == "bread\nbutter\n"
+    assert (tmp_path / FILE_LIST).read_text() == "bread\nbutter\n"
 
 
 def test_a_part_of_a_run_that_leads_elsewhere_is_not_overwritten(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from softcell.api import search, train
 from softcell.data import load
 from softcell.data.dataset import content_of
 from softcell.engine import checkpoint
-from softcell.engine.checkpoint import KEY, amend
+from softcell.engine.checkpoint import IDENTITY, replace_recipe
 from softcell.engine.task import EpochEnded, Event, Note
 from softcell.errors import UserError
 from softcell.search.restored import restore
@@ -171,7 +171,7 @@ def forget(folder: Path) -> None:
     """Makes the checkpoint one of an earlier version, which knew nothing of what it belongs to."""
     loaded = checkpoint.load_latest(folder)
     assert loaded is not None
-    checkpoint.save(folder, {key: value for key, value in loaded.state.items() if key != KEY})
+    checkpoint.save(folder, {key: value for key, value in loaded.state.items() if key != IDENTITY})
 
 
 @pytest.mark.parametrize("kind", ["search", "train"])
@@ -203,7 +203,7 @@ def test_data_are_compared_before_there_is_a_checkpoint(place: Path) -> None:
 
 def test_a_change_that_softcell_makes_itself_is_amended(place: Path) -> None:
     edit(place / "search", lambda recipe: recipe.update(epochs=1))
-    amend(place / "search", json.loads((place / "search" / "run.json").read_text())["recipe"])
+    replace_recipe(place / "search", json.loads((place / "search" / "run.json").read_text())["recipe"])
     assert resume(place / "search") == []
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from softcell.engine.checkpoint import load_latest
-from softcell.engine.interleave import Lane, drain, interleave
+from softcell.engine.interleave import RunState, drain, interleave
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
@@ -140,11 +140,11 @@ def test_lanes_draw_what_they_would_alone_and_leave_the_process_as_it_was() -> N
 
 def test_a_lane_takes_its_numbers_along() -> None:
     torch.manual_seed(1)
-    lane = Lane(CPU)
-    with lane.entered():
+    lane = RunState(CPU)
+    with lane.active():
         first = torch.rand(3)
     torch.rand(100)
-    with lane.entered():
+    with lane.active():
         second = torch.rand(3)
     torch.manual_seed(1)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))

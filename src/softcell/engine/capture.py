@@ -28,13 +28,13 @@ Engine = Literal["auto", "eager", "graph"]
 # Real steps before the recording: cuDNN picks its algorithms and optimisers make their state in them.
 WARMUP = 3
 # Real steps with a key before it is recorded: a decision that keeps changing is cheaper to run than to record.
-TRIED = 2
-KEPT = 16
-REMEMBERED = 1024
-POOL = 32
+EAGER_STEPS_PER_KEY = 2
+MAX_GRAPHS = 16
+MAX_COUNTED_KEYS = 1024
+STREAM_POOL = 32
 """Streams of one priority that torch deals out."""
-PRIORITIES = (0, -1)
-AT_ONCE = POOL * len(PRIORITIES) // 4
+STREAM_PRIORITIES = (0, -1)
+MAX_SHARING_RUNS = STREAM_POOL * len(STREAM_PRIORITIES) // 4
 """Runs that can share a device: each has a stream, and one for each of its recorders (steps, validation, selection)."""
 
 
@@ -48,7 +48,7 @@ class CapturedStep:
     failures: ClassVar[int] = 0
     """Recordings that failed in this process, of whatever step."""
 
-    def __init__(self, step: Step, notify: Callable[[str], None], warmup: int = WARMUP, kept: int = KEPT) -> None:
+    def __init__(self, step: Step, notify: Callable[[str], None], warmup: int = WARMUP, kept: int = MAX_GRAPHS) -> None:
         self._step, self._notify, self._left, self._kept = step, notify, warmup, kept
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._tried: OrderedDict[Hashable, int] = OrderedDict()
@@ -64,7 +64,7 @@ class CapturedStep:
             self._step(*inputs)
         elif key in self._graphs:
             self._replay(self._graphs[key], *inputs)
-        elif self._left > 0 or self._count(key) < TRIED:
+        elif self._left > 0 or self._count(key) < EAGER_STEPS_PER_KEY:
             self._left -= 1
             self._count(key, 1)
             self._eager_on_side_stream(*inputs)
@@ -74,7 +74,7 @@ class CapturedStep:
     def _count(self, key: Hashable, more: int = 0) -> int:
         """How often the step ran eagerly with `key`; the keys seen longest ago are forgotten."""
         self._tried[key] = self._tried.pop(key, 0) + more
-        while len(self._tried) > REMEMBERED:
+        while len(self._tried) > MAX_COUNTED_KEYS:
             self._tried.popitem(last=False)
         return self._tried[key]
 
@@ -212,8 +212,8 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
         stream = _free(device)
     if stream is None:
         raise UserError(
-            f"at most {POOL * len(PRIORITIES)} CUDA streams can be had at once, and all are taken: every run that "
-            "shares the device needs three or four; let fewer run at once (`--at-once`)"
+            f"a process has {STREAM_POOL * len(STREAM_PRIORITIES)} CUDA streams, and all are in use: every run that "
+            "shares the device needs three or four; let fewer runs share it (`--at-once`)"
         )
     handle = int(stream.cuda_stream)
     _taken.add(handle)
@@ -223,8 +223,8 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
 
 def _free(device: int | None) -> torch.cuda.Stream | None:
     """One that nobody has, None if there is none."""
-    for priority in PRIORITIES:
-        for _ in range(POOL):
+    for priority in STREAM_PRIORITIES:
+        for _ in range(STREAM_POOL):
             stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
             if int(stream.cuda_stream) not in _taken:
                 return stream

@@ -185,12 +185,12 @@ def _key(key: Any, where: str) -> Any:
     return key
 
 
-KEY = "identity"
-_PLACES = {"data", "data_root", "plugins"}
+IDENTITY = "identity"
+_LOCATIONS = {"data", "data_root", "plugins"}
 """Settings that say where files lie. They may be moved: their contents are compared instead."""
 _ROUNDING = {"device", "threads", "precision", "engine", "fused", "deterministic"}
 """Settings that change results by rounding alone: a difference is a note."""
-_ADDED: dict[str, Any] = {
+_DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "select.by": "method",
     "select.measure": "accuracy",
     "select.epochs": 5,
@@ -222,7 +222,7 @@ def identity_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": manifest["kind"],
         "seed": manifest["seed"],
-        "recipe": flat({key: value for key, value in manifest["recipe"].items() if key not in _PLACES}),
+        "recipe": flat({key: value for key, value in manifest["recipe"].items() if key not in _LOCATIONS}),
         "splits": dict(manifest["results"].get("splits", {})),
         "data": dict(data.get("fingerprint", {})) if isinstance(data, Mapping) else {},
         "code": {**versions(), "source": code_digest()},
@@ -231,7 +231,7 @@ def identity_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> list[str]:
     """Raises `UserError` where the checkpoint `state` is not of the run `now`; returns what is worth a note."""
-    stored = state.get(KEY)
+    stored = state.get(IDENTITY)
     if stored is None:
         return [
             f"the checkpoint in {folder} was written by an earlier version of Softcell and does not say which recipe "
@@ -240,7 +240,7 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     if not isinstance(stored, Mapping) or not all(isinstance(stored.get(key), Mapping) for key in _MAPPINGS):
         raise UserError(f"the checkpoint in {folder} says nothing readable of the run it belongs to; start a new run")
     notes = check_data(stored["data"], now["data"], folder)
-    added = {key: value for key, value in _ADDED.items() if key in now["recipe"]}
+    added = {key: value for key, value in _DEFAULTS_OF_OLD_RUNS.items() if key in now["recipe"]}
     recipe = _changes({**added, **stored["recipe"]}, now["recipe"])
     hard = _differences(stored, now, ("kind", "seed"))
     hard += [text for key, text in recipe.items() if key.partition(".")[0] not in _ROUNDING | {"seed"}]
@@ -278,12 +278,12 @@ def check_data(stored: Mapping[str, Any], now: Mapping[str, Any], folder: Path) 
     return []
 
 
-def amend(folder: Path, recipe: Mapping[str, Any]) -> None:
+def replace_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Lets the checkpoint in `folder` belong to another `recipe`: for changes that Softcell itself makes to a run."""
     loaded = load_latest(folder)
-    if loaded is not None and KEY in loaded.state:
-        kept = {key: value for key, value in recipe.items() if key not in _PLACES}
-        save(folder, {**loaded.state, KEY: {**loaded.state[KEY], "recipe": flat(kept)}})
+    if loaded is not None and IDENTITY in loaded.state:
+        kept = {key: value for key, value in recipe.items() if key not in _LOCATIONS}
+        save(folder, {**loaded.state, IDENTITY: {**loaded.state[IDENTITY], "recipe": flat(kept)}})
 
 
 def _differences(stored: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from softcell.errors import UserError
 
 TEMPORARY = ".tmp"
-LISTED = "softcell-files.txt"
+FILE_LIST = "softcell-files.txt"
 """In a run folder: the names of the files that Softcell made there, one per line. Only these are deleted again."""
 HEADING = "# Files that Softcell made in this folder. --overwrite deletes these and no others."
 
@@ -28,7 +28,7 @@ def write_temporary(path: Path, data: bytes) -> Path:
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
-        note_made(path)
+        list_file(path)
         # Never through a link that somebody has put there: a run folder may come from anybody.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as stream:
@@ -44,24 +44,24 @@ def write_temporary(path: Path, data: bytes) -> Path:
     return temporary
 
 
-def note_made(path: Path) -> None:
+def list_file(path: Path) -> None:
     """Adds a file to the list of its run folder, before it is written; folders without a list are not runs of ours.
 
     A line is appended, so that several processes may do so at the same time.
     """
-    known = made_in(path.parent)
+    known = listed_files(path.parent)
     if not known or path.name in known:
         return
-    with open(path.with_name(LISTED), "ab") as stream:
+    with open(path.with_name(FILE_LIST), "ab") as stream:
         stream.write(f"{path.name}\n".encode())
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def made_in(folder: Path) -> set[str]:
+def listed_files(folder: Path) -> set[str]:
     """The names in the list of a run folder; empty where there is none."""
     try:
-        lines = (folder / LISTED).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (folder / FILE_LIST).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
     return {line for line in lines[1:] if line} if lines[:1] == [HEADING] else set()

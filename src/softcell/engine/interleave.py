@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from softcell.engine.capture import AT_ONCE, own_stream
+from softcell.engine.capture import MAX_SHARING_RUNS, own_stream
 
 T = TypeVar("T")
 Running = Generator[None, None, T]
@@ -30,17 +30,17 @@ def drain(running: Running[T]) -> T:
             return result
 
 
-EXCHANGED: list[Callable[[Any], Any]] = []
+PER_RUN_STATES: list[Callable[[Any], Any]] = []
 """Further states of the process that every lane has for itself: each gives what there is and puts another in its place,
 or leaves it as it is where it is given None."""
 
 
-class Lane:
-    """The state that runs of one process would share: torch's generators, on CUDA the stream, and `EXCHANGED`."""
+class RunState:
+    """The state that runs of one process would share: torch's generators, on CUDA the stream, and `PER_RUN_STATES`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
-        self._own = [exchange(None) for exchange in EXCHANGED]
+        self._own = [exchange(None) for exchange in PER_RUN_STATES]
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -50,11 +50,11 @@ class Lane:
             self._cuda: Any = torch.cuda.default_generators[self._index].clone_state()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Within this context the process is this lane's."""
         cpu = torch.get_rng_state()
         torch.set_rng_state(self._cpu)
-        outside = [exchange(own) for exchange, own in zip(EXCHANGED, self._own, strict=True)]
+        outside = [exchange(own) for exchange, own in zip(PER_RUN_STATES, self._own, strict=True)]
         try:
             if self._stream is None:
                 yield
@@ -69,7 +69,7 @@ class Lane:
                     self._cuda = generator.graphsafe_get_state()
                     generator.graphsafe_set_state(before)
         finally:
-            self._own = [exchange(before) for exchange, before in zip(EXCHANGED, outside, strict=True)]
+            self._own = [exchange(before) for exchange, before in zip(PER_RUN_STATES, outside, strict=True)]
             self._cpu = torch.get_rng_state()
             torch.set_rng_state(cpu)
 
@@ -77,27 +77,27 @@ class Lane:
 @dataclass(slots=True)
 class _Job:
     number: int
-    lane: Lane
+    lane: RunState
     running: Running[Any]
 
 
 def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
     """The results of all runs in their order, or the errors they ended with; at most `at_once` are under way.
 
-    One that fails does not stop the others. On a GPU no more than `AT_ONCE` share it, however many are asked for.
+    A run that fails does not stop the others. At most `MAX_SHARING_RUNS` share a GPU, whatever `at_once` is.
     """
     if device.type == "cuda":
-        at_once = min(at_once, AT_ONCE)
+        at_once = min(at_once, MAX_SHARING_RUNS)
     results: list[T | Exception] = [RuntimeError("not started")] * len(starts)
     waiting = list(enumerate(starts))
     active: list[_Job] = []
     while waiting or active:
         while waiting and len(active) < max(1, at_once):
             number, start = waiting.pop(0)
-            active.append(_Job(number, Lane(device), start()))
+            active.append(_Job(number, RunState(device), start()))
         for job in list(active):
             try:
-                with job.lane.entered():
+                with job.lane.active():
                     next(job.running)
             except StopIteration as stop:
                 results[job.number] = stop.value

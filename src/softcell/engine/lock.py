@@ -48,7 +48,7 @@ _guard = threading.Lock()
 
 
 @contextlib.contextmanager
-def occupied(folder: str | os.PathLike[str], world: World | None = None) -> Iterator[None]:
+def locked(folder: str | os.PathLike[str], world: World | None = None) -> Iterator[None]:
     """Within this context no other process or thread works in `folder`; one that does is named in a `UserError`.
 
     The folder is made where there is none, and is gone again afterwards if nothing came into it. Contexts of one thread

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from softcell.engine import checkpoint
-from softcell.engine.checkpoint import KEY, check_identity
+from softcell.engine.checkpoint import IDENTITY, check_identity
 from softcell.engine.distributed import World, agree, gather_objects, on_main, same_everywhere
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running, drain
@@ -38,11 +38,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _LOOK_EVERY = 50
 # Ranks talk about stopping this often on CUDA: soon enough for the 30 s that torchrun grants after a signal.
 _AGREE_EVERY = 10
-SAVING = 0.05
+MAX_SAVING_SHARE = 0.05
 """The share of a run's time that checkpoints at the ends of epochs may take, where one takes longer than this:"""
-SAVED_IN = 0.5
+FAST_SAVE_SECONDS = 0.5
 """Seconds. A state that is saved faster is saved after every epoch, however short that is."""
-LONGEST = 300.0
+MAX_UNSAVED_SECONDS = 300.0
 """Seconds after which an epoch that ends is saved in any case."""
 
 
@@ -79,10 +79,10 @@ def run(
         task: the job.
         folder: where the run lives; used by rank 0 only.
         world: from `distributed.start`.
-        resume: go on from the folder's checkpoint. Without it the folder must hold none.
+        resume: continue from the folder's checkpoint. Without it the folder must hold none.
         on_event: called on rank 0 for each event.
-        save_every_epochs: epochs between checkpoints, more where saving takes long (`SAVING`); the last epoch is always
-            saved.
+        save_every_epochs: epochs between checkpoints, more where saving takes long (`MAX_SAVING_SHARE`); the last
+            epoch is always saved.
         identity: what checkpoints belong to (`softcell.engine.checkpoint`); a checkpoint of another run is refused.
 
     Example:
@@ -358,7 +358,9 @@ class _Loop:
         only a run that is killed or fails may go back further than to its latest epoch.
         """
         cost = self.saving_took
-        return cost < SAVED_IN or time.perf_counter() - self.saved_at >= min(cost / SAVING, LONGEST)
+        return cost < FAST_SAVE_SECONDS or time.perf_counter() - self.saved_at >= min(
+            cost / MAX_SAVING_SHARE, MAX_UNSAVED_SECONDS
+        )
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -386,7 +388,7 @@ class _Loop:
             "task": task_state,
             "local": local if at.step > 0 else None,
             "world_size": world.size,
-            **({} if self.identity is None else {KEY: self.identity}),
+            **({} if self.identity is None else {IDENTITY: self.identity}),
         }
 
         def write() -> None:

@@ -20,7 +20,7 @@ TOP = 5
 """An answer is also counted as right where the true class is among so many; with more classes than that alone."""
 
 
-def among_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
+def in_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
     """Whether the true class is among the `top` strongest of logits [n, classes]: bool [n].
 
     Of equal logits the earlier class counts as stronger, as it does for `argmax`: a network whose outputs are all equal
@@ -52,7 +52,7 @@ class Meter(nn.Module):
         if logits is not None:
             self.sums[1] += (logits.argmax(dim=1) == labels).sum()
             if logits.shape[1] > TOP:
-                self.sums[3] += among_top(logits, labels).sum()
+                self.sums[3] += in_top(logits, labels).sum()
                 self.sums[4] += count
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from softcell.engine import checkpoint
 from softcell.engine.checkpoint import check_data, identity_of
 from softcell.engine.distributed import World, on_main
-from softcell.engine.files import HEADING, LISTED, TEMPORARY, atomic_write_text, made_in
+from softcell.engine.files import FILE_LIST, HEADING, TEMPORARY, atomic_write_text, listed_files
 from softcell.engine.interleave import Running
 from softcell.engine.lock import LOCK, free_reserve
 from softcell.engine.loop import Outcome, running
@@ -106,7 +106,7 @@ class RunFolder:
                 "another --out"
             ) from error
         folder = cls(path, copy.deepcopy(manifest))
-        atomic_write_text(path / LISTED, f"{HEADING}\n{LISTED}\n")
+        atomic_write_text(path / FILE_LIST, f"{HEADING}\n{FILE_LIST}\n")
         folder._write()
         return folder
 
@@ -179,7 +179,7 @@ def entries(path: Path) -> list[Path]:
     """What lies in a folder, apart from its lock and from what a run that was killed at its birth left half-written."""
     if not path.is_dir():
         return []
-    own_list = LISTED if made_in(path) else LOCK
+    own_list = FILE_LIST if listed_files(path) else LOCK
     return sorted(e for e in path.iterdir() if e.name not in (LOCK, own_list) and not _is_temporary(e))
 
 
@@ -194,7 +194,7 @@ def clear(path: Path) -> None:
     that Softcell did not make is refused.
     """
     _check_own(path)
-    listed = made_in(path)
+    listed = listed_files(path)
     for file in entries(path):
         known = file.name in listed if listed else any(file.match(pattern) for pattern in _KNOWN)
         if known and file.name != MANIFEST and file.suffix in _KINDS_OF_FILES and (file.is_file() or file.is_symlink()):
@@ -222,7 +222,7 @@ def _check_own(path: Path) -> None:
             f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give another "
             "--out."
         )
-    if MANIFEST in made_in(path):
+    if MANIFEST in listed_files(path):
         return
     try:
         migrate(json.loads((path / MANIFEST).read_text(encoding="utf-8")), str(path / MANIFEST))

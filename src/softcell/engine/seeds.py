@@ -16,7 +16,7 @@ import torch
 
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running, interleave
-from softcell.engine.lock import occupied
+from softcell.engine.lock import locked
 from softcell.engine.runfolder import entries
 from softcell.engine.session import Interrupt, exit_code
 from softcell.errors import UserError
@@ -46,7 +46,7 @@ def seeds_folder(out: str | Path, seeds: Sequence[int], kind: str, *, resume: bo
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
     folder = Path(out)
-    with occupied(folder):
+    with locked(folder):
         if resume:
             before = read_seeds(folder, kind)
             if before != list(seeds):

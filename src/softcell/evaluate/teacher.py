@@ -14,7 +14,7 @@ from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
 from softcell.engine.interleave import drain
-from softcell.engine.lock import occupied
+from softcell.engine.lock import locked
 from softcell.engine.metrics import Measured, measure
 from softcell.engine.runfolder import failure_recorded, run_in_folder
 from softcell.engine.session import Session, open_session
@@ -147,7 +147,7 @@ def train_teacher(
         deterministic=recipe.deterministic,
         threads=recipe.threads,
     )
-    with opened as session, occupied(out, session.world):
+    with opened as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return _train(recipe, Path(out), session, resume, overwrite, on_event)
 

@@ -20,8 +20,8 @@ from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, on_main
 from softcell.engine.files import atomic_write_bytes
-from softcell.engine.interleave import EXCHANGED, Running, drain
-from softcell.engine.lock import occupied
+from softcell.engine.interleave import PER_RUN_STATES, Running, drain
+from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
 from softcell.engine.metrics import Measured
 from softcell.engine.runfolder import failure_recorded, notifier, run_in_folder
@@ -44,7 +44,7 @@ from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.pretrained import WEIGHTS
 
 R = TypeVar("R", bound=TrainRecipe)
-EXCHANGED.append(exchange_seal)  # a training that is over reads the test set while others that share its device go on
+PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set while others still run
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def training(
         deterministic=recipe.deterministic,
         threads=recipe.threads,
     )
-    with opened as session, occupied(out, session.world):
+    with opened as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event))
 

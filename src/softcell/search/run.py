@@ -25,9 +25,9 @@ from softcell.data.dataset import content_of
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, barrier, broadcast_module, on_main
-from softcell.engine.files import LISTED, atomic_write_bytes, atomic_write_text
+from softcell.engine.files import FILE_LIST, atomic_write_bytes, atomic_write_text
 from softcell.engine.interleave import Running, drain
-from softcell.engine.lock import occupied
+from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
 from softcell.engine.runfolder import MANIFEST, clear, failure_recorded, notifier, record_failure, run_in_folder
 from softcell.engine.session import Session, open_session
@@ -102,7 +102,7 @@ def _in_phases(
     first = first_phase(recipe)
     with _session(recipe) as session:
         world = session.world
-    with occupied(out, world):
+    with locked(out, world):
         return (yield from _both_phases(recipe, first, out, world, resume, overwrite, on_event))
 
 
@@ -176,7 +176,7 @@ def _one_phase(
     on_event: OnEvent | None,
     start: Path | None = None,
 ) -> Running[SearchResult]:
-    with _session(recipe) as session, occupied(out, session.world), test_set_sealed():
+    with _session(recipe) as session, locked(out, session.world), test_set_sealed():
         # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return (yield from _search(recipe, out, session, resume, overwrite, on_event, start))
@@ -371,7 +371,7 @@ def forget_phase(folder: Path) -> None:
     place = folder / FIRST
     if all((path / MANIFEST).is_file() for path in (folder, place)):
         clear(place)
-        for name in (MANIFEST, LISTED):
+        for name in (MANIFEST, FILE_LIST):
             (place / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what the user has put there stays
             place.rmdir()

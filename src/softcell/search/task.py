@@ -15,7 +15,7 @@ from softcell.arch import Genotype, Mix
 from softcell.arch.relax import entropy
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
-from softcell.engine.capture import KEPT, CapturedStep, once, prepare_step
+from softcell.engine.capture import MAX_GRAPHS, CapturedStep, once, prepare_step
 from softcell.engine.distributed import World, average_, broadcast_module, sum_
 from softcell.engine.metrics import Failure, Meter, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
@@ -97,7 +97,7 @@ class SearchTask:
         self._cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
         engine = recipe.engine
         kinds = None if method.planner is None else method.planner.num_plans()
-        if kinds is not None and kinds > KEPT:
+        if kinds is not None and kinds > MAX_GRAPHS:
             # A recording pays where it is replayed.
             if engine != "eager" and world.device.type == "cuda":
                 notify(f"steps draw one of {kinds:,} paths, of which hardly one comes twice: they are not recorded")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from softcell.arch import Mix
 from softcell.data import Batches
-from softcell.engine.capture import KEPT, CapturedStep, Engine, prepare_step
+from softcell.engine.capture import MAX_GRAPHS, CapturedStep, Engine, prepare_step
 from softcell.engine.distributed import World
 from softcell.engine.metrics import Measured, Meter
 from softcell.spaces import Supernet
@@ -60,7 +60,7 @@ class Validation:
     def _own(self, mix: Mix, key: Hashable) -> bool:
         """Puts the mix into the buffers that its recording reads; no recording is begun for more than a few kinds."""
         if key not in self._kept:
-            if len(self._kept) >= KEPT:
+            if len(self._kept) >= MAX_GRAPHS:
                 return False
             self._kept[key] = mix.copy()  # for good: a recording goes on reading it
         self._kept[key].take(mix)

@@ -193,8 +193,7 @@ def test_ranks_of_torchrun_respect_a_lock(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "softcell"]
     hold = (
-        "import sys\nfrom softcell.engine.lock import occupied\n"
-        "with occupied('run'): print(flush=True); sys.stdin.read()"
+        "import sys\nfrom softcell.engine.lock import locked\nwith locked('run'): print(flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", hold], cwd=tmp_path, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -231,7 +230,7 @@ def test_overwriting_several_seeds_touches_no_folder_of_others(call: Softcell) -
 def test_overwriting_spares_and_names_what_the_run_did_not_make(call: Softcell) -> None:
     assert call("search", *TINY, "--epochs", "1", "--out", "run", "-q").code == 0
     made = {path.name for path in Path("run").iterdir()}
-    assert made == files.made_in(Path("run")), "everything is listed"
+    assert made == files.listed_files(Path("run")), "everything is listed"
     for name in ("notes.json", "figure.svg"):
         (Path("run") / name).write_text("mine")
     with pytest.warns(UserWarning, match="left alone: figure.svg, notes.json"):

@@ -55,13 +55,13 @@ def indicators(
     from softcell.app.cli.console import console, write
     from softcell.app.cli.progress import working
     from softcell.app.cli.results import facts
-    from softcell.engine.files import note_made
+    from softcell.engine.files import list_file
 
     o.load_plugins(plugin)
     screen, target = console(), out or run / "indicators.json"
     check_absent(target, overwrite, "give another name with --out")
     if out is None:
-        note_made(target)
+        list_file(target)
     with working(screen, "looking at candidates", quiet):
         found = compare_indicators(run, by, images=images, epochs=epochs, device=device or "auto", data_root=data_root)
     names = list(found["values"])

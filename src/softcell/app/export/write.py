@@ -19,7 +19,7 @@ from softcell import __version__
 from softcell.app.export import graph, python
 from softcell.app.export.model import Model, read_model, trained_folder
 from softcell.engine.files import atomic_write_bytes, atomic_write_text, fsync_folder
-from softcell.engine.lock import occupied
+from softcell.engine.lock import locked
 from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
 from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
@@ -72,7 +72,7 @@ class Ready:
     def write(self, to: Format) -> Exported:
         """Writes it as `to`, which is one of those it was made ready for."""
         model, names = self.model, FILES[to]
-        with occupied(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
+        with locked(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
             match to:
                 case "onnx":
                     graph.write_onnx(model, stage / names[0])

@@ -33,8 +33,8 @@ from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
-from softcell.engine.checkpoint import amend
-from softcell.engine.lock import free_reserve, occupied
+from softcell.engine.checkpoint import replace_recipe
+from softcell.engine.lock import free_reserve, locked
 from softcell.engine.task import EpochEnded, Event, OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, count_genotype
@@ -86,7 +86,7 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         )
     begun = False
     try:
-        with occupied(plan.folder):
+        with locked(plan.folder):
             begun = True
             return _run_alone(plan, screen)
     except UserError:
@@ -263,7 +263,7 @@ class _Run:
             self.screen.say(f"the search is cut from {extent(recipe)} to {extent(shorter)}: its time is up")
             plan.search["recipe"] = shorter.to_dict()
             RunFolder.open(folder).update(recipe=shorter.to_dict())
-            amend(folder, shorter.to_dict())
+            replace_recipe(folder, shorter.to_dict())
             plan.save()
             return self.search(choice)
         if result.genotype is None:
