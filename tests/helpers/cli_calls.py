@@ -11,9 +11,9 @@ from pathlib import Path
 
 import softcell
 
-TINY = ("--space", "nb201", "--set", "space.channels=2", "--batch-size", "128", "--threads", "1")
+TINY = ("--space", "nb201", "--set", "space.channels=2", "--batch-size", "256", "--threads", "1")
 """What a search needs beside `--epochs` to take a fraction of a second."""
-TINY_TRAIN = ("--channels", "2", "--batch-size", "128", "--epochs", "1", "--threads", "1")
+TINY_TRAIN = ("--channels", "2", "--batch-size", "256", "--epochs", "1", "--threads", "1")
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from softcell.app.cli import demo
 from softcell.evaluate.recipe import RECIPES
 from softcell.methods.darts import Darts
 from softcell.spaces.darts import DartsSpace
@@ -13,27 +14,28 @@ from tests.helpers.cli_calls import Softcell
 def test_the_demo_goes_from_search_to_a_comparison_with_three_random_cells(
     call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = {"cells": 3, "channels": 2}
+    size = {"cells": 3, "channels": 2, "nodes": 2}
     monkeypatch.setattr(DartsSpace, "small", size)
     monkeypatch.setattr(DartsSpace, "evaluation", {"small": size})
     monkeypatch.setattr(Darts, "recipes", {"small": {"epochs": 1, "batch_size": 256}})
-    monkeypatch.setitem(RECIPES, "small", {"epochs": 1, "batch_size": 512})
+    monkeypatch.setitem(RECIPES, "small", {"batch_size": 512, "auxiliary": 0.0})
+    monkeypatch.setattr(demo, "EPOCHS", 1)
     answer = call("demo", "--threads", "1")
     assert answer.code == 0
-    assert "concat(2, 3, 4, 5)" in answer.out  # the cell, drawn
+    assert "concat(2, 3)" in answer.out  # the cell, drawn
     assert "runs/demo-1/search/genotype.svg" in answer.out
     assert (tmp_path / "runs" / "demo-1" / "search" / "genotype.svg").is_file()
     assert "mean ± std (n=3)" in answer.out
     assert "accuracy on the test split" in answer.out
 
-    # The same folder goes on: nothing is left here but to say so, after a half-finished one the rest would run.
+    # The same folder resumes: here everything is finished, after an interruption the rest would run.
     again = call("demo", "--threads", "1", "--out", "runs/demo-1")
     assert again.code == 0
     assert again.out.count("is finished already") >= 2
     assert "mean ± std (n=3)" in again.out
 
 
-def test_a_demo_that_is_stopped_says_how_a_demo_goes_on(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_that_is_stopped_says_how_to_resume(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
     from softcell import api
 
     class Stopped:

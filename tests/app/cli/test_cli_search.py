@@ -132,7 +132,18 @@ def test_other_ranks_print_nothing(call: Softcell, searched: Path, monkeypatch: 
 
 
 def test_ctrl_c_then_resume_gives_what_an_unbroken_search_gives(call: Softcell, tmp_path: Path) -> None:
-    arguments = ("search", *TINY, "--set", "split.weights=256", "--set", "split.validation=128", "--epochs", "6")
+    arguments = (
+        "search",
+        *TINY,
+        "--batch-size",
+        "128",
+        "--set",
+        "split.weights=256",
+        "--set",
+        "split.validation=128",
+        "--epochs",
+        "6",
+    )
     broken = process(*arguments, "--out", "broken", cwd=tmp_path)
     assert broken.stdout is not None
     for line in broken.stdout:
