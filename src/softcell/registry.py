@@ -17,11 +17,19 @@ from typing import Any, Generic, TypeVar
 from softcell.errors import UserError, nearest
 from softcell.trust import Content, is_trusted, trust, trusted
 
+__all__ = ["Registry", "load_plugin"]
+
 T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes of one kind by their `name`."""
+    """Classes of one kind by their `name`.
+
+    Example:
+        >>> from softcell.methods import METHODS  # a Registry
+        >>> "darts" in list(METHODS), METHODS.get("darts").name
+        (True, 'darts')
+    """
 
     def __init__(self, kind: str, package: str) -> None:
         self._kind, self._package = kind, package
@@ -97,6 +105,21 @@ def load_plugin(path: str | Path) -> None:
     """Runs a user's Python file, which registers spaces, methods or candidates of its own.
 
     Whoever calls this, or names the file with `--plugin`, trusts it by that: it will run unasked where a run names it.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.nn import known_candidates
+        >>> from softcell.registry import load_plugin
+        >>> _ = Path("my_plugin.py").write_text('''
+        ... from torch import nn
+        ... from softcell.nn import candidate
+        ... @candidate("my_identity")
+        ... def build(spec):
+        ...     return nn.Identity()
+        ... ''')
+        >>> load_plugin("my_plugin.py")
+        >>> "my_identity" in known_candidates()
+        True
     """
     content = trust(path)
     if not _is_loaded(content.path):
