@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from softcell.arch import Plan
 from softcell.engine.capture import CapturedStep
 from softcell.engine.task import Stepped
 from softcell.methods.darts import Darts, DartsSettings
-from softcell.methods.entrannas import EnTranNas, EnTranNasSettings
+from softcell.methods.entrannas import EnTranNas, EnTranNasDst, EnTranNasDstSettings, EnTranNasSettings
 from softcell.search import resolve, search
 from softcell.search.plans import Plans
+from softcell.spaces import Space, build_space
 from softcell.testing import tiny_space
 from tests.helpers.search_toys import remains, settings, state_of, write_data
 
@@ -51,6 +54,67 @@ def test_resumed_plans_are_those_of_an_uninterrupted_run() -> None:
     resumed.load_state_dict(plans.state_dict())
     moved(method, 3)
     assert resumed.next() == plans.next()
+
+
+def pruning(space: Space, steps: int) -> Iterator[EnTranNasDst]:
+    """A method whose thresholds rise while its logits move: connections are pruned one after the other, some return."""
+    method = EnTranNasDst(space.layout(), EnTranNasDstSettings(init_scale=0.3))
+    generator = torch.Generator().manual_seed(3)
+    for step in range(steps):
+        with torch.no_grad():
+            for alpha in method.alpha.values():
+                alpha += 0.03 * torch.randn(alpha.shape, generator=generator)
+            for beta in method.beta.values():
+                beta.fill_(-3.0 + 6.0 * step / steps)
+        yield method
+
+
+def contains(plan: Plan, other: Plan) -> bool:
+    return all(
+        {*theirs} <= {*own}
+        for live, needed in zip(plan, other, strict=True)
+        if live is not None and needed is not None
+        for own, theirs in zip(live, needed, strict=True)
+    )
+
+
+def test_captured_plans_of_dst_change_seldom_and_run_what_is_needed() -> None:
+    space = build_space("darts")
+    plans, exact, found = None, list[Plan](), list[Plan]()
+    for method in pruning(space, 200):
+        plans = Plans(method.planner) if plans is None else plans
+        exact.append(method.planner.current())
+        found.append(plans.next())
+    needed = [exact[0], *exact[:-1]]
+    assert all(contains(plan, other) for plan, other in zip(found, needed, strict=True))
+    changes = [sum(a != b for a, b in pairwise(each)) for each in (needed, found)]
+    assert changes[0] > 100
+    assert changes[1] < changes[0] / 4
+    assert sum(len(row) for row in found[-1][-1]) <= 1.25 * sum(len(row) for row in exact[-2][-1])
+
+
+@pytest.mark.parametrize("given", [{}, {"share_features": True, "bottleneck": 2}])
+def test_a_widened_plan_computes_what_the_exact_one_does(given: dict[str, Any]) -> None:
+    space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 2, **given})
+    method = list(pruning(space, 20))[-1].double()
+    supernet = space.supernet((3, 8, 8), 3).double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    everything = tuple(
+        None if live is None else tuple(tuple(range(1, len(c.candidates))) for c in space.layout().table(name).choices)
+        for name, live in zip(space.layout().sites, method.planner.current(), strict=True)
+    )
+    assert everything != method.planner.current()
+    outcomes = []
+    for plan in (None, everything):
+        supernet.zero_grad()
+        method.zero_grad()
+        with method.planner.following(plan):
+            y = supernet(x, method.relax())
+        y.square().sum().backward()
+        parameters = [*supernet.parameters(), *method.parameters()]
+        outcomes.append([y, *(torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters)])
+    for a, b in zip(*outcomes, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_methods_without_plans_have_none() -> None:

@@ -109,6 +109,7 @@ class WeightMix(Mix):
     lives: per site the candidates that must run; a site that is not named runs all of them.
     picked: per site that runs some candidates, each with a weight of exactly 1, which they are, and the same as a
     tensor [choices, width] of ones and zeros. Such a site ignores `weights`.
+    masked: per site the candidates that run and their weights [choices, width], 0 or 1. Such a site ignores `weights`.
 
     Example:
         >>> import torch
@@ -128,6 +129,7 @@ class WeightMix(Mix):
         weights: Mapping[str, Tensor],
         lives: Mapping[int, Live] | None = None,
         picked: Mapping[int, tuple[Live, Tensor]] | None = None,
+        masked: Mapping[int, tuple[Live, Tensor]] | None = None,
     ) -> None:
         self._weights: list[Tensor] = []
         seen: dict[str, int] = {}
@@ -138,7 +140,7 @@ class WeightMix(Mix):
         self.tables = dict(weights)
         self._lives = dict(lives or {})
         self._picked = frozenset(picked or ())
-        for site, (live, ones) in (picked or {}).items():
+        for site, (live, ones) in {**(picked or {}), **(masked or {})}.items():
             self._weights[site], self._lives[site] = ones, live
 
     def weights(self, site: int) -> Tensor:

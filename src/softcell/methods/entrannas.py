@@ -18,7 +18,9 @@ is derived at that moment, each connection with a coefficient of exactly 1.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -100,7 +102,12 @@ def thresholds(beta: Tensor) -> Tensor:
 
 def pruned(p_hat: Tensor, t: Tensor, members: Tensor) -> Tensor:
     """q (Eq 8): p̂ [choices, width] above the threshold of its node, t [nodes], and 0 below."""
-    return F.relu(p_hat - per_choice(t, members)[:, None])
+    return F.relu(above_threshold(p_hat, t, members))
+
+
+def above_threshold(p_hat: Tensor, t: Tensor, members: Tensor) -> Tensor:
+    """p̂ - t [choices, width], negative below the threshold of a node."""
+    return p_hat - per_choice(t, members)[:, None]
 
 
 def operation_normalised(q: Tensor) -> Tensor:
@@ -149,6 +156,11 @@ def cuts(op: str) -> bool:
         return op == "none"
     found = get_candidate(op)
     return found.zero or found.blind
+
+
+def calibrates(op: str) -> bool:
+    """Whether a candidate changes features of others, as attentions of NOS do."""
+    return op in known_candidates() and get_candidate(op).calibrates
 
 
 @dataclass(frozen=True)
@@ -208,12 +220,17 @@ class _EngineTransit(Method):
         self.masks = Masks(layout, self.excludes)
         # Never dropped: a captured step keeps reading them.
         self._ones: dict[tuple[Any, ...], Tensor] = {}
+        self.planner: _TransitPlanner | None = None
         if len(self.engines) < len(layout.sites):
             self.planner = _TransitPlanner(self)
 
     @abstractmethod
     def probabilities(self) -> dict[str, Tensor]:
         """The coefficients of engine cells, per table [choices, width]."""
+
+    def margins(self) -> dict[str, Tensor]:
+        """How far connections are above their thresholds, per table [choices, width]."""
+        raise NotImplementedError
 
     def begin_epoch(self, progress: float) -> None:
         s = self.settings
@@ -227,12 +244,16 @@ class _EngineTransit(Method):
         weights = self.probabilities()
         if self.planner is None:
             return WeightMix(self.layout, weights)
-        picked = {}
+        picked, masked = {}, {}
         for site, live in enumerate(self.planner.current()):
-            if live is not None:
-                table = self.layout.sites[site]
+            if live is None:
+                continue
+            table = self.layout.sites[site]
+            if self.planner.widens:
+                masked[site] = live, (weights[table] > 0).to(weights[table].dtype)
+            else:
                 picked[site] = live, self._ones_at(table, live, weights[table])
-        return WeightMix(self.layout, weights, picked=picked)  # Eq 6
+        return WeightMix(self.layout, weights, picked=picked, masked=masked)  # Eq 6
 
     def gauges(self) -> dict[str, Tensor]:
         return {"temperature": self.temperature}
@@ -257,19 +278,43 @@ class _TransitPlanner(Planner):
         self._method, self._layout = method, method.layout
 
     def reading(self) -> Tensor:
-        found = self._method.probabilities()
+        found = self._method.margins() if self._can_widen else self._method.probabilities()
         return torch.cat([found[table.name].flatten() for table in self._layout.tables])
 
     def plan(self, reading: Tensor) -> Plan:
         # A search that diverges stops because of its loss; until then something has to run.
-        reading = torch.nan_to_num(reading, nan=1.0)
+        return self._by_table(torch.nan_to_num(reading, nan=1.0), self._derived)
+
+    def _by_table(self, reading: Tensor, derive: Callable[[Table, Tensor], Live]) -> Plan:
         pieces = torch.split(reading, [table.shape[0] * table.shape[1] for table in self._layout.tables])
         lives = {
-            table.name: self._derived(table, piece.view(table.shape))
+            table.name: derive(table, piece.view(table.shape))
             for table, piece in zip(self._layout.tables, pieces, strict=True)
         }
         engines = self._method.engines
         return tuple(None if site in engines else lives[name] for site, name in enumerate(self._layout.sites))
+
+    @property
+    def widens(self) -> bool:
+        """Whether transit cells run what is masked too: in captured steps, where every connection above 0 is derived.
+
+        Thresholds prune a connection in nearly every step of a long stretch of the search, and each would need a CUDA
+        graph of its own. Not where a plan may hold what has no weight (`_derived`), nor for calibrations.
+        """
+        return self._plan is not None and self._can_widen
+
+    @functools.cached_property
+    def _can_widen(self) -> bool:
+        ops = {op for table in self._layout.tables for choice in table.choices for op in choice.candidates}
+        plain = (op for op in ops if op not in self._method.excludes)
+        return isinstance(self._method.rule, Positive) and not any(cuts(op) or calibrates(op) for op in plain)
+
+    def widen(self, plan: Plan, reading: Tensor, before: Plan) -> Plan:
+        """`before` while it runs all of `plan` and not much more; else what is above its threshold or just below it."""
+        if not self._can_widen:
+            return plan
+        near = self._by_table(torch.nan_to_num(reading, nan=1.0), _near)
+        return tuple(map(_widened, plan, near, before))
 
     def _derived(self, table: Table, strengths: Tensor) -> Live:
         strengths = strengths.nan_to_num()  # as above: infinite values too
@@ -282,6 +327,22 @@ class _TransitPlanner(Planner):
                 whole = whole.masked_fill(table.columns(op), -torch.inf)
             picks = derive_picks(self._layout, table, whole, self._method.rule)
         return live_of(table, picks)
+
+
+def _near(table: Table, strengths: Tensor) -> Live:
+    """Connections that a few steps may bring back: p̂ at most 0.05 below the threshold."""
+    return tuple(
+        tuple(k for k in range(len(choice.candidates)) if float(row[k]) > -0.05)
+        for choice, row in zip(table.choices, strengths, strict=True)
+    )
+
+
+def _widened(live: Live | None, near: Live | None, before: Live | None) -> Live | None:
+    if live is None or near is None or before is None:
+        return live
+    enough = all({*now} <= {*then} for now, then in zip(live, before, strict=True))
+    wide = tuple(tuple(sorted({*now, *then})) for now, then in zip(live, near, strict=True))
+    return before if enough and sum(map(len, wide)) > 0.8 * sum(map(len, before)) else wide
 
 
 @register_method
@@ -348,13 +409,20 @@ class EnTranNasDst(_EngineTransit):
             found[name] = (q > 0).to(q.dtype) + (way - way.detach())
         return found
 
+    def margins(self) -> dict[str, Tensor]:
+        """p̂ - t: positive exactly where q̂ is, negative below the threshold."""
+        return self._per_table(above_threshold)
+
     def _pruned(self) -> dict[str, Tensor]:
         """q (Eq 7 and 8), per table [choices, width]."""
+        return self._per_table(pruned)
+
+    def _per_table(self, compare: Callable[[Tensor, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
         found = {}
         for table in self.layout.tables:
             members = self.get_buffer(f"members_{table.name}")
             p_hat = connection_normalised(self.softened(table.name), members)
-            found[table.name] = pruned(p_hat, thresholds(self.beta[table.name]), members)
+            found[table.name] = compare(p_hat, thresholds(self.beta[table.name]), members)
         return found
 
     def penalty(self, mix: Mix) -> Tensor | None:

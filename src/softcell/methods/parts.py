@@ -116,6 +116,14 @@ class Planner:
         """The plan of a step, from a copy of `reading` on the host."""
         raise NotImplementedError(f"{type(self).__name__} has a `reading`, so it needs `plan` too")
 
+    def widen(self, plan: Plan, reading: Tensor, before: Plan) -> Plan:
+        """What a captured step runs where `plan`, made from `reading`, is needed and the step before ran `before`.
+
+        A method whose `relax` gives a weight of zero to what is not needed can return a plan that runs more: plans that
+        change less often need fewer CUDA graphs.
+        """
+        return plan
+
     def draw(self, step: int) -> Plan | None:
         """The plan of step number `step` of the run, where the host decides alone; None where it does not.
 

@@ -7,6 +7,8 @@ before the step in front of it. Deviation (EnTranNAS §2.2): such a plan is one 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ class Plans:
 
     def __init__(self, planner: Planner | None) -> None:
         self._planner, self._readback = planner, Readback()
+        self._before: Plan | None = None
 
     @torch.no_grad()
     def next(self) -> Plan | None:
@@ -27,12 +30,18 @@ class Plans:
         reading = None if self._planner is None else self._planner.reading()
         if self._planner is None or reading is None:
             return None
-        before = self._readback.exchange(reading)
-        return self._planner.plan(reading.cpu() if before is None else before)
+        earlier = self._readback.exchange(reading)
+        known = reading.cpu() if earlier is None else earlier
+        plan = self._planner.plan(known)
+        self._before = plan if self._before is None else self._planner.widen(plan, known, self._before)
+        return self._before
 
-    def state_dict(self) -> Tensor | None:
-        """The reading that the next plan comes from, so that a resumed run follows the plans of an unbroken one."""
-        return self._readback.pending()
+    def state_dict(self) -> dict[str, Any]:
+        """The reading that the next plan comes from and the plan before it: a resumed run follows the same plans."""
+        return {"reading": self._readback.pending(), "before": self._before}
 
-    def load_state_dict(self, state: Tensor | None) -> None:
-        self._readback.restore(state)
+    def load_state_dict(self, state: dict[str, Any] | Tensor | None) -> None:
+        if not isinstance(state, dict):  # checkpoints of older versions have the reading alone
+            state = {"reading": state, "before": None}
+        self._readback.restore(state["reading"])
+        self._before = state["before"]
