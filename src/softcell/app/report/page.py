@@ -24,7 +24,15 @@ REPORT = "report.html"
 
 
 def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
-    """Writes the report of the runs in `folders`, and of the random architectures beside them, to `path` atomically."""
+    """Writes the report of the runs in `folders`, and of the random architectures beside them, to `path` atomically.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.app.report import write_report
+        >>> written = write_report(["runs/search", "runs/train"], "report.html")
+        >>> Path("report.html").read_text().startswith("<!doctype html>")
+        True
+    """
     chosen = [Path(folder) for folder in folders]
     atomic_write_text(path, report(chosen))
     return Path(path)
