@@ -28,9 +28,9 @@ from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note,
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
-from softcell.evaluate.train import training
+from softcell.evaluate.train import train_steps
 from softcell.search import SearchRecipe, stored_recipe
-from softcell.search.run import searching
+from softcell.search.run import search_steps
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.registry import evaluation_space
 
@@ -114,7 +114,7 @@ def search_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> 
     """A search, or what is left of it."""
     begun, recipe = (folder / "run.json").is_file(), matching_recipe(recipe, folder)
     if not finished(folder) and not deadline.passed:
-        yield from searching(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
+        yield from search_steps(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
 
 
 def search_and_train(
@@ -141,7 +141,7 @@ def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline:
     if finished(place) or deadline.passed:
         return
     resumed = begun is not None
-    yield from training(genotype, how, place, resume=resumed, on_event=deadline.watching(f"{name}, trained"))
+    yield from train_steps(genotype, how, place, resume=resumed, on_event=deadline.watching(f"{name}, trained"))
 
 
 def entry(main: Callable[[], None]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from softcell.engine.checkpoint import load_latest
-from softcell.engine.interleave import RunState, drain, interleave
+from softcell.engine.interleave import Running, RunState, Steps, drain, interleave
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
@@ -120,13 +119,17 @@ def test_an_error_of_the_recipe_is_raised_and_one_of_a_seed_is_told(
     assert listed[0]["error"] == "this seed is unlucky"
 
 
-def draws(seed: int, count: int) -> Iterator[None]:
+def draws(seed: int, count: int) -> Running[list[float]]:
+    def steps() -> Steps[list[float]]:
+        found = []
+        for _ in range(count):
+            found.append(float(torch.rand(())))
+            yield
+        return found
+
     torch.manual_seed(seed)
-    found = []
-    for _ in range(count):
-        found.append(float(torch.rand(())))
-        yield
-    return found  # type: ignore[return-value]
+    result: list[float] = yield steps()
+    return result
 
 
 def test_lanes_draw_what_they_would_alone_and_leave_the_process_as_it_was() -> None:
@@ -135,7 +138,7 @@ def test_lanes_draw_what_they_would_alone_and_leave_the_process_as_it_was() -> N
     starts: Any = [lambda seed=seed: draws(seed, 5 + seed) for seed in range(3)]
     found = interleave(starts, CPU, 2)
     assert torch.equal(torch.get_rng_state(), before)
-    assert found == [drain(draws(seed, 5 + seed)) for seed in range(3)]  # type: ignore[arg-type]
+    assert found == [drain(draws(seed, 5 + seed)) for seed in range(3)]
 
 
 def test_a_lane_takes_its_numbers_along() -> None:

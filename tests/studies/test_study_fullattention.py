@@ -209,17 +209,20 @@ def test_a_run_that_is_over_may_read_the_test_set_while_others_continue() -> Non
     """Every lane has its own seal; outside, none is left."""
     seen: list[str] = []
 
+    def steps(count: int) -> Any:
+        for _ in range(count):
+            yield
+
     def searching() -> Any:
         with test_set_sealed():
-            yield
-            yield
+            yield steps(2)
             with pytest.raises(AssertionError, match="sealed"):
                 check_readable(is_test=True)
             seen.append("sealed")
 
     def training() -> Any:
         with test_set_sealed():
-            yield
+            yield steps(1)
         check_readable(is_test=True)
         seen.append("open")
 

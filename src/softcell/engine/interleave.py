@@ -16,18 +16,36 @@ import torch
 from softcell.engine.capture import MAX_SHARING_RUNS, own_stream
 
 T = TypeVar("T")
-Running = Generator[None, None, T]
-"""A run that gives way after each step and returns its result."""
+Steps = Generator[None, None, T]
+"""The steps of a loop: it pauses after each of them, and returns how it ended."""
+Running = Generator[Steps[Any], Any, T]
+"""A run: it yields the steps that it needs made, is sent what these return, and returns its own result.
+
+Whoever makes the steps decides whether the steps of other runs come in between; the run itself does not notice.
+"""
 
 
 def drain(running: Running[T]) -> T:
-    """Runs to the end without giving way to anybody."""
-    while True:
-        try:
-            next(running)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+    """Makes all steps of a run at once, without those of other runs in between, and returns its result.
+
+    The code of the run is not on the stack while steps are made; an error of a step is raised inside the run, so that
+    it can record the failure and release what it holds.
+    """
+    try:
+        steps = next(running)
+        while True:
+            try:
+                while True:
+                    next(steps)
+            except StopIteration as stop:
+                outcome = stop.value
+            except BaseException as error:
+                steps = running.throw(error)
+                continue
+            steps = running.send(outcome)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
 
 
 PER_RUN_STATES: list[Callable[[Any], Any]] = []
@@ -79,6 +97,18 @@ class _Job:
     number: int
     lane: RunState
     running: Running[Any]
+    steps: Steps[Any] | None = None
+
+    def advance(self) -> None:
+        """Makes one step; at the end of the run raises StopIteration with its result."""
+        if self.steps is None:
+            self.steps = next(self.running)
+        try:
+            next(self.steps)
+        except StopIteration as stop:
+            self.steps = self.running.send(stop.value)
+        except BaseException as error:
+            self.steps = self.running.throw(error)
 
 
 def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
@@ -98,7 +128,7 @@ def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device,
         for job in list(active):
             try:
                 with job.lane.active():
-                    next(job.running)
+                    job.advance()
             except StopIteration as stop:
                 results[job.number] = stop.value
                 active.remove(job)

@@ -14,7 +14,7 @@ import os
 import re
 import signal as signals
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from softcell.engine import checkpoint
 from softcell.engine.checkpoint import IDENTITY, check_identity
 from softcell.engine.distributed import World, agree, gather_objects, on_main, same_everywhere
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interleave import Running, drain
+from softcell.engine.interleave import Steps
 from softcell.engine.metrics import DivergedError
 from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
@@ -105,7 +105,7 @@ def run(
         >>> run(Count(), ".", world, resume=True).status  # nothing is left to do
         'finished'
     """
-    run_ = running(
+    steps = steps_of(
         task,
         folder,
         world,
@@ -114,10 +114,15 @@ def run(
         save_every_epochs=save_every_epochs,
         identity=identity,
     )
-    return drain(run_)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as stop:
+            outcome: Outcome = stop.value
+            return outcome
 
 
-def running(
+def steps_of(
     task: Task,
     folder: str | os.PathLike[str],
     world: World,
@@ -126,11 +131,11 @@ def running(
     on_event: OnEvent | None = None,
     save_every_epochs: int = 1,
     identity: Mapping[str, Any] | None = None,
-) -> Running[Outcome]:
-    """`run`, giving way after every step, so that runs can share a process."""
+) -> Steps[Outcome]:
+    """`run`, pausing after every step, so that several runs can share a process."""
     if save_every_epochs < 1:
         raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
-    return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity).run(resume)
+    return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity).steps(resume)
 
 
 class History:
@@ -252,7 +257,7 @@ class _Loop:
         self.counts: list[int] = []
         self.done_before: list[int] = []  # steps before each epoch, and all of them
 
-    def run(self, resume: bool) -> Running[Outcome]:
+    def steps(self, resume: bool) -> Steps[Outcome]:
         self._restore(resume)
         task, at = self.task, self.at
         at_most("epochs", task.num_epochs, MOST_EPOCHS)
@@ -261,45 +266,48 @@ class _Loop:
         self._emit(Started(at.epoch, at.step, task.num_epochs))
         with self.interrupt:
             while at.epoch < task.num_epochs and at.stopped is None:
-                number = (yield from self._steps()) or self._end_epoch()
+                began = time.perf_counter() - at.seconds
+                batches, steps = self._begin_epoch(), self.counts[at.epoch]
+                while at.step < steps:
+                    task.step(self._next(batches))
+                    at.step += 1
+                    at.seconds = time.perf_counter() - began
+                    self._emit_step(steps)
+                    yield
+                    number = self._check(steps)
+                    if number:
+                        # After the last step too: an evaluation may take longer than a scheduler waits.
+                        self._save()
+                        return self._interrupted(number)
+                number = self._end_epoch()
                 if number:
                     return self._interrupted(number)
         self._emit(Finished(at.epoch, at.stopped))
         return Outcome("finished", 0, at.stopped, at.history.rows())
 
-    def _steps(self) -> Running[int]:
-        """Make the current epoch's remaining steps; return the signal that stopped it, or 0."""
+    def _begin_epoch(self) -> Iterator[Any]:
+        """Begin or resume the current epoch; return its remaining batches."""
         task, at = self.task, self.at
-        epoch, steps = at.epoch, self.counts[at.epoch]
-        began = time.perf_counter() - at.seconds
-        task.begin_epoch(epoch)
+        task.begin_epoch(at.epoch)
         if self.restored is not None:
             # begin_epoch has set the schedules but also zeroed the metrics of the half epoch.
             task.load_state_dict(self.restored["task"])
-        batches = iter(task.batches(epoch, at.step))
+        batches = iter(task.batches(at.epoch, at.step))
         if self.restored is not None:
             set_rng_state(self.restored["rng"], self.world.device)
             self.restored = None
         self.pace.mark()
-        while at.step < steps:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                raise RuntimeError(
-                    f"batches({epoch}, ...) must reach the {steps} steps that steps_in({epoch}) promises, but ended "
-                    f"after {at.step}"
-                ) from None
-            task.step(batch)
-            at.step += 1
-            at.seconds = time.perf_counter() - began
-            self._emit_step(steps)
-            yield
-            number = self._check(steps)
-            if number:
-                # After the last step too: an evaluation may outlast a scheduler's patience.
-                self._save()
-                return number
-        return 0
+        return batches
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        except StopIteration:
+            epoch = self.at.epoch
+            raise RuntimeError(
+                f"batches({epoch}, ...) must reach the {self.counts[epoch]} steps that steps_in({epoch}) promises, but "
+                f"ended after {self.at.step}"
+            ) from None
 
     def _end_epoch(self) -> int:
         """Finish the current epoch; return the signal that came meanwhile, or 0."""

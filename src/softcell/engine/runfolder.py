@@ -18,7 +18,7 @@ from softcell.engine.distributed import World, on_main
 from softcell.engine.files import FILE_LIST, HEADING, TEMPORARY, atomic_write_text, listed_files
 from softcell.engine.interleave import Running
 from softcell.engine.lock import LOCK, free_reserve
-from softcell.engine.loop import Outcome, running
+from softcell.engine.loop import Outcome, steps_of
 from softcell.engine.manifest import (
     DIGEST,
     check_digest,
@@ -281,7 +281,7 @@ def run_in_folder(
     on_event: OnEvent | None,
     made: bool = False,
 ) -> Running[tuple[RunFolder, Outcome]]:
-    """Makes (or reopens) the folder, runs `task` in it and records a failure or an interruption.
+    """Makes or reopens the folder, runs `task` in it, and records a failure or an interruption.
 
     manifest: makes that of a new run. files: texts by name that the folder must hold before the first step. made: the
     folder of a new run is there already.
@@ -301,7 +301,7 @@ def run_in_folder(
     for name, text in files.items():
         on_main(lambda name=name, text=text: atomic_write_text(out / name, text), world)  # type: ignore[misc]
     try:
-        outcome = yield from running(task, out, world, resume=resume, on_event=on_event, identity=identity)
+        outcome: Outcome = yield steps_of(task, out, world, resume=resume, on_event=on_event, identity=identity)
     except Exception:
         record_failure(folder, world)
         raise

@@ -16,7 +16,7 @@ from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
 from softcell.engine.task import OnEvent
 from softcell.evaluate.recipe import TrainRecipe
-from softcell.evaluate.train import TrainResult, finished_training, training
+from softcell.evaluate.train import TrainResult, finished_training, train_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def _train_seeds(
 
     def start(seed: int) -> Running[TrainResult]:
         place = seed_folder(folder, seed)
-        return training(
+        return train_steps(
             genotype,
             replace(recipe, seed=seed),
             place,

@@ -96,10 +96,10 @@ def train(
         >>> train(genotype, recipe, "runs/example").exit_code
         0
     """
-    return drain(training(genotype, recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
+    return drain(train_steps(genotype, recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
 
 
-def training(
+def train_steps(
     genotype: Genotype,
     recipe: TrainRecipe,
     out: str | Path,
@@ -108,7 +108,7 @@ def training(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> Running[TrainResult]:
-    """`train`, giving way after every step, so that trainings can share a device."""
+    """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
     load_plugins(recipe.plugins)
     opened = open_session(
         device=recipe.device,

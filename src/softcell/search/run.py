@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ from softcell.data import Dataset, datasets, fingerprint
 from softcell.data.dataset import content_of
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
-from softcell.engine.distributed import World, barrier, broadcast_module, on_main
+from softcell.engine.distributed import barrier, broadcast_module, on_main
 from softcell.engine.files import FILE_LIST, atomic_write_bytes, atomic_write_text
 from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
 from softcell.engine.runfolder import MANIFEST, clear, failure_recorded, notifier, record_failure, run_in_folder
-from softcell.engine.session import Session, open_session
+from softcell.engine.session import Session, open_session, seed_everything
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.methods import Method
@@ -70,14 +69,14 @@ def search(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> SearchResult:
-    """Runs `recipe` in the folder `out`. With `resume`, goes on with the run in it (see `stored_recipe`).
+    """Runs `recipe` in the folder `out`. With `resume`, continues the run in it (see `stored_recipe`).
 
-    The test set is sealed while this runs: whatever the method does, it cannot look at it.
+    The test set is sealed meanwhile: whatever the method does, it cannot read it.
     """
-    return drain(searching(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
+    return drain(search_steps(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
 
 
-def searching(
+def search_steps(
     recipe: SearchRecipe,
     out: str | Path,
     *,
@@ -85,126 +84,109 @@ def searching(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> Running[SearchResult]:
-    """`search`, giving way after every step, so that searches can share a device."""
+    """`search` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
+    out = Path(out)
     load_plugins(recipe.plugins)
-    if recipe.pretrain.epochs:
-        return (yield from _in_phases(recipe, Path(out), resume, overwrite, on_event))
-    return (yield from _one_phase(recipe, Path(out), resume, overwrite, on_event))
-
-
-def _in_phases(
-    recipe: SearchRecipe, out: Path, resume: bool, overwrite: bool, on_event: OnEvent | None
-) -> Running[SearchResult]:
-    """A search by context auto-regression in `out`/phase-1, then the search itself from the logits it left.
-
-    Each is a run like any other, with checkpoints of its own, so that both can be stopped and gone on with anywhere.
-    """
-    first = first_phase(recipe)
-    with _session(recipe) as session:
-        world = session.world
-    with locked(out, world):
-        return (yield from _both_phases(recipe, first, out, world, resume, overwrite, on_event))
-
-
-def _both_phases(
-    recipe: SearchRecipe,
-    first: SearchRecipe,
-    out: Path,
-    world: World,
-    resume: bool,
-    overwrite: bool,
-    on_event: OnEvent | None,
-) -> Running[SearchResult]:
-    place = out / FIRST
-    if not resume:
-        _check_phases(first, recipe)
-        manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
-        on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
-        on_main(lambda: forget_phase(out), world)
-    on_main(lambda: RunFolder.open(out).update(status="running"), world)
-    notify = notifier(on_event, world)
-    # Folders are the first process's affair; the others are told.
-    begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
-    try:
-        if not begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
-            which = first.data if first.classes is None else f"{first.classes} classes of {first.data}"
-            notify(f"phase 1 of 2: context auto-regression on {which}, {_epochs(first)}: {place}")
-            done = yield from _one_phase(first, place, begun, overwrite, on_event)
-            if done.genotype is None:
-                on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
-                return SearchResult(out, recipe, None, done.metrics, done.exit_code)
-        notify(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
-        return (yield from _one_phase(recipe, out, True, overwrite, on_event, start=place / LOGITS))
-    except Exception:
-        if world.is_main:
-            record_failure(RunFolder.open(out), world)
-        raise
-
-
-def _check_phases(first: SearchRecipe, second: SearchRecipe) -> None:
-    """Raises what either phase would raise at its start: before there is a folder, not after the first phase."""
-    handed = []
-    for recipe in (first, second):
-        with _session(recipe) as session, test_set_sealed(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the phase itself will warn
-            dataset = load_images(recipe)
-            # As plain as can be: neither is ever run.
-            plain = replace(
-                recipe, engine="eager", precision="float32" if recipe.precision == "auto" else recipe.precision
-            )
-            task = build_task(plain, dataset, recipe.parts(dataset.train), session, None)
-            assert isinstance(task, SearchTask)  # others have no first phase
-            handed.append({name: parameter.shape for name, parameter in task.method.named_parameters()})
-    if not handed[0]:
-        raise UserError(
-            f"a first phase hands on architecture parameters, and method {second.method!r} has none; set "
-            "pretrain.epochs=0"
-        )
-    if handed[0] != handed[1]:
-        raise UserError(unfitting(second.method, "of phase 1"))
-
-
-def _epochs(recipe: SearchRecipe) -> str:
-    return "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs} epochs"
-
-
-def _one_phase(
-    recipe: SearchRecipe,
-    out: Path,
-    resume: bool,
-    overwrite: bool,
-    on_event: OnEvent | None,
-    start: Path | None = None,
-) -> Running[SearchResult]:
-    with _session(recipe) as session, locked(out, session.world), test_set_sealed():
-        # The number of threads decides how sums are split on a CPU: it is part of what makes a run repeatable.
-        recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return (yield from _search(recipe, out, session, resume, overwrite, on_event, start))
-
-
-def _session(recipe: SearchRecipe) -> AbstractContextManager[Session]:
-    return open_session(
+    opened = open_session(
         device=recipe.device,
         seed=recipe.seed,
         precision=recipe.precision,
         deterministic=recipe.deterministic,
         threads=recipe.threads,
     )
+    with opened as session, locked(out, session.world):
+        phases = _two_phases if recipe.pretrain.epochs else _one_phase
+        return (yield from phases(recipe, out, session, resume, overwrite, on_event))
+
+
+def _two_phases(
+    recipe: SearchRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
+) -> Running[SearchResult]:
+    """A search by context auto-regression in `out`/phase-1, then the search itself from the logits it left.
+
+    Each phase is a run like any other, with its own checkpoints, so that both can be interrupted and resumed anywhere.
+    """
+    first, place, world = first_phase(recipe), out / FIRST, session.world
+    if not resume:
+        _check_phases(first, recipe, session)
+        manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
+        on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
+        on_main(lambda: remove_first_phase(out), world)
+    on_main(lambda: RunFolder.open(out).update(status="running"), world)
+    notify = notifier(on_event, world)
+    # Only the main process reads folders; the others receive the result.
+    is_begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
+    try:
+        if not is_begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
+            data = first.data if first.classes is None else f"{first.classes} classes of {first.data}"
+            notify(f"phase 1 of 2: context auto-regression on {data}, {_epochs(first)}: {place}")
+            done = yield from _one_phase(first, place, session, is_begun, overwrite, on_event)
+            if done.genotype is None:
+                on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
+                return SearchResult(out, recipe, None, done.metrics, done.exit_code)
+        notify(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
+        return (yield from _one_phase(recipe, out, session, True, overwrite, on_event, start=place / LOGITS))
+    except Exception:
+        if world.is_main:
+            record_failure(RunFolder.open(out), world)
+        raise
+
+
+def _check_phases(first: SearchRecipe, second: SearchRecipe, session: Session) -> None:
+    """Raises the errors that either phase would raise at its start, before there is a folder."""
+    shapes = []
+    for phase in (first, second):
+        with test_set_sealed(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the phase itself will warn
+            dataset = load_images(phase)
+            # Neither task is ever run, so nothing is captured and no precision is timed.
+            precision = "float32" if phase.precision == "auto" else phase.precision
+            plain = replace(phase, engine="eager", precision=precision)
+            task = build_task(plain, dataset, phase.parts(dataset.train), session, None)
+            assert isinstance(task, SearchTask)  # others have no first phase
+            shapes.append({name: parameter.shape for name, parameter in task.method.named_parameters()})
+    if not shapes[0]:
+        raise UserError(
+            f"phase 1 hands on architecture parameters, but method {second.method!r} has none; set pretrain.epochs=0"
+        )
+    if shapes[0] != shapes[1]:
+        raise UserError(mismatched_logits(second.method, "of phase 1"))
+
+
+def _epochs(recipe: SearchRecipe) -> str:
+    return "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs} epochs"
 
 
 def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
-    """The recipe of the run in `folder`; settings given beside it must not contradict it."""
+    """The recipe of the run in `folder`; settings given with it must not contradict it."""
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
         raise UserError(f"--resume of a search needs a search run, but {folder} holds a {manifest['kind']} run")
     stored = manifest["recipe"]
     load_plugins(stored.get("plugins", ()), f"the run in {folder}")
-    # First of all: settings of one method or space mean nothing to another.
+    # Before anything else: settings of one method or space mean nothing to another.
     named = {key: stored[key] for key in ("method", "space")}
     refuse_changes(named, {key: given.get(key, value) for key, value in named.items()})
     recipe, wanted = resolve(stored), resolve(stored, without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())
     return recipe
+
+
+def _one_phase(
+    recipe: SearchRecipe,
+    out: Path,
+    session: Session,
+    resume: bool,
+    overwrite: bool,
+    on_event: OnEvent | None,
+    start: Path | None = None,
+) -> Running[SearchResult]:
+    """One search in `out`. start: the file of logits of an earlier phase; `out` then exists."""
+    seed_everything(recipe.seed)  # each phase draws what it would draw alone
+    with locked(out, session.world), test_set_sealed():
+        # The number of threads decides how sums are split on a CPU: a run is repeatable only with the same number.
+        recipe = replace(recipe, threads=recipe.threads or session.threads)
+        return (yield from _search(recipe, out, session, resume, overwrite, on_event, start))
 
 
 def _search(
@@ -216,7 +198,6 @@ def _search(
     on_event: OnEvent | None,
     start: Path | None,
 ) -> Running[SearchResult]:
-    """start: logits of an earlier phase to begin with; `out` is then there already."""
     world = session.world
     # Data first: a wrong path must not leave a run folder behind.
     dataset = load_images(recipe)
@@ -259,7 +240,7 @@ def _search(
     if resume and not made:
         on_main(lambda: _check_teacher(out, task.about), world)
     if overwrite and not resume:
-        on_main(lambda: forget_phase(out), world)
+        on_main(lambda: remove_first_phase(out), world)
     folder, outcome = yield from run_in_folder(
         task,
         out,
@@ -290,7 +271,7 @@ def _conclude(
     outcome: Outcome,
     on_event: OnEvent | None,
 ) -> Genotype:
-    """What comes after the last epoch: the architecture, its file, and the results in the manifest."""
+    """After the last epoch: derives the architecture, writes its file and the results in the manifest."""
     world = session.world
     found = task.select(out) if isinstance(task, SearchTask) else task.derive()
     empty = empty_cells(found, build_space(recipe.space, recipe.space_settings).layout())
@@ -327,12 +308,12 @@ def _conclude(
 
 
 def _check_teacher(folder: Path, about: Mapping[str, Any]) -> None:
-    """A resumed search must have the teacher it began with."""
+    """A resumed search must have the teacher it started with."""
     before, now = RunFolder.open(folder).manifest["results"].get("guide"), about.get("guide")
     if before is not None and now is not None and before["digest"] != now["digest"]:
         raise UserError(
-            f"a resumed run keeps its teacher, but the weights of {now['teacher']} are others than those it began with "
-            f"({before['teacher']}); put the old ones back, or start again"
+            f"a resumed run keeps its teacher, but the weights of {now['teacher']} are not those it started with "
+            f"({before['teacher']}); put the old weights back, or start a new run"
         )
 
 
@@ -344,7 +325,7 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
     own = recipe.pretrain
     rate = recipe.architecture.lr if own.architecture_lr is None else own.architecture_lr
     same = own.data is None
-    # A folder is where its path says; named data lie where those of the search do.
+    # A folder is found by its path; named data are in the root of the search's.
     root = recipe.data_root if same or own.data in datasets() else None
     return replace(
         recipe,
@@ -366,39 +347,39 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
     )
 
 
-def forget_phase(folder: Path) -> None:
-    """Removes the first phase of an earlier search from a folder that is overwritten: none may go on with it."""
+def remove_first_phase(folder: Path) -> None:
+    """Removes the first phase of an earlier search from a folder that is overwritten, so that none resumes it."""
     place = folder / FIRST
     if all((path / MANIFEST).is_file() for path in (folder, place)):
         clear(place)
         for name in (MANIFEST, FILE_LIST):
             (place / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what the user has put there stays
+        with contextlib.suppress(OSError):  # files of the user stay
             place.rmdir()
 
 
 def write_logits(method: Method, file: Path) -> None:
-    """The architecture parameters, put in place in one step."""
+    """Writes the architecture parameters atomically."""
     state = {name: p.detach().cpu().contiguous() for name, p in method.named_parameters()}
     atomic_write_bytes(file, save(state))
 
 
 @torch.no_grad()
 def read_logits(method: Method, file: Path) -> None:
-    """Fills the architecture parameters with those of an earlier phase."""
+    """Sets the architecture parameters to those of an earlier phase."""
     try:
         state = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the logits of phase 1 cannot be read from {file} ({error}); search again") from error
     own = dict(method.named_parameters())
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in state.items()}:
-        raise UserError(unfitting(method.name, f"in {file}"))
+        raise UserError(mismatched_logits(method.name, f"in {file}"))
     for name, parameter in own.items():
         parameter.copy_(state[name])
 
 
-def unfitting(method: str, which: str) -> str:
-    """What to tell of architecture parameters that cannot be handed on."""
+def mismatched_logits(method: str, which: str) -> str:
+    """The message for architecture parameters that cannot be handed on."""
     return (
         f"the architecture parameters {which} do not fit those of method {method!r}; phases must have one method and "
         "space, and for methods that look at feature maps one image size"

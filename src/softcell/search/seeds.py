@@ -20,7 +20,7 @@ from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_se
 from softcell.engine.task import OnEvent
 from softcell.reading import read_json_lines
 from softcell.search.recipe import SearchRecipe
-from softcell.search.run import FIRST, SearchResult, searching
+from softcell.search.run import FIRST, SearchResult, search_steps
 from softcell.search.validation import ANEW
 
 Keep = Literal["all", "best"]
@@ -72,7 +72,7 @@ def _search_seeds(
 
     def start(seed: int) -> Running[SearchResult]:
         place = seed_folder(folder, seed)
-        return searching(
+        return search_steps(
             replace(recipe, seed=seed),
             place,
             resume=resume and (place / "run.json").is_file(),
