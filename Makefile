@@ -20,9 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## search a cell on handwritten digits, draw it, train it beside random ones
 	$(BIN)/softcell demo
 
-# mypy uses one core, so it runs beside the tests.
-test: lint docs  ## ruff, mypy, the documentation and pytest
-	@$(MAKE) --no-print-directory -j2 types unit
+# Tests wait for files and child processes now and then: mypy and the documentation fill those gaps.
+test: lint  ## ruff, mypy, the documentation and pytest
+	@$(MAKE) --no-print-directory -j2 unit types docs
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

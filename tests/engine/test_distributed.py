@@ -14,14 +14,20 @@ from tests.helpers.engine_toy import ALONE, Toy, final_state, same, untimed
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(2, "engine_ranks", "collectives_on_rank", tmp_path_factory.mktemp("collectives"))
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder and the results of two processes, started once for all tests here: each imports torch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, on_ranks(2, "engine_ranks", "loop_and_collectives_on_rank", folder)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("loops")
-    return folder, on_ranks(2, "engine_ranks", "loop_on_rank", folder)
+@pytest.fixture
+def found(launched: tuple[Path, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [rank["collectives"] for rank in launched[1]]
+
+
+@pytest.fixture
+def runs(launched: tuple[Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, Any]]]:
+    return launched[0], [rank["loop"] for rank in launched[1]]
 
 
 def test_a_world_of_one_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

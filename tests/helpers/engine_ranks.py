@@ -208,3 +208,8 @@ def loop_on_rank(world: distributed.World, folder: Path) -> Any:
     with Interrupt() as interrupt:
         found["no_signal"] = interrupt.signal
     return found
+
+
+def loop_and_collectives_on_rank(world: distributed.World, folder: Path) -> Any:
+    # In this order: the collectives shrink the size of buckets.
+    return {"loop": loop_on_rank(world, folder), "collectives": collectives_on_rank(world, folder)}

@@ -37,5 +37,6 @@ def call(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished tiny search; not to be changed."""
     folder = tmp_path_factory.mktemp("searched") / "run"
-    assert run(["search", *TINY, "--epochs", "2", "--out", str(folder), "--quiet"]) == 0
+    steps = ("--batch-size", "128")  # enough of them for two epochs to differ
+    assert run(["search", *TINY, *steps, "--epochs", "2", "--out", str(folder), "--quiet"]) == 0
     return folder

@@ -47,7 +47,7 @@ def test_a_training_is_repeated_from_its_run_json_alone(call: Softcell, tmp_path
 
 
 def test_random_architectures_come_from_the_space_that_was_searched(call: Softcell, tmp_path: Path) -> None:
-    narrow = ("--set", "space.nodes=3", "--set", "space.candidates=[none, skip_connect, nor_conv_1x1]")
+    narrow = ("--set", "space.nodes=3", "--set", "space.candidates=[none, skip_connect, nor_conv_1x1]", "--seed", "1")
     assert call("search", *TINY, *narrow, "--epochs", "1", "--out", "found", "-q").code == 0
     assert call("train", "found", *TINY_TRAIN, "--random", "1", "--out", "out", "-q").code == 0
     edges = manifest(tmp_path / "out" / "random-1")["results"]["genotype"]["cells"]["cell"]["edges"]
