@@ -37,7 +37,7 @@ from softcell.search import resolve
 from softcell.search.build import build_task as search_task
 from softcell.search.steps import bilevel
 from softcell.spaces import build_space
-from softcell.spaces.fused import modules_only
+from softcell.spaces.execution import modules_only
 from tests.reference.published_genotypes import DARTS_V2
 
 VARIANTS: dict[str, dict[str, Any]] = {

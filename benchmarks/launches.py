@@ -24,7 +24,7 @@ from benchmarks.traffic import is_view
 from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
 from softcell.nn import attention, stack_calibrations
-from softcell.spaces import block, cell, chain, edges, fused_cell
+from softcell.spaces import _fused_cell, _node_executor, block, execution
 
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
@@ -41,7 +41,7 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
             **{"normalise_gradient": 2, "weight_gradient": 2, "combine_gradient": 3},
         },
     ),
-    (fused_cell, {"compose": 1, "compose_gradient": 1}),
+    (_fused_cell, {"compose": 1, "compose_gradient": 1}),
 ]
 """What each kernel's host function launches where it has something to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)
@@ -180,8 +180,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         for module, counts in KERNELS:
             for name, count in counts.items():
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
-        stack.enter_context(patch.object(cell, "serves", lambda x: True))
-        stack.enter_context(patch.object(chain, "grouping_blocks_pays", lambda x: together))
+        stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
+        stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
         for module in (attention, local):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
@@ -192,9 +192,9 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(dynamic, "triton_kernels", lambda family: _Dynamic(counter)))
         stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
-        for module in (cell, block):
-            stack.enter_context(patch.object(module, "literal", lambda: not together))
-        stack.enter_context(patch.object(edges, "grouping_calibrations_pays", lambda x: together))
+        for module in (_node_executor, block):
+            stack.enter_context(patch.object(module, "is_modules_only", lambda: not together))
+        stack.enter_context(patch.object(execution, "grouping_calibrations_pays", lambda x: together))
         stack.enter_context(patch.object(mix, "copies_cheaply", lambda x: together))
         yield
 

@@ -17,7 +17,7 @@ from softcell.search import resolve, search
 from softcell.search.run import FIRST
 from softcell.search.seeds import search_seeds
 from softcell.spaces import build_space
-from softcell.spaces.fused import modules_only
+from softcell.spaces.execution import modules_only
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SMALL = {"layers": 1, "candidates": ["local_sa_k3_h4", "local_sa_k7_h8", "non_local_sa"]}

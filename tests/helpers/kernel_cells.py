@@ -11,10 +11,10 @@ from torch import Tensor
 from softcell.arch import Live, WeightMix
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
+from softcell.spaces._fused_cell import FusedCell
 from softcell.spaces._fused_plan import plan
 from softcell.spaces.cell import MixedCell
-from softcell.spaces.fused import modules_only
-from softcell.spaces.fused_cell import FusedCell
+from softcell.spaces.execution import modules_only
 
 SPACES: dict[str, dict[str, object]] = {
     "darts": {"cells": 4, "channels": 3, "nodes": 2},
@@ -39,16 +39,16 @@ def build_cell(name: str, number: int = 0, **settings: object) -> MixedCell:
 
 def fuse(cell: MixedCell, live: Live | None = None) -> FusedCell:
     spec = cell.spec_of(0)
-    return plan(cell._entries(live), cell.inputs, max(cell.table.targets) + 1, spec.channels, spec.stride)
+    return plan(cell.live_entries(live), cell.inputs, max(cell.table.targets) + 1, spec.channels, spec.stride)
 
 
-def departing(name: str, number: int, node: int, *, apart: bool = False, **settings: object) -> FusedCell:
+def leaving(name: str, number: int, node: int, *, apart: bool = False, **settings: object) -> FusedCell:
     """The small program of all that leaves one node of a cell; `apart`: every candidate a sum of its own."""
     cell = build_cell(name, number, **settings)
-    departures = cell._apart if apart else cell._departures
-    departure = departures.of(node, None, cell.spec_of(0).stride if node < cell.inputs else 1)
-    assert departure is not None, "it has a fused form"
-    return departure.cell
+    forms = cell.node_outputs if apart else cell.node_sums
+    form = forms.of(node, None, cell.spec_of(0).stride if node < cell.inputs else 1)
+    assert form is not None, "it has a fused form"
+    return form.cell
 
 
 class OneSite(WeightMix):

@@ -14,9 +14,9 @@ from softcell.kernels import backend, compose, local, norm, pool, taps
 from softcell.nn.attention import LocalAttention
 from softcell.search import resolve
 from softcell.search.task import explain_modules
-from softcell.spaces import fused
+from softcell.spaces import execution
 from softcell.testing import tiny_space
-from tests.helpers.kernel_cells import OneSite, build_cell, departing, fuse, outcome, random_inputs, require_same
+from tests.helpers.kernel_cells import OneSite, build_cell, fuse, leaving, outcome, random_inputs, require_same
 
 FAMILIES: dict[str, Any] = {"compose": compose, "norm": norm, "pool": pool, "taps": taps}
 NAMES = {
@@ -53,7 +53,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str]]:
 
 def lack(monkeypatch: pytest.MonkeyPatch, present: bool = False) -> None:
     monkeypatch.setattr(backend, "has_triton", lambda: present)
-    monkeypatch.setattr(fused, "has_triton", lambda: present)
+    monkeypatch.setattr(execution, "has_triton", lambda: present)
 
 
 def of_a_cell(device: str = "cpu") -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def of_a_cell(device: str = "cpu") -> dict[str, Tensor]:
 
 def of_outputs_apart() -> dict[str, Tensor]:
     x = torch.randn(2, 3, 7, 6, generator=torch.Generator().manual_seed(3), requires_grad=True)
-    _, *outputs = departing("nb201", 0, 0, apart=True)([x])
+    _, *outputs = leaving("nb201", 0, 0, apart=True)([x])
     (gradient,) = torch.autograd.grad(sum(y.pow(3).sum() for y in outputs), x)  # type: ignore[arg-type]
     return {"apart": gradient}
 
@@ -94,9 +94,9 @@ def test_local_attention_runs_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cells_on_a_gpu_run_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     there: Any = types.SimpleNamespace(device=CUDA, dtype=torch.float32)
     lack(monkeypatch, present=True)
-    assert fused.serves(there)
+    assert execution.kernels_serve(there)
     lack(monkeypatch)
-    assert not fused.serves(there)
+    assert not execution.kernels_serve(there)
 
 
 def test_a_search_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

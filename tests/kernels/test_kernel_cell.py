@@ -15,13 +15,13 @@ from softcell.kernels.norm import gradient_sums
 from softcell.kernels.taps import Group, Window, masked_input_gradient, tiles
 from softcell.spaces import build_space
 from softcell.spaces._fused_plan import Entry, Unfit, plan
-from softcell.spaces.fused import modules_only, serves
+from softcell.spaces.execution import kernels_serve, modules_only
 from tests.helpers.kernel_cells import (
     OneSite,
     both_paths,
     build_cell,
-    departing,
     fuse,
+    leaving,
     random_inputs,
     require_rounding_only,
     require_same,
@@ -70,7 +70,7 @@ def test_the_function_equals_its_twin_in_both_orders(apart: bool) -> None:
     states, weights = random_inputs(cell, (4, 4), 2)
     fused = fuse(cell)
     if apart:
-        fused, states = departing("darts", 0, 0, apart=True, nodes=1, channels=2), states[:1]
+        fused, states = leaving("darts", 0, 0, apart=True, nodes=1, channels=2), states[:1]
         fused = replace(fused, convolutions=tuple(conv.double() for conv in fused.convolutions))
     flat = fused.flatten(fused.parameters()).detach()
     factors = torch.tensor([[0.0, 1.5], [2.0, 1.0]])[: len(cell.table)]
@@ -99,7 +99,7 @@ def test_the_function_equals_its_twin_in_both_orders(apart: bool) -> None:
 @pytest.mark.parametrize("used", [[0, 3], [5], []])
 def test_outputs_apart_that_nobody_uses_give_no_gradient(used: list[int], training: bool) -> None:
     """Each output by itself, of the batch's statistics and of the running ones: the twin's gradients, to the last."""
-    fused = departing("darts", 1, 0, apart=True, nodes=1, channels=2)
+    fused = leaving("darts", 1, 0, apart=True, nodes=1, channels=2)
     program = fused.program
     generator = torch.Generator().manual_seed(2)
     flat = fused.flatten([conv.weight.double() for conv in fused.convolutions]).detach()
@@ -228,7 +228,7 @@ def test_training_needs_more_than_one_value_per_channel() -> None:
 
 
 def test_the_cpu_runs_modules() -> None:
-    assert not serves(torch.zeros(1))
+    assert not kernels_serve(torch.zeros(1))
 
 
 def test_a_supernet_keeps_the_names_of_its_state() -> None:

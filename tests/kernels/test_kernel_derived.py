@@ -16,11 +16,10 @@ from softcell.arch import notation
 from softcell.kernels.derived import derived_cell, derived_cell_reference
 from softcell.nn.conv import SeparableConv
 from softcell.nn.stack import as_vector
-from softcell.spaces import Network, _derived_plan, build_space
-from softcell.spaces import fused as fused_module
+from softcell.spaces import Network, _derived_plan, build_space, execution
 from softcell.spaces._derived_plan import Pick, plan_derived
 from softcell.spaces._fused_plan import Unfit
-from softcell.spaces.fused import fused_networks, literal, modules_only
+from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.derived_cells import Cell, states
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 from tests.reference.published_genotypes import DARTS_V2
@@ -131,7 +130,8 @@ class TestNetworks:
     def test_a_fused_network_equals_its_modules(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """DARTS_V2 in float32 beside the same modules in float64: all gradients and running statistics."""
         torch.manual_seed(0)
-        monkeypatch.setattr(fused_module, "serves", lambda x: not literal())  # the interpreter's tensors are on a CPU
+        # The interpreter's tensors are on a CPU.
+        monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
         sizes = {"cells": 3, "channels": 4} if INTERPRETED else {"cells": 8, "channels": 36}
         genotype = notation.parse(DARTS_V2)
         network = build_space("darts", sizes).network(genotype, (3, 32, 32), 10, auxiliary=True).to(DEVICE)

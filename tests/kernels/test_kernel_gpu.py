@@ -17,12 +17,12 @@ from torch import Tensor
 from softcell.kernels import norm, pool, taps
 from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.cell import Program
-from softcell.spaces.fused_cell import FusedCell
+from softcell.spaces._fused_cell import FusedCell
 from tests.helpers.kernel_cells import (
     OneSite,
     build_cell,
-    departing,
     fuse,
+    leaving,
     outcome,
     random_inputs,
     require_rounding_only,
@@ -64,16 +64,16 @@ PROGRAMS: dict[str, tuple[Make, tuple[int, int]]] = {
         for space, number, channels, size in CASES
     },
     # What leaves one node, where a cell cannot be fused as a whole or a mix wants each candidate by itself.
-    "bottleneck-input": (lambda: departing("bottleneck", 0, 0, channels=64, bottleneck=4), (32, 32)),
-    "bottleneck-inner": (lambda: departing("bottleneck", 0, 2, channels=64, bottleneck=2), (16, 16)),
-    "bottleneck-reduction": (lambda: departing("bottleneck", 1, 1, channels=64, bottleneck=4), (16, 16)),
-    "bottleneck-shared": (lambda: departing("bottleneck, shared", 0, 1, channels=10, bottleneck=2), (9, 7)),
-    "nos-input": (lambda: departing("nos", 0, 0, channels=16), (16, 16)),
-    "nos-reduction": (lambda: departing("nos", 1, 0, channels=16), (9, 7)),
-    "nos-shared": (lambda: departing("nos, shared", 0, 1, channels=5), (8, 8)),
-    "darts-apart": (lambda: departing("darts", 0, 0, apart=True, channels=16), (8, 8)),
-    "darts-apart-reduction": (lambda: departing("darts", 1, 1, apart=True, channels=16), (16, 16)),
-    "nb201-apart": (lambda: departing("nb201", 0, 0, apart=True, channels=16), (9, 7)),
+    "bottleneck-input": (lambda: leaving("bottleneck", 0, 0, channels=64, bottleneck=4), (32, 32)),
+    "bottleneck-inner": (lambda: leaving("bottleneck", 0, 2, channels=64, bottleneck=2), (16, 16)),
+    "bottleneck-reduction": (lambda: leaving("bottleneck", 1, 1, channels=64, bottleneck=4), (16, 16)),
+    "bottleneck-shared": (lambda: leaving("bottleneck, shared", 0, 1, channels=10, bottleneck=2), (9, 7)),
+    "nos-input": (lambda: leaving("nos", 0, 0, channels=16), (16, 16)),
+    "nos-reduction": (lambda: leaving("nos", 1, 0, channels=16), (9, 7)),
+    "nos-shared": (lambda: leaving("nos, shared", 0, 1, channels=5), (8, 8)),
+    "darts-apart": (lambda: leaving("darts", 0, 0, apart=True, channels=16), (8, 8)),
+    "darts-apart-reduction": (lambda: leaving("darts", 1, 1, apart=True, channels=16), (16, 16)),
+    "nb201-apart": (lambda: leaving("nb201", 0, 0, apart=True, channels=16), (9, 7)),
 }
 
 

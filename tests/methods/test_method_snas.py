@@ -21,8 +21,8 @@ from softcell.nn.candidates import Spec
 from softcell.search import resolve, search
 from softcell.search.steps import bilevel, single_level
 from softcell.spaces import build_space
-from softcell.spaces._node_inputs import Combiner
 from softcell.spaces.cell import MixedCell
+from softcell.spaces.edges import Combiner
 from softcell.testing import RaggedSpace, one_hot, tiny_space
 from tests.helpers.search_toys import batch, check_resumed, players, same, settings, write_data
 

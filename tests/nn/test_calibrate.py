@@ -10,13 +10,7 @@ from torch import Tensor, nn
 
 from softcell.errors import UserError
 from softcell.kernels.calibrate import convolve
-from softcell.nn.calibrate import (
-    Calibration,
-    ChannelAttention,
-    DynamicKernel,
-    SpatialAttention,
-    calibrated,
-)
+from softcell.nn.calibrate import Calibration, ChannelAttention, DynamicKernel, SpatialAttention, calibrated
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from tests.reference import reference_nos as literal
 

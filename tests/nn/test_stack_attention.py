@@ -10,9 +10,9 @@ from softcell.arch import WeightMix
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.stack_attention import block_key, grouping_blocks_pays, run_alike, run_blocks
-from softcell.spaces import build_space, chain
+from softcell.spaces import build_space, chain, execution
+from softcell.spaces.execution import modules_only
 from softcell.spaces.fullattention import CANDIDATES
-from softcell.spaces.fused import modules_only
 
 
 def made(spec: Spec, names: tuple[str, ...] = CANDIDATES) -> list[nn.Module]:
@@ -124,7 +124,7 @@ def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pyt
         alike.append(found is not None)
         return found
 
-    monkeypatch.setattr(chain, "grouping_blocks_pays", lambda x: True)
+    monkeypatch.setattr(execution, "grouping_blocks_pays", lambda x: True)
     monkeypatch.setattr(chain, "run_blocks", run)
     monkeypatch.setattr(chain, "run_alike", run_as_one)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)

@@ -8,14 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from softcell.nn.stochastic import (
-    Dropout,
-    DropPath,
-    batch_slice,
-    drop_path,
-    dropout,
-    set_drop_fraction,
-)
+from softcell.nn.stochastic import Dropout, DropPath, batch_slice, drop_path, dropout, set_drop_fraction
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import DROP_SHAPE, dropped
 

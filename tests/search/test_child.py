@@ -18,7 +18,7 @@ from softcell.search import resolve, search
 from softcell.search.child import measure_child, norms_measured_anew, reestimate_
 from softcell.search.seeds import ANEW, figure, score, search_seeds
 from softcell.spaces import Supernet
-from softcell.spaces.fused import literal
+from softcell.spaces.execution import is_modules_only
 from softcell.testing import one_hot, tiny_space
 from tests.helpers.search_toys import ALONE, same, settings, state_of, write_data
 
@@ -194,7 +194,7 @@ def test_norms_are_measured_as_steps_are_made(data: Path, tmp_path: Path, monkey
 
     def forward(self: Supernet, *given: Any) -> Any:
         if any(module.momentum is None for module in self.modules() if isinstance(module, nn.BatchNorm2d)):
-            seen.append((literal(), torch.is_autocast_enabled("cpu")))
+            seen.append((is_modules_only(), torch.is_autocast_enabled("cpu")))
         return original(self, *given)
 
     monkeypatch.setattr(Supernet, "forward", forward)

@@ -34,7 +34,7 @@ from softcell.search import resolve, search
 from softcell.search.guide import TRIED, Guide, _pair, drowned, probe, supernet_maps
 from softcell.settings import build
 from softcell.spaces import Bound
-from softcell.spaces.fused import literal
+from softcell.spaces.execution import is_modules_only
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 from softcell.testing import tiny_space
 from softcell.trust import UntrustedError, trusting
@@ -155,7 +155,7 @@ def test_norms_are_measured_as_steps_are_made(
     seen: list[tuple[bool, bool]] = []
 
     def watched(*given: Any) -> dict[str, float]:
-        seen.append((torch.is_autocast_enabled("cpu"), literal()))
+        seen.append((torch.is_autocast_enabled("cpu"), is_modules_only()))
         return probe(*given)
 
     module = "task" if method == "nos" else "samplers"
@@ -178,13 +178,13 @@ def test_sizes_of_maps_are_found_without_kernels(space: str, monkeypatch: pytest
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that kernels would be asked for on a CPU
 
     def watched(image: Tensor, mix: Any) -> Any:
-        seen.append((literal(), runs_triton(image)))
+        seen.append((is_modules_only(), runs_triton(image)))
         return forward(image, mix)
 
     monkeypatch.setattr(supernet, "features", watched)
     assert supernet_maps(supernet, method) == expected
     assert seen == [(True, False)]
-    assert runs_triton(torch.ones(1)) and not literal(), "only there"
+    assert runs_triton(torch.ones(1)) and not is_modules_only(), "only there"
 
 
 def test_second_order_searches_are_guided_too(place: Path, tmp_path: Path) -> None:

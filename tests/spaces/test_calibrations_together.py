@@ -16,8 +16,8 @@ from softcell.kernels.mix import small_weighted_sum
 from softcell.methods import METHODS
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.settings import build
-from softcell.spaces import block, build_space, edges
-from softcell.spaces.fused import modules_only
+from softcell.spaces import _node_executor, block, build_space
+from softcell.spaces.execution import modules_only
 
 SIZE = {"cells": 3, "channels": 4, "nodes": 2}
 SPACES: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(made))
         return made
 
-    monkeypatch.setattr(edges, "run_calibrations", run)
+    monkeypatch.setattr(_node_executor, "run_calibrations", run)
     return found
 
 

@@ -223,7 +223,7 @@ def weights(supernet: Supernet) -> WeightMix:
 def test_dropping_paths_equals_a_literal_twin(monkeypatch: pytest.MonkeyPatch, noisy: Supernet) -> None:
     """Node by node and edge by edge: Σ_choices keep/(1-p) · Σ_k w_k·o_k(x), one uniform number per image and choice."""
     from softcell.nn.stochastic import DropPath
-    from softcell.spaces._node_inputs import Combiner
+    from softcell.spaces.edges import Combiner
 
     noisy.use_drop_path(0.4)
     noisy.drop_path.set_fraction(0.5)

@@ -46,7 +46,7 @@ class Genotype:
     """An architecture: the space it belongs to and one cell per table.
 
     `settings` holds what the space must know to rebuild the cells (never sizes such as depth and width); `about` says
-    where the architecture came from and takes no part in equality.
+    where the architecture came from and is ignored in comparisons.
 
     Example:
         >>> from softcell.arch import Cell, Genotype, Pick
@@ -192,7 +192,7 @@ def alive(cell: Cell, inputs: int) -> Cell:
 
 
 def reaches_output(cell: Cell, inputs: int) -> bool:
-    """Whether some output node of a cell is fed by an input: else its output is zeros, whatever it is given."""
+    """Whether an input reaches some output node of a cell: otherwise its output is always zeros."""
     reached = set(range(inputs))
     for pick in sorted(cell.picks, key=lambda pick: (pick.target, pick.source)):
         if pick.op != "none" and pick.source in reached:

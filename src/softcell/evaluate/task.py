@@ -21,7 +21,7 @@ from softcell.evaluate.retrieval import retrieval_step
 from softcell.nn.classifiers import Classifier
 from softcell.nn.objective import ProxyNCA
 from softcell.spaces import Network
-from softcell.spaces.fused import fused_networks
+from softcell.spaces.execution import fused_networks
 
 
 class TrainTask:

@@ -42,9 +42,9 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def is_wanted(ctx: Any, number: int) -> bool:
-    """In a backward pass: whether it asks for the gradient of this tensor, by its number among those of the forward.
+    """In a backward pass: whether the gradient of this tensor is needed, by its number among the forward's.
 
-    `needs_input_grad` says that it could be asked for. Of leaves torch cannot tell; they count as wanted.
+    `needs_input_grad` says only that it could be needed. torch does not know it of leaves; they count as wanted.
     """
     node = ctx.next_functions[number][0]
     if node is None:
@@ -74,7 +74,7 @@ def by_twin(
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program of Triton's may have there; its interpreter has all it wants."""
+    """Bytes of shared memory of a Triton program there; unlimited in its interpreter."""
     if device.type != "cuda":
         return 2**30
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]

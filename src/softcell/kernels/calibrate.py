@@ -2,9 +2,9 @@
 
     y[p] = base[p] (1 + a + s[p]) + Σ_t base[p + o_t] d_t
 
-for every sample and channel; a is a number per channel, s per place, d per channel and tap. As plain operations that is
-a dozen launches forward and two dozen backward, many of them copies, since torch wants the samples of such a
-convolution folded into its channels. Triton's kernels read maps as they lie, channels last: one launch forward, two
+for every sample and channel; a is a number per channel, s per position, d per channel and tap. Plain operations need a
+dozen launches forward and two dozen backward, many of them copies, since torch needs the samples of such a
+convolution folded into its channels. Triton's kernels read channels-last maps directly: one launch forward, two
 backward. `calibrate_reference` is the twin of `calibrate`.
 """
 
@@ -74,7 +74,7 @@ class _Calibrate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         base, channel, spatial, kernels = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
+        if torch.is_grad_enabled():  # second derivatives: only the twin has them
 
             def twin(own: Tensor, *more: Tensor | None) -> list[Tensor]:
                 return [calibrate_reference(own, more[0], more[1], more[2], ctx.dilation).to(own.dtype)]

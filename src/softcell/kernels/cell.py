@@ -43,11 +43,11 @@ from softcell.kernels.taps import (
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """What runs once the values of `sources` are known.
+    """Everything that runs once the values of `sources` are known.
 
     `first`: convolutions of the sources. `inner`: their planes that are normalised in place and convolved again by
     `second`. `measured`, `measured_second`: the planes that a norm follows. `identities`: per source the
-    (target, mixing weight, choice) of those that take it as it is.
+    (target, mixing weight, choice) of its identities.
     """
 
     sources: tuple[int, ...]
@@ -64,9 +64,9 @@ class Wave:
 class Program:
     """A cell of `nodes` nodes, the first `inputs` given; node i is plane i.
 
-    `stride` is that of everything that leaves an input node. `terms[j]` arrive at node inputs + j. `size` is the length
-    of the flat weights, `slots` the number of maximum pools. `results` are the planes that are handed out: the inner
-    nodes, or candidates one by one, of which those in `finished` are normalised where they lie.
+    `stride` is that of everything that leaves an input node. `terms[j]` are the inputs of node inputs + j. `size` is
+    the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
+    nodes, or separate candidates; those in `finished` are normalised in place.
     """
 
     channels: int
@@ -255,7 +255,7 @@ class _MixedCell(torch.autograd.Function):
                     buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=ctx.by_batch
                 )
         weight_grad: Tensor | None = None
-        if is_wanted(ctx, 1):  # tensors are mix, weights, states; when α learns weights want none
+        if is_wanted(ctx, 1):  # tensors are mix, weights, states; in architecture steps weights need no gradient
             weight_grad = flat = torch.zeros_like(given_weights)
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
             others = [wave for wave in program.waves if wave not in outer]

@@ -6,7 +6,7 @@ A *recipe* describes one convolution's kernel [c_out, taps, c_in] by where its f
     halves    matrix[o, c] at the first tap for the first half of the outputs, at the last tap for the others
     copy      the kernel itself
 
-Each function stands beside its `_reference` twin in plain PyTorch.
+Each function has a `_reference` twin in plain PyTorch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor
 from softcell.kernels.backend import by_twin, is_wanted, padded, runs_triton, shared_memory, triton_kernels
 
 LARGEST = 64
-"""Channels of a map, and what they are compressed to, that registers of one program hold."""
+"""Channels of a map and of its compressed form that fit the registers of one program."""
 TAPS = 32
 """The largest k²."""
 
@@ -77,14 +77,14 @@ class _DynamicKernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, compressed, score, decode, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
+        if torch.is_grad_enabled():  # second derivatives: only the twin has them
 
             def twin(*own: Tensor) -> list[Tensor]:
                 return [dynamic_kernels_reference(own[0], own[1], own[2], own[3], ctx.taps)]
 
             return None, *by_twin(twin, (x, compressed, score, decode), [gradient])
         rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
-        weights = is_wanted(ctx, 2) or is_wanted(ctx, 3)  # when α learns weights want none
+        weights = is_wanted(ctx, 2) or is_wanted(ctx, 3)  # in architecture steps weights need no gradient
         return None, *triton_kernels("dynamic").backward(
             *rows, score.contiguous(), decode.contiguous(), ctx.taps, *kept, gradient.contiguous(), weights
         )

@@ -152,7 +152,7 @@ class _Indicate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
         laid, (attention, inside, normed, scales) = rest[: len(Laid._fields)], rest[len(Laid._fields) :]
-        if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
+        if torch.is_grad_enabled():  # second derivatives: only the twin has them
 
             def twin(own: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
                 return indicate_reference(own, Laid(*parts), ctx.form)

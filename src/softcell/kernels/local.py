@@ -2,10 +2,9 @@
 
     y_ij = Σ_ab softmax_ab( q_ij · k_ab + q_ij · r_{a-i,b-j} ) v_ab,   (a, b) over the pixels around (i, j) in the image
 
-The k² neighbours are k² shifted views, whose logits are written one after the other. Logits are made anew in the
-backward pass, so what is kept for it is q, k and v alone, whatever the extent. On a GPU (`attend_packed`) neighbours
-are gone through in registers: logits are never in memory, and what is kept beside is the result and one number for
-every pixel and head.
+The k² neighbours are k² shifted views, whose logits are written one after the other. The backward pass
+recomputes the logits, so only q, k and v are kept, for any extent. On a GPU (`attend_packed`) neighbours stay in
+registers: logits are never in memory; the result and one number for every pixel and head are kept as well.
 """
 
 from __future__ import annotations
@@ -129,13 +128,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         packed, rows, columns, y, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives are asked for: only the twin has them
+        if torch.is_grad_enabled():  # second derivatives: only the twin has them
             dpacked, drows, dcolumns = by_twin(lambda *own: [_plainly(*own)], (packed, rows, columns), [grad])
             return dpacked, drows, dcolumns
         inner = packed.permute(0, 2, 3, 1).contiguous()
         exact = [t.float().contiguous() for t in (rows, columns)]
         dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()
-        positions = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # when α learns they want none
+        positions = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # in architecture steps they need no gradient
         out, drows, dcolumns = triton_kernels("local").backward(inner, *exact, y, lse, dy, positions=positions)
         if not positions:
             return out.permute(0, 3, 1, 2), None, None

@@ -1,7 +1,7 @@
 """The weighted sum that forms a node: out = Σ_k w_k · x_k, in one pass forward and one backward.
 
 Plain autograd would make one product and one sum per candidate and keep every product. Here the inputs are kept only
-when the weights want a gradient (the architecture step), and nothing else is.
+when the weights need a gradient (the architecture step), and nothing else is kept.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Batch-norm without scale and shift, and the weighted sum that forms a node, over planes [planes, n, h, w, c].
 
-A node is Σ_k w_k · (y_k − mean_k) · rstd_k over everything that arrives: normalising and mixing are one pass. With the
+A node is Σ_k w_k · (y_k − mean_k) · rstd_k over all its inputs: normalising and mixing are one pass. With the
 node's gradient g, ŷ = (y − mean) · rstd and m rows,
 
     ∂w_k = Σ g·ŷ_k        ∂y_k = w_k · rstd_k · (g − Σg / m − ŷ_k · Σ(g·ŷ_k) / m)
 
 so one reducing pass and one writing pass serve all candidates of a node. With drop-path, what a choice contributes is
-scaled sample by sample, and g is scaled alike wherever it meets that choice. Every function stands beside a
-`_reference` twin of the same signature in plain PyTorch, also the path of the CPU. Statistics and sums are float32.
+scaled sample by sample, and so is g for that choice. Every function has a `_reference` twin of the same
+signature in plain PyTorch, which is also the CPU path. Statistics and sums are float32.
 """
 
 from __future__ import annotations

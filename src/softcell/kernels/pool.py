@@ -1,7 +1,7 @@
-"""3×3 pooling over planes [planes, n, h, w, c], and the one pass that gathers everything a node's gradient is made of.
+"""3×3 pooling over planes [planes, n, h, w, c], and the one pass that sums all parts of a node's gradient.
 
 Maximum and average of the same node read it together. The maximum remembers which tap won (the first of equals, as
-PyTorch does); the average does not count padding. Each function stands beside its `_reference` twin in plain PyTorch.
+PyTorch does); the average does not count padding. Each function has a `_reference` twin in plain PyTorch.
 """
 
 from __future__ import annotations

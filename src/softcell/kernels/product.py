@@ -31,7 +31,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = torch.bmm(gradient, weight.transpose(1, 2)) if is_wanted(ctx, 0) else None
-        dweight = _of_rows(x, gradient) if is_wanted(ctx, 1) else None  # when α learns weights want none
+        dweight = _of_rows(x, gradient) if is_wanted(ctx, 1) else None  # in architecture steps weights need no gradient
         dadded = None
         if ctx.adds and is_wanted(ctx, 2):
             dadded = gradient.sum(1, keepdim=True) if ctx.one_row else gradient

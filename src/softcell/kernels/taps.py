@@ -6,8 +6,8 @@ a node read it together. A depthwise convolution followed by a pointwise one is 
 pointwise[o, c] · depthwise[c, tap]: on matrix units that is cheaper than the pair, needs no intermediate value, and its
 weight gradient gives both factors' by the product rule.
 
-Every function writes into a buffer it is given, and stands beside a `_reference` twin of the same signature in plain
-PyTorch, which is also the path of the CPU.
+Every function writes into a given buffer and has a `_reference` twin of the same signature in plain PyTorch, which is
+also the CPU path.
 """
 
 from __future__ import annotations

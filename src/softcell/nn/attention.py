@@ -140,7 +140,7 @@ class Attention(nn.Module):
         self.queries, self.keys, self.values, self.project = (nn.Conv2d(width, width, 1, bias=False) for _ in range(4))
 
     def packed(self, x: Tensor) -> Tensor:
-        """Queries, keys and values of [n, width, h, w] behind each other, [n, 3·width, h, w]."""
+        """Queries, keys and values of [n, width, h, w], concatenated: [n, 3·width, h, w]."""
         return F.conv2d(x, torch.cat([part.weight for part in (self.queries, self.keys, self.values)]))
 
     def embeddings(self) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """Networks of fixed architecture: teachers, and baselines of NOS's study of single operations.
 
-ResNet-18 as it is built for CIFAR: He, Zhang, Ren, Sun, CVPR 2016. PyramidNet with bottlenecks: Han, Kim, Kim: Deep
+ResNet-18 for CIFAR: He, Zhang, Ren, Sun, CVPR 2016. PyramidNet with bottlenecks: Han, Kim, Kim: Deep
 Pyramidal Residual Networks, CVPR 2017; depth 110 and α = 84 is NOS's teacher (§4.2).
 
 Each is a frozen dataclass of settings that builds a `Classifier`, a network in two halves: `features` gives one map per

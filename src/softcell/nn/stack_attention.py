@@ -110,6 +110,6 @@ def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 def _stacked(convs: Sequence[tuple[nn.Conv2d, ...]]) -> Tensor:
-    """Weights of 1×1 convolutions, those of one block behind each other, [blocks, c_in, Σ c_out], by one copy."""
+    """Weights of 1×1 convolutions, concatenated per block: [blocks, c_in, Σ c_out], by one copy."""
     flat = torch.cat([conv.weight for own in convs for conv in own])
     return flat.view(len(convs), -1, flat.shape[1]).transpose(1, 2)

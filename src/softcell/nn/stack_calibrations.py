@@ -44,7 +44,7 @@ def grouping_calibrations_pays(x: Tensor) -> bool:
 def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
     """A key that modules whose weights can be stacked share; None for a module that runs alone.
 
-    Those of one kind are of one size; whatever shares the first item goes through one norm.
+    Modules of one key have one size; those that share its first item use one norm.
     """
     if module is None or type(module) not in KINDS or has_hooks(module):
         return None

@@ -23,7 +23,7 @@ from softcell.nn.guide import Form, Guided, pair_stages
 from softcell.nn.objective import CrossEntropy, Objective
 from softcell.settings import positive
 from softcell.spaces import Shape, Supernet
-from softcell.spaces.fused import modules_only
+from softcell.spaces.execution import modules_only
 from softcell.spaces.teacher import FoundTeacher, find_teacher
 
 TRIED = (2, 3)

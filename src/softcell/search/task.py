@@ -39,7 +39,7 @@ from softcell.search.steps import Players, bilevel, single_level, unrolled
 from softcell.search.validation import ANEW, Validation, doubt
 from softcell.spaces import Bound, Supernet
 from softcell.spaces.cell import MixedCell
-from softcell.spaces.fused import can_fuse, modules_only
+from softcell.spaces.execution import can_fuse, modules_only
 
 
 class SearchTask:

@@ -1,4 +1,4 @@
-"""Reads a derived cell's modules and makes the program that runs them together, or says why they must run one by one.
+"""Plans the program that runs a derived cell's modules together, or raises the reason why they must run one by one.
 
 Nothing is owned here: weights and running statistics stay in the modules, under their names.
 """
@@ -15,8 +15,8 @@ from softcell.kernels.derived import NONE, Arrival, Derived, Norm, Pooling, Roun
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
+from softcell.spaces._fused_cell import compute_type, running_statistics, update_running
 from softcell.spaces._fused_plan import Unfit, pool_of
-from softcell.spaces.fused_cell import compute_type, running_statistics, update_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Planner:
         self.depths: list[nn.Conv2d] = []
         self.norms: list[tuple[int, nn.BatchNorm2d]] = []
         self.slots = 0
-        self.result: dict[int, int] = {}  # of a pick the plane that arrives
+        self.result: dict[int, int] = {}  # by pick: the plane of its output
 
     def build(self) -> DerivedCell:
         learned = [id(pick.module) for pick in self.picks if any(True for _ in pick.module.buffers())]
@@ -132,7 +132,7 @@ class _Planner:
             Round(sources, placed(first), placed(second), pools, measured, measured_second)
             for sources, first, second, pools, measured, measured_second in drafts
         )
-        arrivals, paths = self._arrivals()
+        node_inputs, paths = self._node_inputs()
         program = Derived(
             self.channels,
             self.inputs,
@@ -143,19 +143,19 @@ class _Planner:
             paths,
             placed(before),
             rounds,
-            arrivals,
+            node_inputs,
             tuple(norms),
             self.norms[0][1].eps,
         )
         return DerivedCell(program, tuple(owners), tuple(self.norms), self.drop_path)
 
     def _rounds(self) -> list[tuple[int, ...]]:
-        """Inputs leave together; each inner node that anything leaves is a round of its own."""
+        """All inputs are one round; each inner node with leaving edges is another."""
         inner = sorted({pick.source for pick in self.picks if pick.source >= self.inputs})
         return [tuple(range(self.inputs)), *((node,) for node in inner)]
 
-    def _arrivals(self) -> tuple[tuple[tuple[Arrival, ...], ...], int]:
-        """What every inner node adds up. Identities are never dropped (DARTS)."""
+    def _node_inputs(self) -> tuple[tuple[tuple[Arrival, ...], ...], int]:
+        """The inputs of every inner node. Identities are never dropped (DARTS)."""
         paths = 0
         found: list[list[Arrival]] = [[] for _ in range(self.nodes)]
         for number, pick in enumerate(self.picks):
@@ -288,7 +288,7 @@ class _Planner:
 
 
 def _four_dimensional(weight: Tensor) -> Tensor:
-    """As `flat` takes it: a vector, and a depthwise kernel [c, 1, k, k] in its own order, as many 1×1 kernels."""
+    """In the layout of `flat`: a vector, and a depthwise kernel [c, 1, k, k] in its own order, as many 1×1 kernels."""
     return weight.reshape(-1, 1, 1, 1) if weight.dim() == 1 or weight.shape[1] == 1 else weight
 
 

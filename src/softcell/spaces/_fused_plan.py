@@ -1,9 +1,10 @@
-"""Reads a mixed cell's modules and makes the program that runs them together, or says why they must run one by one."""
+"""Plans the program that runs a mixed cell's modules together, or raises the reason why they must run one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.pool import AveragePool
-from softcell.spaces.fused_cell import FusedCell
+from softcell.spaces._fused_cell import FusedCell
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,28 @@ class Entry:
     choice: int = 0
 
 
+KEPT = 64
+"""The number of fused forms that one cell keeps, by its live candidates."""
+K = TypeVar("K")
+V = TypeVar("V")
+
 _KINDS = (Kind.PRODUCT, Kind.PRODUCT, Kind.PRODUCT, Kind.COPY, Kind.HALVES)  # by the order of a stage
 
 
 class Unfit(Exception):
     """Why a cell cannot be fused."""
+
+
+def remembered(known: dict[K, V | None], key: K, make: Callable[[], V]) -> V | None:
+    """The value made for `key`, None where there is none; only the latest `KEPT` are kept."""
+    if key not in known:
+        while len(known) >= KEPT:
+            known.pop(next(iter(known)))
+        try:
+            known[key] = make()
+        except Unfit:
+            known[key] = None
+    return known[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +110,12 @@ def pool_of(module: nn.Module) -> tuple[nn.MaxPool2d | nn.AvgPool2d, nn.BatchNor
 
 
 def plan(entries: Iterable[Entry], inputs: int, nodes: int, channels: int, stride: int) -> FusedCell:
-    """The fused form of a cell whose input nodes are left with `stride`; raises `Unfit` with the reason if none is."""
+    """The fused form of a cell; raises `Unfit` with the reason if there is none. stride: of edges from input nodes."""
     return _Planner(list(entries), inputs, nodes, channels, stride).build()
 
 
 def plan_apart(entries: Iterable[Entry], channels: int, stride: int) -> tuple[FusedCell, list[int]]:
-    """The fused form of modules that all leave one node, each handed out by itself; and for each which output it is."""
+    """The fused form of modules that all leave one node, with separate outputs, and the output number of each."""
     planner = _Planner(list(entries), 1, 1, channels, stride)
     cell = planner.build(apart=True)
     planes = [planner.result[id(entry.module)][0] for entry in planner.entries]
@@ -111,7 +129,7 @@ class _Planner:
         self.norms: list[tuple[int, nn.BatchNorm2d]] = []
         self.kinds: dict[tuple[int, Window], list[_Stage]] = {}
         self.pending: list[tuple[tuple[int, Window], int, int, int, int]] = []  # key, source, first, count, start
-        self.result: dict[int, tuple[int, bool]] = {}  # module: (plane that arrives, normed)
+        self.result: dict[int, tuple[int, bool]] = {}  # module: (plane of its output, normed)
         self.slots = 0
 
     def build(self, *, apart: bool = False) -> FusedCell:
@@ -265,7 +283,7 @@ class _Planner:
         return tuple((e.target, e.weight, e.choice) for e in mine)
 
     def _terms(self) -> tuple[tuple[Term, ...], ...]:
-        """Gradients reach the last node first, so that node's share of a shared plane is the one that starts it."""
+        """Gradients reach the last node first, so that node starts the gradient of a shared plane; others add to it."""
         seen: set[int] = set()
         found: list[tuple[Term, ...]] = []
         for node in reversed(range(self.inputs, self.nodes)):
@@ -307,5 +325,5 @@ class _Planner:
 
 
 def _outermost(wave: Wave) -> list[range]:
-    """The planes whose norm is the last thing that happens to them."""
+    """The planes that end with a norm."""
     return [planes for planes in (range(wave.inner.stop, wave.measured.stop), wave.measured_second) if planes]

@@ -1,4 +1,4 @@
-"""What a search space is: a layout of choices, a supernet that holds all of them, and the network of one genotype."""
+"""Search spaces: a layout of choices, a supernet that holds all of them, and the network of one genotype."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Supernet(nn.Module, ABC):
         return self.head(self.features(x, mix)[-1])
 
     def child(self, genotype: Genotype) -> Network:
-        """The derived network in its search form with this supernet's weights: nothing is trained anew.
+        """The derived network in its search form with this supernet's weights: nothing is trained.
 
         Modules of supernet and network carry the same names, so a child is the subset of the supernet's state that
         the genotype uses.
@@ -73,7 +73,7 @@ class Supernet(nn.Module, ABC):
 
 
 class Bound:
-    """A supernet together with one mix: looks like a plain network to an objective.
+    """A supernet together with one mix: a plain network to an objective.
 
     Example:
         >>> import torch
@@ -108,7 +108,7 @@ class Inputs:
 
 
 class Network(nn.Module, ABC):
-    """The network of one genotype; `inputs` tells of one that was loaded what it was trained on.
+    """The network of one genotype; `inputs` describes the training data of a loaded one.
 
     Example:
         >>> import torch
@@ -167,11 +167,10 @@ class Network(nn.Module, ABC):
 class Space(ABC):
     """A search space. Subclasses are frozen dataclasses: their fields are its settings (depth, width, candidates…).
 
-    `small` holds the settings for a laptop: less of everything, nothing of another kind. `tiny` holds those of the
-    smallest size that still has every part, for the suites of `softcell.testing`, where theirs do not fit. `evaluation`
-    holds the sizes of networks that are trained for good, by recipe (`cifar`, `imagenet`) or dataset (`svhn`);
-    `has_auxiliary` tells whether they can carry an auxiliary tower. `search_only` names settings of supernets that such
-    networks do not have.
+    `small` holds the settings for a laptop: a smaller space of the same kind. `tiny` holds those of the smallest size
+    that still has every part, for the suites of `softcell.testing`, where their own do not fit. `evaluation` holds the
+    sizes of evaluation networks, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary`: they can have an
+    auxiliary tower. `search_only` names settings that only supernets have.
 
     Example:
         >>> from softcell.arch import count, sample
@@ -193,11 +192,11 @@ class Space(ABC):
 
     @classmethod
     def sizes(cls) -> set[str]:
-        """The settings that say how large a network is that is trained for good."""
+        """The settings that set the size of an evaluation network."""
         return {key for layer in cls.evaluation.values() for key in layer}
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
-        """Lines that `softcell info` adds, such as a paper's own count; of networks for so many classes."""
+        """Lines that `softcell info` adds, such as a paper's own count; num_classes: of the counted networks."""
         return ()
 
     @abstractmethod

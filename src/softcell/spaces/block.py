@@ -1,18 +1,18 @@
-"""The heterogeneous residual block of Neural Operator Search: features, attentions and kernels that meet at a node.
+"""The heterogeneous residual block of Neural Operator Search: a node with features, attentions and kernels as inputs.
 
-Eq 2 sums what arrives by kind, every candidate weighted (Eq 7). Eq 3 applies attentions and kernels to the sum of the
+Eq 2 sums the inputs by kind, every candidate weighted (Eq 7). Eq 3 applies attentions and kernels to the sum of the
 features and adds it all up:
 
     F_k' = F + F ⊙ A + Σ F ⊛ D
 
-Applications are linear, so what several edges send of one candidate is summed first and applied once. A node of the
+Applications are linear, so outputs of one candidate on several edges are summed first and applied once. A node of the
 second tier has one incoming choice, from its surrogate x = F_k'. Deviation: as printed (Eq 4-5) it would be zero
-whenever the one operation kept there is no feature operation. Instead its sum starts from what features leave over:
+whenever the one operation kept there is no feature operation. Instead features share its sum with the source:
 
     base = Σ_f w_f·o_f(x) + (1 - Σ_f w_f)·x          F_k = base + base ⊙ A_k + Σ base ⊛ D_k
 
-so that a single attention gives x + x ⊙ A and a single feature operation gives o_f(x). Weights that do not sum to 1
-(several connections of weight 1 each) leave nothing over as soon as a feature is among them.
+so that a single attention gives x + x ⊙ A and a single feature operation gives o_f(x). With weights that do not sum to
+1 (several connections of weight 1 each) the share of x is 0 as soon as there is a feature.
 
 Methods that keep connections independently of each other (EnTranNAS-DST) may keep all of a choice, each with a weight
 of 1. Sums of features are normed in the next operation; attentions and kernels multiply them, from node to node. So a
@@ -33,23 +33,19 @@ from softcell.arch import Live, Mix, Table, WeightMix
 from softcell.kernels.mix import small_weighted_sum
 from softcell.nn.calibrate import Calibration, calibrated
 from softcell.nn.candidates import get_candidate
-from softcell.spaces._node_inputs import (
-    Arrived,
-    Combiner,
-    Output,
-    total,
-)
-from softcell.spaces.fused import literal, remembered
+from softcell.spaces._fused_plan import remembered
+from softcell.spaces.edges import Combiner, NodeInputs, Output, total
+from softcell.spaces.execution import is_modules_only
 
 Chosen = Mapping[tuple[int, ...], Tensor]
-"""Weights that have been read, by their positions in the flattened matrix of a mix."""
+"""Weights by their positions in the flattened matrix of a mix."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """What is kept of one choice at one site while its cell is computed.
+    """Record of one choice at one site while its cell is computed.
 
-    made: by candidate what its module makes of the source's value, and the module where it calibrates. features, value:
+    made: by candidate the output of its module, and the module where it calibrates. features, value:
     the sum of the target's features (`base` above) and the target's value, both [n, c, h, w].
     """
 
@@ -62,7 +58,7 @@ class Watch:
     value: Tensor | None = None
 
     def added(self) -> dict[int, tuple[Tensor, bool]]:
-        """By candidate the map [n, c, h, w] that it adds to the target, without its weight, and to which sum.
+        """By candidate the map [n, c, h, w] that it adds to the target, without its weight; True: a feature.
 
         A feature adds o(x) to the sum of the features, which the calibrations of the node read too (True). An attention
         adds base ⊙ A and a kernel base ⊛ D to the node's value (False).
@@ -80,7 +76,7 @@ _watches: list[Watch] = []
 
 @contextmanager
 def watching(table: Table, site: int, choice: int) -> Iterator[Watch]:
-    """Keeps what one choice of a cell that calibrates is made of; nothing that is computed changes."""
+    """Records one choice of a cell with calibrating candidates; the computation is unchanged."""
     own = table.choices[choice]
     _watches.append(Watch(site, choice, own.source, own.target))
     try:
@@ -100,10 +96,10 @@ def calibrates(table: Table) -> bool:
 
 
 class Block:
-    """The values of the nodes of a cell that calibrates.
+    """The values of the nodes of a cell with calibrating candidates.
 
-    It knows which candidates of a table calibrate, and which nodes keep what features leave over of their source
-    (`residual`). calibrations: by name one module of each calibrating candidate. combiner: sums outputs by a mix.
+    residual: nodes that keep a share of their source. calibrations: by name one module of each calibrating candidate.
+    combiner: sums outputs by a mix.
     """
 
     def __init__(
@@ -121,46 +117,46 @@ class Block:
         for node in residual:
             (self._choices[node],) = table.incoming(node)
         self.residual = {node: table.choices[choice].source for node, choice in self._choices.items()}
-        self._arrivals: dict[Live | None, list[tuple[int, ...]] | None] = {}
+        self._positions: dict[Live | None, list[tuple[int, ...]] | None] = {}
         self._columns: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
 
     def value(
         self,
         node: int,
-        arrived: Arrived,
+        inputs: NodeInputs,
         x: Tensor | None,
         chosen: Chosen,
         mix: Mix,
         site: int,
         factors: Tensor | None,
     ) -> Tensor | None:
-        """The value [n, c, h, w] of a node at which calibrating candidates may arrive (Eq 2-5); None: nothing does.
+        """The value [n, c, h, w] of a node with features and calibrations as inputs (Eq 2-5); None: no features.
 
         x: the source of a residual node, None at others. factors [choices, n]: drop-path's.
         """
-        outputs = arrived.outputs
+        outputs = inputs.outputs
         live = mix.live(site) if isinstance(mix, WeightMix) and mix.is_picked(site) else None
         if not isinstance(mix, WeightMix):
             for choice in sorted({choice for choice, _, _ in outputs}):
                 mix.meet(site, choice, {k: one for c, k, one in outputs if c == choice})
         features, calibrations = self.by_kind(outputs if live is None else self._shared(outputs, live))
         if x is not None:
-            base = arrived.plus(self._combiner.sum(features, mix, site))
-            rest = self.rest(node, arrived.summed | {k for _, k, _ in features}, x, mix, site) * x
+            base = inputs.plus(self._combiner.sum(features, mix, site))
+            rest = self.rest(node, inputs.summed | {k for _, k, _ in features}, x, mix, site) * x
             base = rest if base is None else base + rest
         else:
-            base = arrived.plus(self._combiner.combine(features, mix, site, factors))
+            base = inputs.plus(self._combiner.combine(features, mix, site, factors))
         if base is None:
             return None
         watch = watched(site)
         if watch is not None and watch.target == node:
-            base = watch.features = base.view_as(base)  # a sum of one is the map itself, which others may read
+            base = watch.features = base.view_as(base)  # a sum of one term is that map itself, which others may read
         made = [
             (self._calibrations[op], one)
             for op, own in calibrations.items()
             if (one := self._sum_calibrations(own, chosen, mix, site, factors)) is not None
         ]
-        if literal():
+        if is_modules_only():
             value = total([base, *(module.applied(base, one) for module, one in made)])
         else:
             value = calibrated(base, made)
@@ -171,7 +167,7 @@ class Block:
     def _sum_calibrations(
         self, outputs: list[Output], chosen: Chosen, mix: Mix, site: int, factors: Tensor | None
     ) -> Tensor | None:
-        """What all modules of one candidate send to a node, by the weights read already where they are among them."""
+        """The weighted sum of the outputs of one candidate at a node; chosen: weights that were read before."""
         present = [x for _, _, x in outputs if x is not None]
         weights = chosen.get(tuple(choice * self._table.width + k for choice, k, _ in outputs))
         if weights is None or len(present) < len(outputs):
@@ -204,7 +200,7 @@ class Block:
         return features, calibrations
 
     def rest(self, node: int, features: Set[int], x: Tensor, mix: Mix, site: int) -> Tensor | float:
-        """1 - Σ_f w_f over the live feature candidates of the node's choice, at least 0; x is its source."""
+        """The share of the source x: 1 - Σ_f w_f over the live features of the node's choice, at least 0."""
         if not features:
             return 1.0
         choice = self._choices[node]
@@ -220,32 +216,32 @@ class Block:
         return (1.0 - taken).clamp(min=0.0)
 
     def read_weights(self, mix: Mix, site: int, factors: Tensor | None) -> Chosen:
-        """The weights of all calibrations at once, where plain weights are all they are combined by."""
+        """The weights of all calibrations at once, where the mix is plain weights."""
         if not isinstance(mix, WeightMix) or mix.is_picked(site):
             return {}
-        if factors is not None or literal() or torch.compiler.is_compiling():
+        if factors is not None or is_modules_only() or torch.compiler.is_compiling():
             return {}
         return self.weights_of_calibrations(mix.weights(site).flatten(), mix.live(site))
 
     def weights_of_calibrations(self, weights: Tensor, live: Live | None) -> dict[tuple[int, ...], Tensor]:
-        """What calibrations of one candidate that arrive at one node weigh, by their positions in `weights`.
+        """By positions in `weights`, the weights of all calibrations of one candidate at one node.
 
-        weights [choices · width]: read once for all of them, since each time costs a launch, and two more backward.
+        weights [choices · width] are read once for all of them: each read costs a launch, and two more backward.
         """
-        arrivals = remembered(self._arrivals, live, lambda: self._arriving(live))
-        if not arrivals:
+        positions = remembered(self._positions, live, lambda: self._calibration_positions(live))
+        if not positions:
             return {}
-        chosen = weights.index_select(0, self._index(weights.device, -2, tuple(chain(*arrivals))))
-        return dict(zip(arrivals, torch.split(chosen, [len(own) for own in arrivals]), strict=True))
+        chosen = weights.index_select(0, self._index(weights.device, -2, tuple(chain(*positions))))
+        return dict(zip(positions, torch.split(chosen, [len(own) for own in positions]), strict=True))
 
-    def _arriving(self, live: Live | None) -> list[tuple[int, ...]]:
-        """Positions of the live calibrations, one tuple per node and candidate, ordered by where they come from."""
-        arriving: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    def _calibration_positions(self, live: Live | None) -> list[tuple[int, ...]]:
+        """Positions of the live calibrations, one tuple per node and candidate, ordered by source."""
+        by_node: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for (choice, k), op in self._ops.items():
             if live is None or k in live[choice]:
                 own = self._table.choices[choice]
-                arriving.setdefault((own.target, op), []).append((own.source, choice * self._table.width + k))
-        return [tuple(position for _, position in sorted(found)) for found in arriving.values()]
+                by_node.setdefault((own.target, op), []).append((own.source, choice * self._table.width + k))
+        return [tuple(position for _, position in sorted(found)) for found in by_node.values()]
 
     def undropped(self, factors: Tensor) -> Tensor:
         """Drop-path's factors [choices, n] with ones for the choices whose sums it leaves alone."""

@@ -1,8 +1,8 @@
 """Chains of layers as cells: one that mixes the candidates of every layer, one that runs the picks of a genotype.
 
-A chain is a table whose choice i leads from node i to node i + 1. Other than in cells, width and resolution may change
-from node to node. Where a layer keeps both, its candidates contain their input (a skip is nothing else), and drop-path
-drops what they add to it; a layer that changes them is never dropped, being the only way through.
+A chain is a table whose choice i leads from node i to node i + 1. Unlike in cells, width and resolution may change from
+node to node. Where a layer keeps both, its candidates include their input (a skip is just that), and drop-path drops
+what they add to it. A layer that changes them is never dropped: it is the only path.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from softcell.arch import Cell, Mix, Table, WeightMix
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.recompute import recomputed
-from softcell.nn.stack_attention import grouping_blocks_pays, run_alike, run_blocks
+from softcell.nn.stack_attention import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._node_inputs import Output, zeros
 from softcell.spaces.cell import MixedCell, PickedCell
-from softcell.spaces.edges import SpecOf
-from softcell.spaces.fused import apart
+from softcell.spaces.edges import Output, SpecOf, zeros
+from softcell.spaces.execution import LayerExecution, plan_layer
 
 
 def keeps_shape(spec: Spec) -> bool:
-    """Whether a layer hands on a map of the shape that it gets."""
+    """Whether a layer keeps the shape of its input."""
     return spec.stride == 1 and spec.c_in == spec.channels
 
 
 class MixedChain(MixedCell):
-    """Every candidate of every layer, combined by a mix; `spec_of(i)` says what layer i is built for."""
+    """Every candidate of every layer, combined by a mix; `spec_of(i)` is the spec of layer i."""
 
     def __init__(self, table: Table, spec_of: SpecOf) -> None:
         super().__init__(table, 1, spec_of)
@@ -55,22 +54,23 @@ class MixedChain(MixedCell):
         return values
 
     def _mixed(self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int) -> Tensor | None:
-        """What the running candidates of a layer make of x, combined; None: zeros alone."""
+        """The combined outputs of the running candidates of a layer; None: zeros alone."""
         modules = [self.edges.module(self._starts[layer] + k) for k in running]
         again = mix.recomputes(site, layer)
-        together = not again and not apart() and grouping_blocks_pays(x)
-        if together and isinstance(mix, WeightMix) and not mix.is_picked(site):
+        execution = plan_layer(mix, site, layer, x)
+        if execution is LayerExecution.STACKED:
             alike = run_alike(modules, x)
             if alike is not None:
-                return self._combiner.sum_alike(alike, [(layer, k) for k in running], mix, site)
-        done = run_blocks(modules, x) if together else {}
+                assert isinstance(mix, WeightMix)
+                return self.combiner.sum_alike(alike, [(layer, k) for k in running], mix, site)
+        done = {} if execution is LayerExecution.MODULES else run_blocks(modules, x)
         outputs: list[Output] = []
         for k, module in zip(running, modules, strict=True):
             output = done.get(id(module))
             if output is None and module is not None:
                 output = recomputed(module, x) if again else module(x)
             outputs.append((layer, k, output))
-        return self._combiner.sum(outputs, mix, site)
+        return self.combiner.sum(outputs, mix, site)
 
 
 class PickedChain(PickedCell):
@@ -87,7 +87,7 @@ class PickedChain(PickedCell):
             x, y = values[-1], None
             for pick in picks:
                 module = self.edges.module(pick)
-                assert module is not None  # `check_chain` has seen to it
+                assert module is not None  # `check_chain` refuses `none`
                 y = module(x) if y is None else y + module(x)
             assert y is not None
             if keeps and self.training and self._drop_path[0].probability > 0:

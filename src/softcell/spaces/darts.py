@@ -1,9 +1,9 @@
 """The DARTS space: cells with two inputs and four inner nodes, each connected to all nodes before it.
 
-Liu, Simonyan, Yang: DARTS: Differentiable Architecture Search, ICLR 2019. Reduction cells stand at 1/3 and 2/3 of the
+Liu, Simonyan, Yang: DARTS: Differentiable Architecture Search, ICLR 2019. Reduction cells are at 1/3 and 2/3 of the
 depth and double the width; all normal cells share one table, all reduction cells another. In the supernet (and in a
 network in search form) batch-norm inside cells has no scale and shift and pools are followed by batch-norm; in an
-evaluation network batch-norm is affine and pools stand alone.
+evaluation network batch-norm is affine and pools have none.
 
 Where `none` can be derived (SNAS), a node may lose all its inputs. Deviation: an evaluation network leaves such a node
 out, since its zeros would only cost the layers that read them. The authors of SNAS keep it as zeros, and have affine
@@ -28,7 +28,7 @@ from softcell.spaces._derived_plan import DerivedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
-from softcell.spaces.fused import serves_networks
+from softcell.spaces.execution import plan_network
 from softcell.spaces.registry import register_space
 
 CANDIDATES = (
@@ -78,9 +78,7 @@ class DartsSpace(Space):
 
     def __post_init__(self) -> None:
         if self.cells < 3:
-            raise UserError(
-                f"`cells >= 3` must hold (reduction cells stand at 1/3 and 2/3), but got cells={self.cells}"
-            )
+            raise UserError(f"`cells >= 3` must hold (reduction cells are at 1/3 and 2/3), but got cells={self.cells}")
         for name, least in (("channels", 1), ("nodes", 1), ("stem_multiplier", 1), ("bottleneck", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"`{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
@@ -168,7 +166,7 @@ class Stem(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """Where one cell stands: its table, width, the widths of its two inputs, and whether the older one is larger."""
+    """The position of one cell: its table, width, the widths of its two inputs, and whether the older one is larger."""
 
     table: str
     width: int
@@ -261,7 +259,7 @@ class DartsNetwork(Network):
     """The network of a DARTS genotype.
 
     In search form a vanished node (SNAS can drop all its edges) is zeros in the concatenation, as in the supernet; in
-    the evaluation form it is left out, with everything that only it would feed, unless `vanished` says otherwise.
+    the evaluation form it is left out, with everything that only it feeds, unless `vanished` is "zeros".
     """
 
     def __init__(
@@ -327,7 +325,7 @@ class DartsNetwork(Network):
         assert isinstance(pre, Preprocess) and isinstance(cell, PickedCell)
         outputs = self._outputs[plan.table]
         fused: DerivedCell | None = None
-        if serves_networks(newer):
+        if plan_network(newer):
             fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
         if fused is None:
             nodes = cell(pre(older, newer))

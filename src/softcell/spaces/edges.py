@@ -1,43 +1,40 @@
-"""The candidate modules of a cell's edges, and how those that leave one node are run on its value."""
+"""The candidate modules of a cell's edges, and how their outputs combine to the value of a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Pick
-from softcell.nn.calibrate import Calibration
+from softcell.arch import Mix, Pick, Table, WeightMix
+from softcell.kernels.mix import stacked_sum, weighted_sum
+from softcell.kernels.norm import scaled
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.conv import FactorisedReduction, ReLUFirst
-from softcell.nn.recompute import recomputed
-from softcell.nn.stack import grouped, run_stacked, stack_key, stacking_pays
-from softcell.nn.stack_calibrations import grouping_calibrations_pays, run_calibrations
-from softcell.spaces.fused import apart
 
 SpecOf = Callable[[int], Spec]
-"""What the candidates that leave a node are built for."""
+"""The spec of the candidates that leave a node."""
 
 
 class Edges(nn.Module):
     """The candidate modules of a set of picks.
 
     `own` holds one module per edge and candidate, `shared` one per source and candidate that needs no weights. With
-    `share_features` everything is shared by source (EnTranNAS, Eq 6). A candidate that stands twice on one edge gets a
-    module each time.
+    `share_features` everything is shared by source (EnTranNAS, Eq 6). A duplicate candidate on one edge gets its
+    own module.
     """
 
     def __init__(self, picks: Iterable[Pick], spec_of: SpecOf, *, share_features: bool = False) -> None:
         super().__init__()
         self.own, self.shared = nn.ModuleDict(), nn.ModuleDict()
-        self.places: list[tuple[str, str, str] | None] = []  # None: a zero candidate, which has no module
+        self.locations: list[tuple[str, str, str] | None] = []  # None: a zero candidate, which has no module
         counts: dict[Pick, int] = {}
         for pick in picks:
             kind, spec = get_candidate(pick.op), spec_of(pick.source)
             if kind.zero:
-                self.places.append(None)
+                self.locations.append(None)
                 continue
             sharing = kind.shared(spec)
             group = self.shared if sharing else self.own
@@ -48,14 +45,14 @@ class Edges(nn.Module):
             modules = _row(group, row)
             if column not in modules:
                 modules[column] = kind.build(spec)
-            self.places.append(("shared" if sharing else "own", row, column))
+            self.locations.append(("shared" if sharing else "own", row, column))
 
     def module(self, index: int) -> nn.Module | None:
         """The module of pick number `index`; the same object for picks that share it."""
-        place = self.places[index]
-        if place is None:
+        location = self.locations[index]
+        if location is None:
             return None
-        group, row, column = place
+        group, row, column = location
         modules = (self.shared if group == "shared" else self.own)[row]
         assert isinstance(modules, nn.ModuleDict)
         return modules[column]
@@ -70,7 +67,7 @@ def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
 
 
 def narrowed(spec_of: SpecOf, ratio: int) -> SpecOf:
-    """What candidates are built for inside a bottleneck: `ratio` times fewer channels, at least one."""
+    """The specs of candidates inside a bottleneck: `ratio` times fewer channels, at least one."""
     return lambda source: replace(spec_of(source), channels=max(1, spec_of(source).channels // ratio))
 
 
@@ -98,57 +95,106 @@ class Bottleneck(nn.Module):
         return self.recover[str(node)](x)  # type: ignore[no-any-return]
 
 
-class Runner:
-    """Runs modules on one node's value, each module at most once, and the ReLU that most start with once for all.
+Output = tuple[int, int, Tensor | None]
+"""Choice, candidate and its output; None for zeros."""
 
-    A bottleneck narrows the value before the first module that runs.
-    """
 
-    def __init__(self, x: Tensor, node: int, bottleneck: Bottleneck | None) -> None:
-        self._x, self._done = x, dict[int, Tensor]()
-        self._node, self._bottleneck = node, bottleneck
-        self._activated: Tensor | None = None
+class NodeInputs(NamedTuple):
+    """The inputs of a node of a mixed cell, as far as they are known."""
 
-    def __call__(self, module: nn.Module, *, again: bool = False) -> Tensor:
-        """again: only the input is kept for the backward pass, in which the module runs anew."""
-        key = id(module)
-        if key not in self._done:
-            self._narrow()
-            self._done[key] = self._run(module, again)
-        return self._done[key]
+    outputs: list[Output]
+    sums: list[Tensor]  # of features, weighted (and dropped) already
+    summed: set[int]  # the candidates in these sums
 
-    def together(self, modules: Iterable[nn.Module | None]) -> None:
-        """Runs those that can be stacked ahead of the others, where that pays."""
-        if apart():
-            return
-        own = list(modules)
-        if stacking_pays(self._x):
-            self._stack(own)
-        if grouping_calibrations_pays(self._x) and any(isinstance(module, Calibration) for module in own):
-            self._done |= run_calibrations(own, self.value())
+    def plus(self, value: Tensor | None) -> Tensor | None:
+        """The sums and `value`, the sum of the other features."""
+        terms = self.sums if value is None else [*self.sums, value]
+        return total(terms) if terms else None
 
-    def _stack(self, modules: Iterable[nn.Module | None]) -> None:
-        for own in grouped(modules, stack_key).values():
-            if len(own) > 1:
-                self._narrow()
-                outputs = run_stacked(list(own.values()), self._activate())
-                self._done.update(zip(own, outputs, strict=True))
 
-    def value(self) -> Tensor:
-        """What the modules run on: the node's value, behind a bottleneck a narrower one."""
-        self._narrow()
-        return self._x
+class Combiner:
+    """Combines outputs of a table's candidates, each [n, c, h, w], by a mix; None where there are zeros alone."""
 
-    def _narrow(self) -> None:
-        if self._bottleneck is not None:
-            self._x, self._bottleneck = self._bottleneck.reduce_source(self._node, self._x), None
+    def __init__(self, table: Table) -> None:
+        self._width, self._contest_of = table.width, table.contest_of
+        self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
-    def _run(self, module: nn.Module, again: bool) -> Tensor:
-        starts = isinstance(module, ReLUFirst | FactorisedReduction)
-        inputs = (self._x, self._activate()) if starts else (self._x,)
-        return recomputed(module, *inputs) if again else module(*inputs)
+    def combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
+        """The sum of all outputs; with drop-path (factors [choices, n]), choice by choice."""
+        if factors is None:
+            return self.sum(outputs, mix, site)
+        if self._contest_of and not isinstance(mix, WeightMix):  # drop-path then drops the maps that compete
+            outputs = [
+                (c, k, scaled(x, factors, c) if x is not None and c in self._contest_of else x) for c, k, x in outputs
+            ]
+        value = self._compete(outputs, mix, site)
+        outputs = [output for output in outputs if isinstance(mix, WeightMix) or output[0] not in self._contest_of]
+        for choice in sorted({choice for choice, _, _ in outputs}):
+            own = self.sum([output for output in outputs if output[0] == choice], mix, site)
+            if own is not None:
+                kept = scaled(own, factors, choice)
+                value = kept if value is None else value + kept
+        return value
 
-    def _activate(self) -> Tensor:
-        if self._activated is None:
-            self._activated = torch.relu(self._x)
-        return self._activated
+    def sum(self, outputs: list[Output], mix: Mix, site: int) -> Tensor | None:
+        """The sum of all outputs, none dropped; plain weights take one pass over all of them."""
+        if isinstance(mix, WeightMix):
+            present = [(choice, candidate, x) for choice, candidate, x in outputs if x is not None]
+            if not present:
+                return None
+            if mix.is_picked(site):
+                return total([x for _, _, x in present])
+            return weighted_sum([x for _, _, x in present], self._weights([one[:2] for one in present], mix, site))
+        value = self._compete(outputs, mix, site)
+        for choice in sorted({choice for choice, _, _ in outputs if choice not in self._contest_of}):
+            own = mix.combine(site, choice, {k: x for c, k, x in outputs if c == choice})
+            if own is not None:
+                value = own if value is None else value + own
+        return value
+
+    def _compete(self, outputs: list[Output], mix: Mix, site: int) -> Tensor | None:
+        """The sum over contests of their combined choices; None where no choices compete, and for plain weights."""
+        contests: dict[tuple[int, ...], dict[int, dict[int, Tensor | None]]] = {}
+        for choice, candidate, x in () if isinstance(mix, WeightMix) else outputs:
+            if choice in self._contest_of:
+                contests.setdefault(self._contest_of[choice], {}).setdefault(choice, {})[candidate] = x
+        found = [mix.compete(site, own) for own in contests.values()]
+        present = [x for x in found if x is not None]
+        return total(present) if present else None
+
+    def sum_alike(self, outputs: Tensor, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
+        """The weighted sum of outputs [n, entries, c, h, w]; entries: choice and candidate of each."""
+        return stacked_sum(outputs, self._weights(entries, mix, site))
+
+    def _weights(self, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
+        """The weights [entries] of a mix by choice and candidate."""
+        weights = mix.weights(site).flatten()
+        index = self._index(weights.device, tuple(choice * self._width + k for choice, k in entries))
+        return weights.index_select(0, index)
+
+    def _index(self, device: torch.device, positions: tuple[int, ...]) -> Tensor:
+        """Positions as a tensor on the device; kept, since copying them each step would stall a GPU."""
+        key = (device, positions)
+        if key not in self._index_cache:
+            self._index_cache[key] = torch.tensor(positions, device=device)
+        return self._index_cache[key]
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """Σ terms, all of one shape."""
+    value = terms[0]
+    for term in terms[1:]:
+        value = value + term
+    return value
+
+
+def node_value(node: int, summed: Tensor | None, like: Tensor, spec: Spec, bottleneck: Bottleneck | None) -> Tensor:
+    """The value of a node from the sum of its inputs, None if it has none; like: an input of the cell."""
+    value = zeros(like, spec) if summed is None else summed
+    return value if bottleneck is None else bottleneck.recover_target(node, value)
+
+
+def zeros(like: Tensor, spec: Spec) -> Tensor:
+    """The value of a node without inputs, at the resolution that candidates of `spec` give for `like`."""
+    n, _, height, width = like.shape
+    return like.new_zeros(n, spec.channels, -(-height // spec.stride), -(-width // spec.stride))

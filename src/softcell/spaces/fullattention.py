@@ -25,12 +25,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
 from softcell.errors import UserError
-from softcell.nn.attention import (
-    EXTENTS,
-    HEADS,
-    local_block,
-    local_name,
-)
+from softcell.nn.attention import EXTENTS, HEADS, local_block, local_name
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.pool import AveragePool
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
@@ -124,7 +119,7 @@ class FullAttentionSpace(Space):
         return Layout(self.name, tables, tuple(names), StrongestEach())
 
     def specs(self, layers: int, *, affine: bool) -> list[list[Spec]]:
-        """What every layer of every stage is built for."""
+        """The spec of every layer of every stage."""
         found, before = [], self.channels
         for stage in self.stages():
             own, rows = self.channels * WIDTHS[stage], []
@@ -147,7 +142,7 @@ class FullAttentionSpace(Space):
         search_form: bool = False,
         auxiliary: bool = False,
     ) -> Network:
-        """Of a tied genotype too, whatever `tied` says, and of as many layers as the genotype has."""
+        """The genotype sets the number of layers, and whether it is tied."""
         if auxiliary:
             raise UserError("networks of full attention have no auxiliary tower; set auxiliary=0")
         return FullAttentionNetwork(self, genotype, shape, num_classes, search_form=search_form)
@@ -163,9 +158,9 @@ class FullAttentionSpace(Space):
         return derive(layout, {name: -own for name, own in strengths.items()}), derive(layout, strengths)
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
-        """Parameters of the paper's networks, beside what it prints where the space is the paper's.
+        """Parameters of the paper's networks, and its printed numbers where the space is the paper's.
 
-        Another number of classes than 10 is what the networks for CIFAR are counted with.
+        num_classes other than 10 applies to the networks for CIFAR.
         """
         own = (self.layers, self.repeats, self.tied, set(self.candidates)) == (3, 1, False, set(CANDIDATES))
         lines = []
@@ -200,7 +195,7 @@ def _total(space: FullAttentionSpace, genotype: Genotype, num_classes: int) -> i
 
 
 class Skeleton(nn.Module):
-    """What surrounds the stages: stem and classifier."""
+    """Everything around the stages: stem and classifier."""
 
     def __init__(self, space: FullAttentionSpace, shape: Shape, num_classes: int) -> None:
         super().__init__()

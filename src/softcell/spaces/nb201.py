@@ -86,7 +86,7 @@ class NB201Space(Space):
 
 
 def _check_cell(genotype: Genotype) -> None:
-    """Raises `UserError` unless there is one cell with one output and no edge twice: else parts would be ignored."""
+    """Raises `UserError` unless there is one cell with one output and no edge twice: or parts would be ignored."""
     if set(genotype.cells) != {"cell"}:
         raise UserError(f"a NAS-Bench-201 genotype has one cell, named 'cell', got {sorted(genotype.cells)}")
     cell = genotype.cells["cell"]
@@ -119,7 +119,7 @@ class ResidualReduction(nn.Module):
 
 
 class Skeleton(nn.Module):
-    """What surrounds the cells: stem, reductions, last norm and classifier."""
+    """Everything around the cells: stem, reductions, last norm and classifier."""
 
     def __init__(self, space: NB201Space, shape: Shape, num_classes: int) -> None:
         super().__init__()

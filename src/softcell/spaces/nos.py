@@ -1,12 +1,12 @@
 """The heterogeneous space of Neural Operator Search: DARTS's stack of cells with features, attentions and kernels.
 
 Every inner node is a heterogeneous residual block of two tiers (`softcell.spaces.block`). The first tier goes from all
-earlier nodes to a surrogate k', the second from k' to the node k itself. Surrogates have numbers of their own: after
-the inputs 0 and 1 stand 2 = surrogate and 3 = node of the first block, 4 and 5 of the second, and so on. With 4 nodes
-that makes 14 + 4 choices of 11 candidates per kind of cell.
+earlier nodes to a surrogate k', the second from k' to the node k itself. Surrogates have their own numbers: after the
+inputs 0 and 1 come 2 = surrogate and 3 = node of the first block, 4 and 5 of the second, and so on. With 4 nodes there
+are 14 + 4 choices of 11 candidates per kind of cell.
 
-Without attentions and dynamic convolutions there is nothing for a second tier to do: what is left is the conventional
-space, DARTS's cell with 14 choices of 7 candidates.
+Without attentions and dynamic convolutions there is no second tier: the conventional space, DARTS's cell with 14
+choices of 7 candidates.
 """
 
 from __future__ import annotations

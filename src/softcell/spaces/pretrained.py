@@ -1,4 +1,4 @@
-"""Rebuilding a trained network from its folder: a training run, or what `softcell export --to safetensors` wrote."""
+"""Trained networks from their folders: a training run, or the result of `softcell export --to safetensors`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
-    """What a network is, apart from its weights: genotype, space settings, plugins, data, and words about it."""
+    """The description of a network without its weights: genotype, space settings, plugins, data, and facts about it."""
     path = Path(folder)
     if (path / MODEL).is_file():
         return _exported(path / MODEL)
@@ -91,7 +91,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
 
 
 def _learnt(classes: list[str], recipe: Mapping[str, Any]) -> list[str]:
-    """The classes that a network has learnt from: of a retrieval the first half."""
+    """The classes of the training images: for a retrieval the first half."""
     return classes[: len(classes) // 2] if recipe.get("task") == "retrieve" else classes
 
 

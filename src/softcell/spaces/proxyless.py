@@ -30,7 +30,7 @@ STRIDES = (2, 2, 2, 1, 2, 1)
 DEPTHS = (4, 4, 4, 4, 4, 1)
 STEM, FIRST = 32, 16
 LARGE = 96
-"""From this many pixels on an image is one of ImageNet."""
+"""Images of at least this many pixels get the stem for ImageNet."""
 SKIP = "skip_connect"
 
 
@@ -90,7 +90,7 @@ class ProxylessSpace(Space):
         return Layout(self.name, (table,), ("chain",), StrongestEach(), settings)
 
     def specs(self, strides: tuple[int, ...], *, affine: bool) -> list[Spec]:
-        """What every layer is built for; `strides` are those of the first layers of the stages."""
+        """The spec of every layer; `strides` are those of the first layers of the stages."""
         found = []
         before = divisible(FIRST * self.width)
         for width, depth, stride in zip(WIDTHS, self.depths, strides, strict=True):
@@ -122,13 +122,13 @@ class ProxylessSpace(Space):
         strengths = torch.zeros(table.shape)
         for row, choice in enumerate(table.choices):
             for column, op in enumerate(choice.candidates):
-                # Bottlenecks stand in the order of their expansions, then kernels; a skip costs nothing.
+                # Bottlenecks are ordered by expansion, then kernel; a skip costs nothing.
                 size = -1 if op == SKIP else self._sizes()[op]
                 strengths[row, column] = size if largest else -size
         return derive(layout, {table.name: strengths})
 
     def _sizes(self) -> dict[str, int]:
-        """The bottlenecks from the cheapest to the dearest: widths matter more than kernels."""
+        """The bottlenecks by rising cost: widths matter more than kernels."""
         pairs = sorted((e, k) for e in self.expansions for k in self.kernels)
         return {name_of(e, k, se=self.se): rank for rank, (e, k) in enumerate(pairs)}
 
@@ -160,7 +160,7 @@ class ProxylessSpace(Space):
 
 
 class Ends(nn.Module):
-    """What surrounds the chain: stem and fixed bottleneck before it, head and classifier after it."""
+    """Everything around the chain: stem and fixed bottleneck before it, head and classifier after it."""
 
     def __init__(self, space: ProxylessSpace, shape: Shape, num_classes: int, *, affine: bool) -> None:
         super().__init__()

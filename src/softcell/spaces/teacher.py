@@ -1,7 +1,7 @@
-"""Frozen teachers from wherever they lie: a run, a file of weights, an exported program, or a module of the user's.
+"""Frozen teachers from a run, a file of weights, an exported program, or a module that a plugin registers.
 
-A teacher maps images to feature maps. It is in eval mode, asks for no gradients, and reads images normalised as the
-data's own mean and deviation say.
+A teacher maps images to feature maps. It is in eval mode, needs no gradients, and reads images normalised by the
+mean and deviation of the data.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def find_teacher(
     if classifier is not None and not is_weights and (source in _REGISTERED or path.exists()):
         raise UserError(
             f"guide.classifier names the network of a file of weights, but {source!r} is not one by its ending "
-            f"({', '.join(WEIGHT_FILES)}); leave guide.classifier away, or rename the file if it is"
+            f"({', '.join(WEIGHT_FILES)}); leave out guide.classifier, or rename the file if it is one"
         )
     if source in _REGISTERED:
         known = _REGISTERED[source]
@@ -100,7 +100,7 @@ def find_teacher(
 
 
 def classifier_metadata(name: str, settings: Mapping[str, Any], in_channels: int, num_classes: int) -> dict[str, str]:
-    """What a weights file says of its network, so that it can be rebuilt from the file alone."""
+    """Metadata of a weights file, from which its network can be rebuilt."""
     sizes = {"in_channels": in_channels, "num_classes": num_classes}
     return {"format": FORMAT, "classifier": name, "settings": json.dumps(dict(settings)), **_texts(sizes)}
 
@@ -193,10 +193,10 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _from_program(file: Path, trust: bool) -> tuple[nn.Module, dict[str, Any]]:
     with trusting(trust):  # reading one unpickles objects
         content = trusted(file, "--guide", "program")
-    log = logging.getLogger("torch.export")  # would print a traceback beside our one line
+    log = logging.getLogger("torch.export")  # it would print a traceback beside our message
     was, log.disabled = log.disabled, True
     try:
-        program = torch.export.load(io.BytesIO(content.data))  # what was looked at, not the file as it is by now
+        program = torch.export.load(io.BytesIO(content.data))  # the bytes that were checked, not the file as it is now
     except Exception as error:  # a foreign file: no archive, another version's, code that fails
         reason = " ".join(str(error).split())
         raise UserError(

@@ -1,4 +1,4 @@
-"""A mixed cell that runs through `softcell.kernels`: a program and the modules whose weights and statistics it reads.
+"""A mixed cell that runs through `softcell.kernels`: a program, and the modules with its weights and statistics.
 
 Nothing is owned here: weights and running statistics stay in the modules, under their names.
 """
@@ -56,8 +56,7 @@ class FusedCell:
     ) -> list[Tensor]:
         """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes.
 
-        mix: None where candidates are handed out one by one. factors [choices, n]: what drop-path scales each choice of
-        each sample by.
+        mix: None where every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
         """
         c, device = self.program.channels, states[0].device
         training = self.norms[0][1].training
@@ -65,7 +64,7 @@ class FusedCell:
         with torch.autocast(device.type, enabled=False):
             flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else running_statistics(self.norms, self.program.planes, c)
-            mix = flat.detach() if mix is None else mix  # never read then, but kernels want something to point at
+            mix = flat.detach() if mix is None else mix  # not read then, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states)
             if training:
@@ -137,6 +136,6 @@ def _present(buffer: Tensor | None) -> Tensor:
 
 
 def compute_type(x: Tensor) -> torch.dtype:
-    """What is computed in where `x` arrives."""
+    """The dtype of computations on `x`: its own, or that of autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

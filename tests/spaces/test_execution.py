@@ -1,8 +1,11 @@
-"""Cells that cannot be fused as a whole: what leaves a node runs as one program, equal to module by module."""
+"""The choice of an executor, and cells that run node by node as fused programs, equal to module by module."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +16,19 @@ from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.mix import Live
 from softcell.data import Batch
 from softcell.search.child import norms_measured_anew
-from softcell.spaces import build_space, cell
-from softcell.spaces.fused import Departures, OutputsApart, literal, modules_only
+from softcell.spaces import MixedCell, build_space, execution
+from softcell.spaces._fused_executors import NodeOutputForms, NodeSumForms
+from softcell.spaces.execution import (
+    Execution,
+    LayerExecution,
+    fused_networks,
+    is_modules_only,
+    modules_only,
+    plan,
+    plan_layer,
+    plan_modules,
+    plan_network,
+)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nos": ("nos", {"cells": 3, "channels": 4, "nodes": 2}),
@@ -48,22 +62,22 @@ class Singly(Mix):
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Cells are fused on the CPU too, by the kernels' plain twins; lists whether each departure found a plan."""
+    """Cells are fused on the CPU too, by the kernels' plain twins; lists whether each node found a fused form."""
     found: list[bool] = []
 
-    def watch(kind: type[Departures] | type[OutputsApart]) -> None:
+    def watch(kind: type[NodeSumForms] | type[NodeOutputForms]) -> None:
         original = kind.of
 
         def of(self: Any, *arguments: Any) -> Any:
-            departure = original(self, *arguments)
-            found.append(departure is not None)
-            return departure
+            form = original(self, *arguments)
+            found.append(form is not None)
+            return form
 
         monkeypatch.setattr(kind, "of", of)
 
-    watch(Departures)
-    watch(OutputsApart)
-    monkeypatch.setattr(cell, "serves", lambda x: not literal())
+    watch(NodeSumForms)
+    watch(NodeOutputForms)
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
     return found
 
 
@@ -157,6 +171,109 @@ def test_norms_measured_anew_are_plain_means_and_leave_cells_as_they_were(
         expected = measured()
     for a, b in zip((*found[0], *found[1], found[2]), (*expected[0], *expected[1], expected[2]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+# --- the choice of an executor ---
+
+CELLS: dict[str, tuple[str, dict[str, Any]]] = {
+    **APART,
+    "noise": ("s4", {"cells": 3, "channels": 4, "nodes": 2}),
+    "one shot": ("nb1shot1-1", {"cells_per_stack": 1, "channels": 4}),
+}
+FUSED = {"all": ("darts", "nb201"), "first": ("noise",)}
+"""Cells with a fused form by their live candidates: noise has no kernel, and `none`, DARTS's first, no convolution."""
+DEVICES = ("cpu", "cuda", "mps")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def mixed_cells() -> dict[str, tuple[MixedCell, Layout]]:
+    """Per case the first cell, and a reduction cell of DARTS's."""
+    found = {}
+    for name, (space, settings) in CELLS.items():
+        supernet = build_space(space, settings).supernet((3, 8, 8), 5)
+        for own in supernet.modules():
+            if isinstance(own, MixedCell):
+                found.setdefault(name, (own, supernet.layout))
+                if own.spec.stride == 2:
+                    found[f"{name}, stride 2"] = own, supernet.layout
+    return found
+
+
+def expected_execution(served: bool, plain: bool, whole: bool) -> Execution:
+    """The conditions one by one, as a table."""
+    return {
+        (False, False, False): Execution.MODULES,
+        (False, False, True): Execution.MODULES,
+        (False, True, False): Execution.MODULES,
+        (False, True, True): Execution.MODULES,
+        (True, False, False): Execution.FUSED_OUTPUTS,
+        (True, False, True): Execution.FUSED_OUTPUTS,
+        (True, True, False): Execution.FUSED_SUMS,
+        (True, True, True): Execution.FUSED_CELL,
+    }[served, plain, whole]
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_executor_follows_device_type_mix_and_cell(
+    triton: bool,
+    only: bool,
+    distributed: bool,
+    mixed_cells: dict[str, tuple[MixedCell, Layout]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execution, "has_triton", lambda: triton)
+    monkeypatch.setattr(execution, "is_distributed", lambda: distributed)
+    seen = set()
+    for device, dtype in itertools.product(DEVICES, DTYPES):
+        x: Any = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, numel=lambda: 1)
+        served = device == "cuda" and dtype in (torch.float32, torch.bfloat16) and triton and not only
+        served = served and not distributed
+        for name, (cell, layout) in mixed_cells.items():
+            tables = {table.name: torch.zeros(table.shape) for table in layout.tables}
+            live = {site: ((0,),) * len(layout.table(own)) for site, own in enumerate(layout.sites)}
+            for mix in (WeightMix(layout, tables), WeightMix(layout, tables, live), Singly(layout, tables, None)):
+                whole = name.removesuffix(", stride 2") in FUSED["all" if mix.live(0) is None else "first"]
+                with modules_only() if only else nullcontext():
+                    chosen = plan(cell, mix, 0, x)
+                assert chosen is expected_execution(served, isinstance(mix, WeightMix), whole), (name, device, dtype)
+                seen.add(chosen)
+        with modules_only() if only else nullcontext():
+            one_by_one = only or distributed
+            assert plan_modules(x) == (not one_by_one and device in ("cpu", "cuda"), not one_by_one)
+            assert not plan_network(x), "only within `fused_networks`"
+            with fused_networks():
+                assert plan_network(x) == served
+    assert (len(seen) == 4) == (triton and not only and not distributed)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("only", [False, True])
+def test_the_executor_of_a_layer_follows_device_and_mix(
+    only: bool, distributed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "is_distributed", lambda: distributed)
+    layout = build_space("fullattention", {"layers": 1, "channels": 16}).layout()
+    tables = {table.name: torch.zeros(table.shape) for table in layout.tables}
+    ones = torch.zeros(layout.tables[0].shape)
+    ones[0, 0] = 1.0
+    weights, picked = WeightMix(layout, tables), WeightMix(layout, tables, None, {0: (((0,),), ones)})
+    singly, again = Singly(layout, tables, None), Singly(layout, tables, None)
+    monkeypatch.setattr(again, "recomputes", lambda site, choice: True, raising=False)
+    for device in DEVICES:
+        x: Any = SimpleNamespace(device=SimpleNamespace(type=device))
+        together = device == "cuda" and not only and not distributed
+        expected = {
+            weights: LayerExecution.STACKED if together else LayerExecution.MODULES,
+            picked: LayerExecution.GROUPED if together else LayerExecution.MODULES,
+            singly: LayerExecution.GROUPED if together else LayerExecution.MODULES,
+            again: LayerExecution.MODULES,
+        }
+        with modules_only() if only else nullcontext():
+            for mix, chosen in expected.items():
+                assert plan_layer(mix, 0, 0, x) is chosen
 
 
 @pytest.mark.gpu

@@ -1,0 +1,171 @@
+"""The executor that runs a cell node by node: when a node is known, everything that leaves it runs.
+
+What depends on a node alone (pools, identity) runs once for all edges that leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Mix
+from softcell.kernels.norm import scaled
+from softcell.nn.calibrate import Calibration
+from softcell.nn.conv import FactorisedReduction, ReLUFirst
+from softcell.nn.recompute import recomputed
+from softcell.nn.stack import grouped, run_stacked, stack_key
+from softcell.nn.stack_calibrations import run_calibrations
+from softcell.spaces._fused_executors import run_node_outputs, run_node_sums
+from softcell.spaces.block import watched
+from softcell.spaces.edges import Bottleneck, NodeInputs, node_value
+from softcell.spaces.execution import Execution, is_modules_only, plan_modules
+
+if TYPE_CHECKING:
+    from softcell.spaces.cell import MixedCell
+
+
+def run_by_node(
+    cell: MixedCell,
+    states: Sequence[Tensor],
+    mix: Mix,
+    site: int,
+    factors: Tensor | None,
+    execution: Execution = Execution.MODULES,
+) -> list[Tensor]:
+    """Values of a mixed cell's input nodes to those of all nodes, each [n, c, h, w].
+
+    factors [choices, n]: of drop-path. execution: any but `FUSED_CELL`.
+    """
+    values = list(states)
+    inputs: dict[int, NodeInputs] = {target: NodeInputs([], [], set()) for target in cell.table.targets}
+    executors: dict[int, NodeExecutor] = {}
+    chosen = {} if cell.block is None else cell.block.read_weights(mix, site, factors)
+    for node in range(max(cell.table.targets) + 1):
+        if node >= cell.inputs:
+            if cell.block is None:
+                value = inputs[node].plus(cell.combiner.combine(inputs[node].outputs, mix, site, factors))
+            else:
+                x = executors[cell.block.residual[node]].value() if node in cell.block.residual else None
+                value = cell.block.value(node, inputs[node], x, chosen, mix, site, factors)
+            values.append(node_value(node, value, states[0], cell.spec, cell.bottleneck))
+        if node in cell.leaving:
+            executor = executors[node] = NodeExecutor(values[node], node, cell.bottleneck)
+            summed, made = False, dict[int, Tensor]()
+            if execution is Execution.FUSED_SUMS:
+                summed = run_node_sums(cell, node, executor, mix, site, factors, inputs)
+            elif execution is Execution.FUSED_OUTPUTS:
+                made = run_node_outputs(cell, node, executor, mix, site)
+            _run_modules(cell, node, executor, mix, site, factors, inputs, made, calibrations_only=summed)
+            watch = watched(site)
+            if watch is not None and watch.source == node:
+                watch.made = _all_outputs(cell, watch.choice, executor)
+    return values
+
+
+def _run_modules(
+    cell: MixedCell,
+    node: int,
+    executor: NodeExecutor,
+    mix: Mix,
+    site: int,
+    factors: Tensor | None,
+    inputs: Mapping[int, NodeInputs],
+    made: Mapping[int, Tensor],
+    *,
+    calibrations_only: bool,
+) -> None:
+    """Adds the outputs of the live candidates that leave a node to the inputs of their targets; made: known ones."""
+    live = mix.live(site)
+    leaving = [
+        (choice, candidate, target, cell.edges.module(entry))
+        for entry, choice, candidate, target in cell.leaving[node]
+        if live is None or candidate in live[choice]
+    ]
+    if calibrations_only:
+        leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
+    again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
+    width, reached = cell.table.width, cell.reached(live)
+    executor.together(
+        module
+        for choice, k, target, module in leaving
+        if not again[choice] and target in reached and choice * width + k not in made
+    )
+    outputs: dict[int, dict[int, Tensor | None]] = {}
+    for choice, k, _, module in leaving:
+        output = made.get(choice * width + k)
+        if output is None and module is not None:
+            output = executor(module, again=again[choice])
+        outputs.setdefault(choice, {})[k] = output
+    targets = {choice: target for choice, _, target, _ in leaving}
+    combined = {} if cell.block is not None or is_modules_only() else mix.combine_together(site, outputs)
+    for choice, own in outputs.items():
+        if choice not in combined:
+            inputs[targets[choice]].outputs.extend((choice, k, x) for k, x in own.items())
+        elif (value := combined[choice]) is not None:
+            inputs[targets[choice]].sums.append(scaled(value, factors, choice))
+
+
+def _all_outputs(cell: MixedCell, choice: int, executor: NodeExecutor) -> dict[int, tuple[Calibration | None, Tensor]]:
+    """The output of every candidate of a choice, live or not, and its module if it calibrates."""
+    return {
+        k: (module if isinstance(module, Calibration) else None, executor(module))
+        for entry, own, k, _ in cell.leaving[cell.table.choices[choice].source]
+        if own == choice and (module := cell.edges.module(entry)) is not None
+    }
+
+
+class NodeExecutor:
+    """Runs modules on one node's value, each module at most once, and the ReLU that most start with only once.
+
+    A bottleneck narrows the value before the first module that runs.
+    """
+
+    def __init__(self, x: Tensor, node: int, bottleneck: Bottleneck | None) -> None:
+        self._x, self._done = x, dict[int, Tensor]()
+        self._node, self._bottleneck = node, bottleneck
+        self._activated: Tensor | None = None
+
+    def __call__(self, module: nn.Module, *, again: bool = False) -> Tensor:
+        """again: keep only the input for the backward pass, which runs the module again."""
+        key = id(module)
+        if key not in self._done:
+            self._narrow()
+            self._done[key] = self._run(module, again)
+        return self._done[key]
+
+    def together(self, modules: Iterable[nn.Module | None]) -> None:
+        """Runs modules that can run together, where that is faster (`plan_modules`)."""
+        grouping, own = plan_modules(self._x), list(modules)
+        if grouping.convolutions:
+            self._stack(own)
+        if grouping.calibrations and any(isinstance(module, Calibration) for module in own):
+            self._done |= run_calibrations(own, self.value())
+
+    def _stack(self, modules: Iterable[nn.Module | None]) -> None:
+        for own in grouped(modules, stack_key).values():
+            if len(own) > 1:
+                self._narrow()
+                outputs = run_stacked(list(own.values()), self._activate())
+                self._done.update(zip(own, outputs, strict=True))
+
+    def value(self) -> Tensor:
+        """The input of the modules: the node's value, narrowed by a bottleneck."""
+        self._narrow()
+        return self._x
+
+    def _narrow(self) -> None:
+        if self._bottleneck is not None:
+            self._x, self._bottleneck = self._bottleneck.reduce_source(self._node, self._x), None
+
+    def _run(self, module: nn.Module, again: bool) -> Tensor:
+        starts = isinstance(module, ReLUFirst | FactorisedReduction)
+        inputs = (self._x, self._activate()) if starts else (self._x,)
+        return recomputed(module, *inputs) if again else module(*inputs)
+
+    def _activate(self) -> Tensor:
+        if self._activated is None:
+            self._activated = torch.relu(self._x)
+        return self._activated

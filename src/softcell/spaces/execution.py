@@ -1,0 +1,152 @@
+"""How cells run: the choice among executors that give the same values at different speeds.
+
+    plan           mixed cells                         `_fused_executors`, `_node_executor`
+    plan_modules   the modules that read one node      `_node_executor`
+    plan_layer     a layer of a mixed chain            `chain`
+    plan_network   cells of derived networks           `_derived_plan`, `cell`
+
+Fused executors run through `softcell.kernels`, on a GPU with Triton. The plain path, module by module, is the twin that
+all others are compared with; `modules_only` selects it everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum, auto
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from softcell.arch import Mix, WeightMix
+from softcell.kernels.backend import has_triton
+from softcell.nn.stack import stacking_pays
+from softcell.nn.stack_attention import grouping_blocks_pays
+from softcell.nn.stack_calibrations import grouping_calibrations_pays
+from softcell.spaces._fused_cell import compute_type
+
+if TYPE_CHECKING:
+    from softcell.spaces.cell import MixedCell
+
+_MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
+_NETWORKS: ContextVar[bool] = ContextVar("fused_networks", default=False)
+
+
+class Execution(Enum):
+    """The executors of a mixed cell."""
+
+    FUSED_CELL = auto()
+    """The whole cell is one program."""
+    FUSED_SUMS = auto()
+    """Node by node; the features that leave a node are one program, which gives one weighted sum per target."""
+    FUSED_OUTPUTS = auto()
+    """Node by node; the features that leave a node are one program, which gives every output separately."""
+    MODULES = auto()
+    """Node by node and module by module."""
+
+
+def plan(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Execution:
+    """The executor of a mixed cell whose inputs are like `x` [n, c, h, w].
+
+    A cell with something between its nodes (a bottleneck, a calibration) or with a candidate that has no kernel has no
+    fused form. A node without a fused form of its own then runs module by module.
+    """
+    if not kernels_serve(x):
+        return Execution.MODULES
+    if not isinstance(mix, WeightMix):
+        return Execution.FUSED_OUTPUTS  # it combines outputs itself, so it needs each of them
+    if cell.fused(mix.live(site)) is None:
+        return Execution.FUSED_SUMS
+    return Execution.FUSED_CELL
+
+
+class Grouping(NamedTuple):
+    """Which modules that read one node run together: convolutions of one kind, calibrations."""
+
+    convolutions: bool
+    calibrations: bool
+
+
+def plan_modules(x: Tensor) -> Grouping:
+    """How modules run on a node's value x [n, c, h, w]."""
+    if runs_one_by_one():
+        return Grouping(False, False)
+    return Grouping(stacking_pays(x), grouping_calibrations_pays(x))
+
+
+class LayerExecution(Enum):
+    """The executors of a layer of a mixed chain."""
+
+    STACKED = auto()
+    """All blocks give one tensor, which is summed in one pass; `GROUPED` where they are not all alike."""
+    GROUPED = auto()
+    """Blocks of one kind run together."""
+    MODULES = auto()
+    """Module by module."""
+
+
+def plan_layer(mix: Mix, site: int, layer: int, x: Tensor) -> LayerExecution:
+    """The executor of a layer of a mixed chain with the input x [n, c, h, w]."""
+    if mix.recomputes(site, layer) or runs_one_by_one() or not grouping_blocks_pays(x):
+        return LayerExecution.MODULES
+    if isinstance(mix, WeightMix) and not mix.is_picked(site):
+        return LayerExecution.STACKED
+    return LayerExecution.GROUPED
+
+
+def plan_network(x: Tensor) -> bool:
+    """Whether cells of derived networks on inputs like `x` are fused, where they have a fused form."""
+    return _NETWORKS.get() and kernels_serve(x)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, in one process."""
+    if x.device.type != "cuda" or runs_one_by_one():
+        return False
+    return can_fuse() and compute_type(x) in (torch.float32, torch.bfloat16)
+
+
+def can_fuse() -> bool:
+    """Whether this machine can fuse cells; without Triton the kernels' plain twins would be slower than modules."""
+    return has_triton()
+
+
+def runs_one_by_one() -> bool:
+    """Whether modules must run one by one: within `modules_only`, or where several processes share a batch."""
+    return is_modules_only() or is_distributed()
+
+
+def is_modules_only() -> bool:
+    """Whether `modules_only` holds here."""
+    return _MODULES_ONLY.get()
+
+
+def is_distributed() -> bool:
+    """Whether several processes share a batch; their norms must then merge statistics, which only the modules do."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextmanager
+def modules_only() -> Iterator[None]:
+    """Within this context every cell runs module by module: the plain path that the fused one is compared with."""
+    token = _MODULES_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _MODULES_ONLY.reset(token)
+
+
+@contextmanager
+def fused_networks() -> Iterator[None]:
+    """Within this context cells of derived networks are fused, too, where that is possible.
+
+    It pays only in training: kernels are compiled for every width, and hooks on candidate modules are not called.
+    """
+    token = _NETWORKS.set(True)
+    try:
+        yield
+    finally:
+        _NETWORKS.reset(token)
