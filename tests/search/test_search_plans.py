@@ -90,7 +90,7 @@ def test_captured_plans_of_dst_change_seldom_and_run_what_is_needed() -> None:
     changes = [sum(a != b for a, b in pairwise(each)) for each in (needed, found)]
     assert changes[0] > 100
     assert changes[1] < changes[0] / 4
-    assert sum(len(row) for row in found[-1][-1]) <= 1.25 * sum(len(row) for row in exact[-2][-1])
+    assert sum(map(len, found[-1][-1])) < sum(map(len, found[0][-1])) / 3, "what is pruned stops running"
 
 
 @pytest.mark.parametrize("given", [{}, {"share_features": True, "bottleneck": 2}])
