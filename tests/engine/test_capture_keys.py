@@ -228,8 +228,8 @@ def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
     ("engine", "device", "size", "said"),
     [
         ("graph", "cpu", 1, "needs a CUDA device"),
-        ("graph", "cuda", 2, "runs of one process"),
-        ("auto", "cuda", 2, "runs of one process"),
+        ("graph", "cuda", 2, "supports one process"),
+        ("auto", "cuda", 2, "supports one process"),
         ("auto", "cpu", 1, None),
         ("eager", "cuda", 2, None),
     ],

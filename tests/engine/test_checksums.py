@@ -67,7 +67,9 @@ def test_checksum_is_that_of_sha256sum(tmp_path: Path) -> None:
 def test_one_flipped_bit_in_weights_is_never_exported(copied: Path, tmp_path: Path, at: int) -> None:
     flip(copied / "train" / "model.safetensors", at)
     for kind in ("safetensors", "python"):
-        with pytest.raises(UserError, match=r"model\.safetensors is not what the run wrote: its SHA-256 differs"):
+        with pytest.raises(
+            UserError, match=r"model\.safetensors was changed after the run had finished: its SHA-256 differs"
+        ):
             export(copied / "train", kind, tmp_path / "out")
     with pytest.raises(UserError, match="SHA-256 differs"):
         Network.from_pretrained(copied / "train")
@@ -94,7 +96,7 @@ def test_a_changed_genotype_is_never_taken_for_the_result(
     }[command]
     assert run(words) == 2
     said = capsys.readouterr().err
-    assert "genotype.json is not what the run wrote" in said and "copy it out of the run folder" in said
+    assert "genotype.json was changed after the run had finished" in said and "copy it out of the run folder" in said
     assert said.count("\n") == 1
 
 
@@ -113,16 +115,16 @@ def test_changed_metrics_are_an_error_of_commands_and_a_problem_on_the_live_page
     file.write_text(json.dumps({**row, "val_accuracy": 1.0}) + "\n")
     for words in (["report", str(copied)], ["compare", str(copied)], ["search", "--resume", str(copied / "search")]):
         assert run(words) == 2
-        assert "metrics.jsonl is not what the run wrote" in capsys.readouterr().err
+        assert "metrics.jsonl was changed after the run had finished" in capsys.readouterr().err
     shown = read_run(copied / "search")
-    assert shown.metrics == [] and "metrics.jsonl is not what the run wrote" in shown.problems[0]
-    assert b"metrics.jsonl is not what the run wrote" in LivePage([copied]).get()[0]
+    assert shown.metrics == [] and "metrics.jsonl was changed after the run had finished" in shown.problems[0]
+    assert b"metrics.jsonl was changed after the run had finished" in LivePage([copied]).get()[0]
 
 
 def test_lines_of_epochs_are_verified_too(copied: Path) -> None:
     file = copied / "search" / "architecture.jsonl"
     file.write_text(file.read_text().replace("nor_conv_3x3", "nor_conv_1x1"))
-    with pytest.raises(UserError, match=r"architecture\.jsonl is not what the run wrote"):
+    with pytest.raises(UserError, match=r"architecture\.jsonl was changed after the run had finished"):
         read_genotype(f"{copied / 'search'}@1")
 
 

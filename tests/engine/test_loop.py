@@ -301,7 +301,7 @@ def test_names_of_the_loops_own_are_refused(tmp_path: Path, names: dict[str, Any
         def end_epoch(self, epoch: int) -> dict[str, Any]:
             return names
 
-    with pytest.raises(ValueError, match=r"loop's own|file name"):
+    with pytest.raises(ValueError, match=r"reserved for the loop|file name"):
         loop.run(Named(), tmp_path, ALONE, resume=False)
 
 

@@ -59,7 +59,7 @@ def test_overwriting_clears_the_old_run_and_spares_other_files(tmp_path: Path) -
     for name in mine:
         (tmp_path / name).write_text("mine")
     (tmp_path / "more").mkdir()
-    with pytest.warns(UserWarning, match=r"left alone: data.bin, figure.svg, log.jsonl.*results.json"):
+    with pytest.warns(UserWarning, match=r"not from the run and stay: data.bin, figure.svg, log.jsonl.*results.json"):
         RunFolder.create(tmp_path, new_manifest("train", {}, 1), overwrite=True)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*mine, "more", MANIFEST, FILE_LIST])
     assert all((tmp_path / name).read_text() == "mine" for name in mine)
@@ -74,7 +74,7 @@ def test_a_run_of_an_earlier_version_loses_only_files_with_names_that_it_gave(tm
     ours = ("checkpoint.bin", "metrics.jsonl", "genotype.json", "architecture-normal.svg", "report.html")
     for name in (*ours, "thesis.json", "figure.svg", "other.bin"):
         (tmp_path / name).write_text("x")
-    with pytest.warns(UserWarning, match=r"left alone: figure.svg, other.bin, thesis.json"):
+    with pytest.warns(UserWarning, match=r"not from the run and stay: figure.svg, other.bin, thesis.json"):
         RunFolder.create(tmp_path, new_manifest("search", {}, 0), overwrite=True)
     left = {file.name for file in tmp_path.iterdir()}
     assert left == {"thesis.json", "figure.svg", "other.bin", MANIFEST, FILE_LIST}
@@ -84,7 +84,7 @@ def test_a_run_of_an_earlier_version_loses_only_files_with_names_that_it_gave(tm
 def test_a_folder_with_some_run_json_of_others_is_not_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text(text)
     (tmp_path / "metrics.jsonl").write_text("mine")
-    with pytest.raises(UserError, match="that Softcell made"):
+    with pytest.raises(UserError, match="that Softcell created"):
         RunFolder.create(tmp_path, new_manifest("search", {}, 0), overwrite=True)
     assert (tmp_path / MANIFEST).read_text() == text and (tmp_path / "metrics.jsonl").read_text() == "mine"
 
@@ -103,7 +103,7 @@ def test_a_list_that_names_other_kinds_of_files_or_places_deletes_none_of_them(t
     (run / "thesis.docx").write_text("mine")
     with open(run / FILE_LIST, "a", encoding="utf-8") as listed:
         listed.write(f"thesis.docx\n../outside.json\n{tmp_path}/outside.json\n")
-    with pytest.warns(UserWarning, match="left alone: thesis.docx"):
+    with pytest.warns(UserWarning, match="not from the run and stay: thesis.docx"):
         RunFolder.create(run, new_manifest("search", {}, 0), overwrite=True)
     assert (tmp_path / "outside.json").exists() and (run / "thesis.docx").exists()
 
@@ -120,7 +120,7 @@ def test_a_part_of_a_run_that_leads_elsewhere_is_not_overwritten(tmp_path: Path)
     atomic_write_text(tmp_path / "mine" / "metrics.jsonl", "mine")
     RunFolder.create(tmp_path / "foreign", new_manifest("train", {}, 0))
     (tmp_path / "foreign" / "random-1").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="leads to"):
+    with pytest.raises(UserError, match="is a link to"):
         RunFolder.create(tmp_path / "foreign" / "random-1", new_manifest("train", {}, 0), overwrite=True)
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == "mine"
     (tmp_path / "link").symlink_to(tmp_path / "mine")  # as users do whose runs lie on another disk

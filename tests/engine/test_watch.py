@@ -50,7 +50,7 @@ def test_advice_names_a_checkpoint_only_where_there_is_one_and_sends_nobody_to_r
     failure = Failure(5, math.nan)
     without = str(DivergedError(0, failure, tmp_path))
     assert "checkpoint" not in without
-    assert "--resume would go on as before, to the same loss." in without
+    assert "--resume would lead to the same loss." in without
     for way in ("--set weights.lr=", "--set lr=", "another --out", "--overwrite"):
         assert way in without
     checkpoint.save(tmp_path, {"epoch": 1})

@@ -85,7 +85,7 @@ def test_a_signal_stops_all_and_resuming_ends_as_if_nothing_had_been(recipe: Sea
         require_same(state(tmp_path / "broken" / f"seed-{seed}"), state(tmp_path / "whole" / f"seed-{seed}"))
     again = search_seeds(recipe, tmp_path / "broken", [0, 1], resume=True, on_event=lambda seed: pytest.fail)
     assert again.best == whole.best, "what is finished is not run again"
-    with pytest.raises(UserError, match="keeps its seeds"):
+    with pytest.raises(UserError, match="resumed with its own seeds"):
         search_seeds(recipe, tmp_path / "broken", [0, 2], resume=True)
 
 

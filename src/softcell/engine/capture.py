@@ -1,10 +1,10 @@
-"""A step recorded once as a CUDA graph and replayed: thousands of kernel launches become one.
+"""Records a step once as a CUDA graph and replays it: thousands of kernel launches become one.
 
-A captured step must be a function of tensors on the device alone. It writes its results (weights, optimiser state,
-meters) in place, its schedules come from buffers filled in place, and nothing in it may ask the device for a value.
+A captured step is a function of tensors on the device alone. It writes its results (weights, optimiser state, meters)
+in place, reads its schedules from buffers that are filled in place, and never reads a value back from the device.
 
-A step whose course depends on something the host decides (which candidates run) is called with that as `key`: there is
-one recording per key. Recordings share their memory; when there are too many, all are made anew as they come.
+If the host decides what a step does (which candidates run), that decision is passed as `key`, and there is one
+recording per key. Recordings share one memory pool. When there are too many, all are deleted and recorded again on use.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from softcell.errors import UserError
 Step = Callable[..., None]
 Engine = Literal["auto", "eager", "graph"]
 
-# Real steps before the recording: cuDNN picks its algorithms and optimisers make their state in them.
+# Eager steps before the first recording: in these cuDNN picks its algorithms and optimisers create their state.
 WARMUP = 3
-# Real steps with a key before it is recorded: a decision that keeps changing is cheaper to run than to record.
+# Eager steps with a key before it is recorded: a decision that keeps changing is cheaper to run than to record.
 EAGER_STEPS_PER_KEY = 2
 MAX_GRAPHS = 16
 MAX_COUNTED_KEYS = 1024
 STREAM_POOL = 32
-"""Streams of one priority that torch deals out."""
+"""Streams of one priority that torch hands out."""
 STREAM_PRIORITIES = (0, -1)
 MAX_SHARING_RUNS = STREAM_POOL * len(STREAM_PRIORITIES) // 4
-"""Runs that can share a device: each has a stream, and one for each of its recorders (steps, validation, selection)."""
+"""Runs that can share a device: each needs a stream of its own and one each for steps, validation and selection."""
 
 
 class CapturedStep:
     """Calls `step` eagerly a few times, then records it and replays the recording; each `key` has its own.
 
-    The first calls are real steps of the run, not rehearsals: nothing has to be undone. When recording fails, `notify`
+    The first calls are real steps of the run, so nothing has to be undone. When recording fails, `notify`
     receives the reason once and the step stays eager.
     """
 
     failures: ClassVar[int] = 0
-    """Recordings that failed in this process, of whatever step."""
+    """Number of failed recordings in this process, over all steps."""
 
     def __init__(self, step: Step, notify: Callable[[str], None], warmup: int = WARMUP, kept: int = MAX_GRAPHS) -> None:
         self._step, self._notify, self._left, self._kept = step, notify, warmup, kept
@@ -72,14 +72,14 @@ class CapturedStep:
             self._record(key, *inputs)
 
     def _count(self, key: Hashable, more: int = 0) -> int:
-        """How often the step ran eagerly with `key`; the keys seen longest ago are forgotten."""
+        """How often the step ran eagerly with `key`; the least recently used keys are dropped."""
         self._tried[key] = self._tried.pop(key, 0) + more
         while len(self._tried) > MAX_COUNTED_KEYS:
             self._tried.popitem(last=False)
         return self._tried[key]
 
     def _eager_on_side_stream(self, *inputs: Tensor) -> None:
-        """Recording happens on a stream of its own, and what it uses must have been made off the default one."""
+        """Run the step on the stream of the recording: what a recording uses must not come from the default stream."""
         current, side = torch.cuda.current_stream(), self._stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -87,7 +87,7 @@ class CapturedStep:
         current.wait_stream(side)
 
     def _stream(self) -> torch.cuda.Stream:
-        """One for all that is not a replay: every stream keeps the memory that was freed on it."""
+        """The one stream for everything but replays, since every stream caches the memory that was freed on it."""
         if self._side is None:
             self._side = own_stream(self)
         return self._side
@@ -98,7 +98,7 @@ class CapturedStep:
         graph.replay()
 
     def _forget(self) -> None:
-        """After a failure random numbers come from another state than recordings draw from: they are made anew."""
+        """Delete recordings after a failure anywhere: the random state that they draw from has been replaced."""
         self._drop()
         self._known_failures = CapturedStep.failures
 
@@ -109,7 +109,7 @@ class CapturedStep:
         for graph in self._graphs.values():
             graph.reset()
         self._graphs.clear()
-        self._pool = None  # torch takes no pool again that nothing uses any more
+        self._pool = None  # torch does not accept a pool again once nothing uses it
 
     def _record(self, key: Hashable, *inputs: Tensor) -> None:
         if len(self._graphs) >= self._kept:
@@ -117,37 +117,37 @@ class CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]
-            torch.cuda.empty_cache()  # what eager steps had is free for the recordings
+            torch.cuda.empty_cache()  # frees the memory of eager steps for the recordings
         generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         graph, reason = torch.cuda.CUDAGraph(), None
         try:
-            # One pool for all: they never run at once, and leave nothing in it that another would read.
+            # One pool for all: recordings never run at the same time and read nothing that another left there.
             with _recording(graph, self._pool, self._stream()):
                 self._step(*self._inputs)
         except RuntimeError as error:
-            # The end of a failed recording raises too, with less to say than what failed.
+            # Ending a failed recording raises too, with a less useful message than the first error.
             reason = str(error.__context__ or error).strip().splitlines()[0]
-        if reason is not None:  # out of the handler, which keeps what the failed recording had made
+        if reason is not None:  # outside the handler, which keeps the failed recording's tensors alive
             self._gave_up = True
             CapturedStep.failures += 1
             self._forget()
             self._inputs = []
-            # Torch takes the old state for one that is still being recorded, and would not draw from it again.
+            # torch still marks the current state as being recorded and would refuse to draw from it.
             generator.graphsafe_set_state(state)
-            self._notify(f"this step cannot be recorded as a CUDA graph ({reason}); going on with the eager engine")
+            self._notify(f"this step cannot be recorded as a CUDA graph ({reason}); using the eager engine")
             self._step(*inputs)
             return
         self._graphs[key] = graph
-        self._replay(graph, *inputs)  # recording runs nothing: this is the step itself
+        self._replay(graph, *inputs)  # recording executes nothing: this is the step itself
 
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """What is called inside goes into `graph`.
+    """Record what runs inside into `graph`.
 
-    As `torch.cuda.graph`, but memory that is free stays here: steps after the recording would have to ask for it again.
-    No garbage is collected inside: that could free the graphs of an earlier run, which ends a recording.
+    Like `torch.cuda.graph`, but cached memory is kept: later steps would have to allocate it again. Garbage collection
+    is off inside, since freeing a graph of an earlier run would end the recording.
     """
     collects = gc.isenabled()
     torch.cuda.synchronize()
@@ -165,17 +165,17 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
 
 
 def prepare_step(step: Step, engine: Engine, world: World, notify: Callable[[str], None]) -> Step:
-    """`step` as the chosen engine runs it; `auto` records on a single CUDA device and not elsewhere.
+    """`step` as the chosen engine runs it; `auto` records on a single CUDA device only.
 
-    Why a step is not recorded is told where that was asked for, and on a GPU, where it could have been expected.
+    If a step is not recorded, `notify` receives the reason with `graph` and on any GPU.
     """
     if engine == "eager":
         return step
     reason = None
     if world.device.type != "cuda":
-        reason = f"recording needs a CUDA device, and this run is on {world.device.type}"
+        reason = f"recording needs a CUDA device, but this run is on {world.device.type}"
     elif world.size > 1:
-        reason = "recording is for runs of one process, and this one has several"
+        reason = "recording supports one process, but this run has several"
     if reason is None:
         return CapturedStep(step, notify)
     if engine == "graph" or world.device.type == "cuda":
@@ -208,7 +208,7 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
     """
     stream = _free(device)
     if stream is None:
-        gc.collect()  # tasks and their steps know each other: they end when garbage is collected
+        gc.collect()  # tasks and steps refer to each other: only the garbage collector frees them
         stream = _free(device)
     if stream is None:
         raise UserError(
@@ -222,7 +222,7 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
 
 
 def _free(device: int | None) -> torch.cuda.Stream | None:
-    """One that nobody has, None if there is none."""
+    """A stream that is not in use; None if there is none."""
     for priority in STREAM_PRIORITIES:
         for _ in range(STREAM_POOL):
             stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
@@ -234,8 +234,8 @@ def _free(device: int | None) -> torch.cuda.Stream | None:
 class Readback:
     """Copies small tensors to the host without stalling the device: each copy arrives one call later.
 
-    `exchange` queues a copy of a tensor and gives the one before. By then the device has long begun the work queued
-    behind that earlier copy, so waiting for it keeps the host at most one step ahead and never leaves the device idle.
+    `exchange` queues a copy of a tensor and returns the one queued before. The device is already busy with work queued
+    after that earlier copy, so waiting for it keeps the host at most one step ahead and never leaves the device idle.
     """
 
     def __init__(self) -> None:
@@ -243,7 +243,7 @@ class Readback:
         self._event: torch.cuda.Event | None = None
 
     def exchange(self, value: Tensor) -> Tensor | None:
-        """Queues a copy of `value`; gives the copy queued by the call before, or None at the first call."""
+        """Queue a copy of `value`; return the copy queued by the previous call, or None at the first call."""
         before = self.pending()
         value = value.detach()
         if value.device.type == "cuda":
@@ -256,11 +256,11 @@ class Readback:
         return before
 
     def pending(self) -> Tensor | None:
-        """The copy that the next `exchange` will give; waits until it has arrived."""
+        """The copy that the next `exchange` returns; waits until it has arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._sent
 
     def restore(self, pending: Tensor | None) -> None:
-        """Makes `pending` what the next `exchange` gives: for a run that is resumed."""
+        """Make `pending` what the next `exchange` returns: for a resumed run."""
         self._sent, self._event = pending, None

@@ -36,14 +36,14 @@ _HEADER = struct.Struct("<8sIQ32s")  # magic, version, payload length, digest
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A restored state, and what the user has to know about where it came from."""
+    """A restored state, and a note for the user if it is not the newest one."""
 
     state: dict[str, Any]
     note: str | None
 
 
 class _Bad(Exception):
-    """Says in words why a checkpoint file cannot be used."""
+    """Why a checkpoint file cannot be used."""
 
 
 def save(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ def save(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     folder = Path(folder)
     current = folder / CURRENT
     temporary = write_temporary(current, _encode(state))
-    # A spoilt current file must not push out the good previous one, hence the check before the rename.
+    # A damaged current file must not replace the good previous one, hence the check before the rename.
     if _is_good(current):
         os.replace(current, folder / PREVIOUS)
     os.replace(temporary, current)
@@ -64,7 +64,7 @@ def save(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
-    """Whether `folder` has ever had a state."""
+    """Whether `folder` has a checkpoint, intact or not."""
     return (Path(folder) / CURRENT).exists() or (Path(folder) / PREVIOUS).exists()
 
 
@@ -85,7 +85,7 @@ def load_latest(folder: str | os.PathLike[str]) -> Loaded | None:
             f"a run needs one intact checkpoint to be resumed, but {current} {fault} and {previous} {error}. Restore "
             f"one of them from a backup, or start again in another folder."
         ) from None
-    return Loaded(state, f"{current} {fault}: going on from the one before it, {previous.name}.")
+    return Loaded(state, f"{current} {fault}: resuming from the previous checkpoint, {previous.name}.")
 
 
 def save_file(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ def _is_good(path: Path) -> bool:
 def _payload(path: Path) -> bytes:
     """Return the verified payload, or raise `_Bad`."""
     if path.exists() and not path.is_file():
-        raise _Bad("is no regular file")
+        raise _Bad("is not a regular file")
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def _payload(path: Path) -> bytes:
     magic, version, length, digest = _HEADER.unpack_from(data)
     payload = data[_HEADER.size :]
     if magic != MAGIC:
-        raise _Bad("does not begin as a Softcell checkpoint does")
+        raise _Bad("does not begin like a Softcell checkpoint")
     if len(payload) != length:
         raise _Bad(f"has a payload of {len(payload)} bytes where its header says {length}")
     if _digest(version, payload) != digest:
@@ -155,7 +155,7 @@ def _decode(path: Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise _Bad(f"is intact but cannot be unpacked by torch {torch.__version__} ({error})") from error
     if not isinstance(state, dict):
-        raise _Bad("is intact but holds no state of a run")
+        raise _Bad("is intact but does not hold the state of a run")
     return state
 
 
@@ -187,9 +187,9 @@ def _key(key: Any, where: str) -> Any:
 
 IDENTITY = "identity"
 _LOCATIONS = {"data", "data_root", "plugins"}
-"""Settings that say where files lie. They may be moved: their contents are compared instead."""
+"""Settings that hold paths. Files may be moved: their contents are compared instead."""
 _ROUNDING = {"device", "threads", "precision", "engine", "fused", "deterministic"}
-"""Settings that change results by rounding alone: a difference is a note."""
+"""Settings that change results by rounding only: a difference is a note, not an error."""
 _DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "select.by": "method",
     "select.measure": "accuracy",
@@ -198,7 +198,7 @@ _DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "select.lr": None,
     "select.norms": "batch",
 }
-"""Settings that recipes did not have at first, with the values that mean what was done then."""
+"""Settings that old recipes lack, with the values that describe what those runs did."""
 _MAPPINGS = ("recipe", "splits", "data", "code")
 _ABSENT = object()
 
@@ -213,7 +213,7 @@ def code_digest() -> str:
 
 
 def identity_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of the run with this manifest belongs to: recipe, seed, kind of run, data and code.
+    """The identity of the run with this manifest: recipe, seed, kind of run, data and code.
 
     Without it the weights, generators and schedules of one run would load silently into another of the same shapes:
     with another seed, another learning rate, or on other images.
@@ -230,15 +230,15 @@ def identity_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> list[str]:
-    """Raises `UserError` where the checkpoint `state` is not of the run `now`; returns what is worth a note."""
+    """Raise `UserError` if the checkpoint `state` belongs to another run than `now`; return notes for the user."""
     stored = state.get(IDENTITY)
     if stored is None:
         return [
-            f"the checkpoint in {folder} was written by an earlier version of Softcell and does not say which recipe "
-            "and data it belongs to: this is not checked"
+            f"the checkpoint in {folder} was written by an earlier version of Softcell, which did not store the recipe "
+            "and data it belongs to: they are not checked"
         ]
     if not isinstance(stored, Mapping) or not all(isinstance(stored.get(key), Mapping) for key in _MAPPINGS):
-        raise UserError(f"the checkpoint in {folder} says nothing readable of the run it belongs to; start a new run")
+        raise UserError(f"the checkpoint in {folder} does not identify its run: the file is damaged; start a new run")
     notes = check_data(stored["data"], now["data"], folder)
     added = {key: value for key, value in _DEFAULTS_OF_OLD_RUNS.items() if key in now["recipe"]}
     recipe = _changes({**added, **stored["recipe"]}, now["recipe"])
@@ -247,8 +247,8 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     hard = hard or _differences(stored, now, ("splits",))  # which follow from data, recipe and seed
     if hard:
         raise UserError(
-            f"a run is resumed with the recipe, seed and data it began with, but the checkpoint in {folder} differs "
-            f"from the run: {_listed(hard)}. Put the original run.json and checkpoint back, or start a new run."
+            f"a run must be resumed with the recipe, seed and data it began with, but the checkpoint in {folder} "
+            f"differs from the run: {_listed(hard)}. Put the original run.json and checkpoint back, or start a new run."
         )
     soft = [text for key, text in recipe.items() if key.partition(".")[0] in _ROUNDING]
     if soft:
@@ -260,26 +260,26 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
 
 
 def check_data(stored: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> list[str]:
-    """Raises `UserError` where fingerprints of data differ in content; other file times are a note."""
+    """Raise `UserError` if the fingerprints of the data differ; different file times are only a note."""
     if not stored or not now:
         return []
     changed = [key for key in now if key in stored and stored[key] != now[key]]
     hard = [key for key in changed if not key.endswith("times")]
     if hard:
         raise UserError(
-            f"a run is resumed on the data it began with, but for the run in {folder} these differ: "
+            f"a run must be resumed on the data it began with, but for the run in {folder} these differ: "
             f"{', '.join(key.replace('_', ' ') for key in hard)}. Put the original data back, or start a new run."
         )
     if changed:
         return [
-            "the image files have other modification times than when the run began; their names, sizes and sampled "
-            "contents are the same"
+            "the modification times of the image files have changed since the run began; their names, sizes and "
+            "sampled contents have not"
         ]
     return []
 
 
 def replace_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
-    """Lets the checkpoint in `folder` belong to another `recipe`: for changes that Softcell itself makes to a run."""
+    """Make the checkpoint in `folder` belong to another `recipe`: for changes that Softcell itself makes to a run."""
     loaded = load_latest(folder)
     if loaded is not None and IDENTITY in loaded.state:
         kept = {key: value for key, value in recipe.items() if key not in _LOCATIONS}
@@ -291,7 +291,7 @@ def _differences(stored: Mapping[str, Any], now: Mapping[str, Any], keys: tuple[
 
 
 def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """By key how two flat mappings differ, in words."""
+    """The differences of two flat mappings, by key, as text."""
     found = {}
     for key in dict.fromkeys((*stored, *now)):
         before, after = stored.get(key, _ABSENT), now.get(key, _ABSENT)

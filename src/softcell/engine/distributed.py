@@ -1,9 +1,8 @@
-"""Runs one job in several processes that hold the same weights and see different parts of each batch.
+"""One job in several processes that hold the same weights and read different parts of each batch.
 
-Used instead of DistributedDataParallel, whose hooks belong to one parameter set and one backward pass: a
-search step has two sets (weights and architecture) and two losses, differentiates one with respect to the
-other, and would have its reductions fired at the wrong moments. Here a step computes its gradients and then
-says `average_`.
+DistributedDataParallel does not fit: its hooks belong to one parameter set and one backward pass. A search step has two
+sets (weights and architecture) and two losses and differentiates one with respect to the other, so reductions would
+start at the wrong moments. Here a step computes its gradients and then calls `average_`.
 """
 
 import importlib
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from softcell.errors import UserError
 
 T = TypeVar("T")
-# Bounds the extra memory of a collective, while a whole supernet still goes in one or two.
+# Bounds the extra memory of a collective; a whole supernet still needs only one or two.
 BUCKET_BYTES = 64 * 2**20
 # Rank 0 may evaluate or write a large checkpoint while the others wait for it.
 _TIMEOUT = timedelta(minutes=30)
@@ -46,7 +45,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes files and speaks to the user."""
+        """Whether this process is the one that writes files and prints."""
         return self.rank == 0
 
 
@@ -65,13 +64,13 @@ def start(device: torch.device | str) -> World:
             f"Start with `torchrun --nproc-per-node=N ...`, or unset WORLD_SIZE."
         )
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    # Before there is a group: the default arguments of this module keep the group they are imported in, and torch's
-    # optimisers import it. Such a group outlives `stop`, and its threads now and then abort a process that exits.
+    # Import it before there is a group: its default arguments keep the group that exists at import, and torch's
+    # optimisers import it. Such a group outlives `stop`, and its threads sometimes abort a process at exit.
     importlib.import_module("torch.distributed.nn.functional")
     if device.type == "cuda":
         if device.index is not None:
             raise UserError(
-                f"with {size} processes each takes the CUDA device of its own number, but got device={device}; say "
+                f"each of {size} processes uses the CUDA device of its local rank, but got device={device}; use "
                 f"'cuda', and choose devices by CUDA_VISIBLE_DEVICES"
             )
         if local_rank >= torch.cuda.device_count():
@@ -88,7 +87,7 @@ def start(device: torch.device | str) -> World:
 
 
 def current() -> World:
-    """The world that an earlier `start` joined."""
+    """The world that `start` joined before."""
     rank, size = dist.get_rank(), dist.get_world_size()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     on_cuda = dist.get_backend() == "nccl"
@@ -134,14 +133,14 @@ def broadcast_module(module: nn.Module, world: World) -> None:
         return
     for bucket in _buckets([*module.parameters(), *module.buffers()]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        # As bytes, so that every dtype travels by every backend.
+        # As bytes, so that every backend can send every dtype.
         dist.broadcast(flat.view(torch.uint8), src=0)
         _unflatten_into(bucket, flat)
 
 
 @torch.no_grad()
 def same_everywhere(tensors: Iterable[Tensor], world: World) -> bool:
-    """Whether the tensors (any shapes and dtypes) are equal bit by bit on all ranks; all get one answer."""
+    """Whether the tensors (any shapes and dtypes) are equal bit by bit on all ranks; the same result on each rank."""
     if world.size == 1:
         return True
     mine = list(tensors)
@@ -180,7 +179,7 @@ def gather_objects(value: T, world: World) -> list[T]:
 def on_main(function: Callable[[], T], world: World) -> T:
     """Call `function` on rank 0 alone and return its result, or raise its error, on every rank.
 
-    Without sharing the error the other ranks would wait for ever for one that has ended.
+    Without the error the other ranks would wait forever.
     """
     if world.size == 1:
         return function()
@@ -198,13 +197,13 @@ def on_main(function: Callable[[], T], world: World) -> T:
 
 
 def barrier(world: World) -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has reached this call."""
     if world.size > 1:
         dist.barrier()
 
 
 def agree(flags: Sequence[int], world: World) -> list[int]:
-    """Return the largest value of each flag over the ranks: all decide alike and none is left waiting."""
+    """The largest value of each flag over the ranks, so that all ranks decide alike and none is left waiting."""
     if world.size == 1:
         return list(flags)
     shared = torch.tensor(flags, dtype=torch.int64, device=world.device)

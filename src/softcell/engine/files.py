@@ -1,4 +1,4 @@
-"""Writes files so that a reader, or a crash, sees the old content or the new one and nothing between."""
+"""Atomic writes: a reader, or a crash, finds the old content or the new one, never a part of it."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from softcell.errors import UserError
 
 TEMPORARY = ".tmp"
 FILE_LIST = "softcell-files.txt"
-"""In a run folder: the names of the files that Softcell made there, one per line. Only these are deleted again."""
+"""In a run folder: the names of the files that Softcell wrote there, one per line. Only these are ever deleted."""
 HEADING = "# Files that Softcell made in this folder. --overwrite deletes these and no others."
 
 
@@ -21,15 +21,14 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_temporary(path: Path, data: bytes) -> Path:
-    """Write `data` beside `path`, flushed to the disk, and return where; renaming it in is the caller's part.
+    """Write `data` to a temporary file beside `path`, flush it to disk and return its path; the caller renames it.
 
-    The name is fixed, so what a killed run left behind is overwritten instead of piling up.
-    One process at a time may write a given path.
+    The name is fixed, so the file of a killed run is overwritten. Only one process at a time may write a given path.
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
         list_file(path)
-        # Never through a link that somebody has put there: a run folder may come from anybody.
+        # Never through a link: a run folder may come from an untrusted source.
         temporary.unlink(missing_ok=True)
         with open(temporary, "xb") as stream:
             stream.write(data)
@@ -38,16 +37,16 @@ def write_temporary(path: Path, data: bytes) -> Path:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UserError(
-            f"{path} must be writable, but writing {len(data)} bytes there failed: {error.strerror or error}; what was "
-            f"there before is untouched. Free some space or choose another folder, then go on."
+            f"{path} must be writable, but writing {len(data)} bytes failed: {error.strerror or error}; the previous "
+            f"content is untouched. Free some space or choose another folder, then resume."
         ) from error
     return temporary
 
 
 def list_file(path: Path) -> None:
-    """Adds a file to the list of its run folder, before it is written; folders without a list are not runs of ours.
+    """Add a file to the list of its run folder before it is written; does nothing in a folder without a list.
 
-    A line is appended, so that several processes may do so at the same time.
+    A line is appended, so several processes may do this at the same time.
     """
     known = listed_files(path.parent)
     if not known or path.name in known:
@@ -59,7 +58,7 @@ def list_file(path: Path) -> None:
 
 
 def listed_files(folder: Path) -> set[str]:
-    """The names in the list of a run folder; empty where there is none."""
+    """The names in the list of a run folder; empty if there is no list."""
     try:
         lines = (folder / FILE_LIST).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

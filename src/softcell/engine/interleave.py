@@ -1,7 +1,7 @@
-"""Several runs in one process: each goes on for a step in turn, on a stream and with random numbers of its own.
+"""Several runs in one process: they take turns step by step, each with its own CUDA stream and random generators.
 
-On a GPU the steps of different lanes run at the same time, where one search alone leaves the device half empty. A run
-cannot tell that it is not alone: whatever it draws and computes is what it would have had by itself.
+On a GPU the steps of different runs overlap; one search alone leaves the device half empty. The results of a run are
+bit for bit the same as without the others.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def drain(running: Running[T]) -> T:
 
 
 PER_RUN_STATES: list[Callable[[Any], Any]] = []
-"""Further states of the process that every lane has for itself: each gives what there is and puts another in its place,
-or leaves it as it is where it is given None."""
+"""Further states of the process that each run has for itself: functions that return the current state and install the
+one they are given; None leaves it unchanged."""
 
 
 class RunState:
-    """The state that runs of one process would share: torch's generators, on CUDA the stream, and `PER_RUN_STATES`."""
+    """The process state of one run: torch's generators, on CUDA a stream, and `PER_RUN_STATES`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.get_rng_state()
@@ -64,12 +64,12 @@ class RunState:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self._index = torch.cuda.current_device() if device.index is None else device.index
             self._stream = own_stream(self, self._index)
-            # A state object of its own: a recorded graph reads the object that was in place when it was recorded.
+            # A separate state object: a recorded graph reads the one that was installed when it was recorded.
             self._cuda: Any = torch.cuda.default_generators[self._index].clone_state()
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within this context the process is this lane's."""
+        """Install this run's state in the process within the context."""
         cpu = torch.get_rng_state()
         torch.set_rng_state(self._cpu)
         outside = [exchange(own) for exchange, own in zip(PER_RUN_STATES, self._own, strict=True)]
@@ -95,7 +95,7 @@ class RunState:
 @dataclass(slots=True)
 class _Job:
     number: int
-    lane: RunState
+    state: RunState
     running: Running[Any]
     steps: Steps[Any] | None = None
 
@@ -112,7 +112,7 @@ class _Job:
 
 
 def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
-    """The results of all runs in their order, or the errors they ended with; at most `at_once` are under way.
+    """Run all of `starts`, at most `at_once` at a time; return their results, or the errors they ended with, in order.
 
     A run that fails does not stop the others. At most `MAX_SHARING_RUNS` share a GPU, whatever `at_once` is.
     """
@@ -127,7 +127,7 @@ def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device,
             active.append(_Job(number, RunState(device), start()))
         for job in list(active):
             try:
-                with job.lane.active():
+                with job.state.active():
                     job.advance()
             except StopIteration as stop:
                 results[job.number] = stop.value

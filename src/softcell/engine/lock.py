@@ -1,12 +1,11 @@
-"""One process at a time works in a folder: a lock that says who has it.
+"""A lock that lets only one process at a time work in a folder, and names the process that holds it.
 
-The lock is `flock` on a file `.lock` in the folder. The system releases it when its process ends, however that happens,
-so a lock of a dead process is simply taken over. The file says which process has it (number, machine, since when), and
-is removed when that ends. On network file systems `flock` holds across machines where the lock service runs (NFS since
-Linux 2.6.12). Where a file system has no locks at all, the file alone decides: a process of this machine that is gone
-is taken over from, one of another machine cannot be asked and is respected.
+The lock is `flock` on the file `.lock` in the folder. The system releases it when the process ends, however that
+happens. The file names the holder (process, machine, start time) and is removed at the end. On network file systems
+`flock` works across machines if the lock service runs (NFS since Linux 2.6.12). On a file system without locks the file
+alone decides: a dead process of this machine loses the lock, one of another machine cannot be checked and keeps it.
 
-The file is also padded: on a full disk the padding is given up, so that the run can still write that it failed.
+The file is padded: on a full disk the padding is freed, so that the run can still record its failure.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from softcell.errors import UserError
 
 LOCK = ".lock"
 RESERVE = 64 * 1024
-"""Bytes that are kept for a last word on a full disk; a `run.json` has some thousands."""
+"""Bytes reserved for recording a failure on a full disk; a `run.json` has some thousands."""
 
 
 @dataclass(slots=True)
 class _Held:
     descriptor: int
-    process: int  # a forked child inherits this table, but not the right to the folder
+    process: int  # a forked child inherits this table, but not the lock
     thread: int
     made: list[Path]
     times: int = 1
@@ -49,10 +48,10 @@ _guard = threading.Lock()
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str], world: World | None = None) -> Iterator[None]:
-    """Within this context no other process or thread works in `folder`; one that does is named in a `UserError`.
+    """Lock `folder` within the context; if another process or thread holds it, the `UserError` names the holder.
 
-    The folder is made where there is none, and is gone again afterwards if nothing came into it. Contexts of one thread
-    may be nested. Of several ranks the first holds the lock and all learn of its failure.
+    A missing folder is created, and removed again if it stays empty. One thread may nest these contexts. With several
+    ranks the first holds the lock, and a failure is raised on all.
     """
     path, alone = Path(folder), world is None or world.size == 1
     if alone or world is None:
@@ -67,7 +66,7 @@ def locked(folder: str | os.PathLike[str], world: World | None = None) -> Iterat
 
 
 def free_reserve(folder: str | os.PathLike[str]) -> None:
-    """Gives up the space that the lock of `folder` keeps, for a last word on a full disk."""
+    """Free the space that the lock of `folder` reserves, so that a failure can be recorded on a full disk."""
     held = _held.get(os.path.realpath(folder))
     if held is not None and held.process == os.getpid():
         with contextlib.suppress(OSError):
@@ -75,28 +74,28 @@ def free_reserve(folder: str | os.PathLike[str]) -> None:
 
 
 def holder(file: Path) -> str:
-    """Who has the lock `file`, in words."""
+    """The holder of the lock `file`, as text."""
     found = _read(file)
     if found is None:
         return "another process"
     command = f" (`{found['command']}`)" if found.get("command") else ""
-    # Where a file system has no locks, a process of another machine cannot be asked whether it still runs.
+    # Without locks in the file system, nobody can check whether a process of another machine still runs.
     gone = "" if found["host"] == socket.gethostname() else f"; if that process is gone, delete {file}"
     return f"process {found['pid']} on {found['host']}, since {found['since']}{command}{gone}"
 
 
 def open_lock(file: Path) -> int:
-    """A descriptor of a lock file, made where there is none; a link that somebody has put there is refused."""
+    """A descriptor of a lock file, created if missing; a link is refused."""
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
 def take(descriptor: int, file: Path) -> bool:
-    """Locks an open file and writes into it who has it; False where another process does."""
+    """Lock an open file and write the holder into it; False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: what the file says decides
+    except OSError:  # a file system without locks: the content of the file decides
         found = _read(file)
         if found is not None and _may_be_alive(found):
             return False
@@ -105,7 +104,7 @@ def take(descriptor: int, file: Path) -> bool:
 
 
 def announce(descriptor: int, pid: int | None = None) -> None:
-    """Writes into an open lock file which process has it: this one, or a child that has inherited the lock."""
+    """Write the holder into an open lock file: this process, or a child that inherited the lock."""
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, _about(pid), 0)
 
@@ -128,7 +127,7 @@ def _acquire(folder: Path) -> None:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Makes a folder; gives those that were not there before, innermost first."""
+    """Create a folder; return the ones that did not exist before, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ def _make(folder: Path) -> list[Path]:
 
 def _remove(folders: list[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # something lies in it by now
+        with contextlib.suppress(OSError):  # not empty any more
             folder.rmdir()
 
 
@@ -164,7 +163,7 @@ def _lock(folder: Path) -> int:
                 raise UserError(
                     f"{folder} is in use by {holder(file)}; wait until it has ended, or give another folder"
                 )
-            # Whoever had the lock before may have removed the file after it was opened here: nobody would see this one.
+            # The previous holder may have removed the file after it was opened here: nobody else would see this lock.
             try:
                 is_current = os.path.samestat(os.fstat(descriptor), os.stat(file))
             except FileNotFoundError:
@@ -177,7 +176,7 @@ def _lock(folder: Path) -> int:
             file.unlink(missing_ok=True)
             os.close(descriptor)
             raise UserError(
-                f"a run needs {RESERVE // 1024} KB to begin with, but {folder} cannot take them "
+                f"a run needs {RESERVE // 1024} KB to start, but they cannot be written to {folder} "
                 f"({error.strerror or error}); free some space, then repeat the command"
             ) from error
         except BaseException:
@@ -197,7 +196,7 @@ def _release(folder: Path) -> None:
             return
         del _held[key]
         with contextlib.suppress(OSError):
-            (folder / LOCK).unlink(missing_ok=True)  # while it is held: nobody may lock a file that is then removed
+            (folder / LOCK).unlink(missing_ok=True)  # before the release: nobody may lock a file that is then removed
         os.close(held.descriptor)
         _remove(held.made)
 
@@ -213,7 +212,7 @@ def _read(file: Path) -> dict[str, Any] | None:
         with open(file, "rb") as stream:
             found = json.loads(stream.read(4096).split(b"\n")[0])
     except (OSError, ValueError):
-        return None  # it is being written at this moment
+        return None  # it is just being written
     return found if isinstance(found, dict) and {"pid", "host", "since"} <= found.keys() else None
 
 

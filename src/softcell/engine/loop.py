@@ -1,8 +1,8 @@
-"""Drives a `Task` through its epochs: restore, step, watch, save, stop.
+"""Drives a `Task` through its epochs: restore, step, check, save, stop.
 
-Order at the end of an epoch: the line goes into the history, the history into the checkpoint, and only then
-are the `.jsonl` files written from it. Where no checkpoint is due the files are written alone. A run that is
-killed may find its files behind its checkpoint or ahead of it, and rewrites them when it is resumed.
+At the end of an epoch its line is appended to the history, the history is saved in the checkpoint, and then the
+`.jsonl` files are written from it. If no checkpoint is due, only the files are written. The files of a killed run may
+be behind its checkpoint or ahead of it; resuming rewrites them.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from softcell.settings import MOST_EPOCHS, at_most
 
 METRICS = "metrics"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-# Asking a CUDA device for a flag makes the host wait for it, so it is asked rarely there.
+# Reading a flag from a CUDA device makes the host wait, so it is read rarely.
 _LOOK_EVERY = 50
-# Ranks talk about stopping this often on CUDA: soon enough for the 30 s that torchrun grants after a signal.
+# Steps between the ranks' decisions to stop on CUDA: soon enough for the 30 s that torchrun grants after a signal.
 _AGREE_EVERY = 10
 MAX_SAVING_SHARE = 0.05
-"""The share of a run's time that checkpoints at the ends of epochs may take, where one takes longer than this:"""
+"""The share of a run's time that checkpoints after epochs may take, if one takes longer than `FAST_SAVE_SECONDS`."""
 FAST_SAVE_SECONDS = 0.5
-"""Seconds. A state that is saved faster is saved after every epoch, however short that is."""
+"""A state that is saved faster than this is saved after every epoch, however short."""
 MAX_UNSAVED_SECONDS = 300.0
-"""Seconds after which an epoch that ends is saved in any case."""
+"""After this time the next epoch is saved in any case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended; `reason` says why, where it did not simply reach its last epoch.
+    """How a run ended; `reason` says why if it stopped before its last epoch.
 
     Example:
         >>> from softcell.engine import Outcome
@@ -139,16 +139,16 @@ def steps_of(
 
 
 class History:
-    """Lines of JSON by file name (without `.jsonl`).
+    """The lines of JSON that a run has written so far, by file name (without `.jsonl`).
 
-    Kept as text, so that what the checkpoint holds and what the files say cannot differ.
+    Kept as text, so that checkpoint and files cannot differ.
     """
 
     def __init__(self, lines: dict[str, list[str]] | None = None) -> None:
         self.lines = {name: list(texts) for name, texts in (lines or {METRICS: []}).items()}
 
     def append(self, name: str, value: Any) -> list[str]:
-        """Add `value` as a line of `<name>.jsonl`; return the places of non-finite numbers, now null."""
+        """Add `value` as a line of `<name>.jsonl`; return where non-finite numbers were replaced by null."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"a record's name must be usable as a file name, but got {name!r}")
         lost: list[str] = []
@@ -161,15 +161,15 @@ class History:
         return [json.loads(text) for text in self.lines.get(name, [])]
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Make the `.jsonl` files in `folder` say exactly this."""
+        """Write the `.jsonl` files in `folder`."""
         for name, texts in self.lines.items():
-            if not isinstance(name, str) or not _NAME.fullmatch(name):  # of a checkpoint, which may come from anybody
+            if not isinstance(name, str) or not _NAME.fullmatch(name):  # a checkpoint may come from an untrusted source
                 raise UserError(f"a record of a checkpoint must be named like a file, got {name!r}; start a new run")
             atomic_write_text(Path(folder) / f"{name}.jsonl", "".join(f"{text}\n" for text in texts))
 
 
 def _finite(value: Any, where: str, lost: list[str]) -> Any:
-    """Copy `value` with null for NaN and infinities, which JSON has no word for, noting where they were."""
+    """Copy `value` with null for NaN and infinities, which JSON lacks, and note where they were."""
     if isinstance(value, float) and not math.isfinite(value):
         lost.append(f"{where} is {value}")
         return None
@@ -181,7 +181,7 @@ def _finite(value: Any, where: str, lost: list[str]) -> Any:
 
 
 class Pace:
-    """Mean duration of steps and of what lies between epochs, as measured in this process."""
+    """Estimates the time left from the mean duration of steps and of epoch ends in this process."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -196,7 +196,7 @@ class Pace:
         self._last = time.perf_counter()
 
     def stepped(self) -> None:
-        """A step has ended. The first one is left out: it pays for allocation, tuning or compilation."""
+        """A step has ended. The first one is not counted: it includes allocation, tuning or compilation."""
         seconds = self._since()
         if self._warm:
             self._steps += 1
@@ -204,7 +204,7 @@ class Pace:
         self._warm = True
 
     def ended_epoch(self) -> None:
-        """The work after an epoch's last step, evaluation and saving, has ended."""
+        """Evaluation and saving after an epoch's last step have ended."""
         self._ends += 1
         self._in_ends += self._since()
 
@@ -224,11 +224,11 @@ class Pace:
 
 @dataclass(slots=True)
 class _Progress:
-    """Where the run is, apart from the task's own state."""
+    """How far the run is, apart from the task's own state."""
 
     epoch: int = 0
     step: int = 0
-    seconds: float = 0.0  # spent in the current epoch, by earlier processes too
+    seconds: float = 0.0  # spent in the current epoch, including earlier processes
     stopped: str | None = None
     history: History = field(default_factory=History)
 
@@ -290,7 +290,7 @@ class _Loop:
         task, at = self.task, self.at
         task.begin_epoch(at.epoch)
         if self.restored is not None:
-            # begin_epoch has set the schedules but also zeroed the metrics of the half epoch.
+            # begin_epoch has set the schedules but also zeroed the metrics of the unfinished epoch.
             task.load_state_dict(self.restored["task"])
         batches = iter(task.batches(at.epoch, at.step))
         if self.restored is not None:
@@ -310,7 +310,7 @@ class _Loop:
             ) from None
 
     def _end_epoch(self) -> int:
-        """Finish the current epoch; return the signal that came meanwhile, or 0."""
+        """Finish the current epoch; return the signal that arrived meanwhile, or 0."""
         task, at = self.task, self.at
         began = time.perf_counter()
         metrics = dict(task.end_epoch(at.epoch))
@@ -318,7 +318,7 @@ class _Loop:
         records = metrics.pop("_records", {})
         at.seconds += time.perf_counter() - began
         if METRICS in records or "epoch" in metrics:
-            raise ValueError(f"the record {METRICS!r} and the metric 'epoch' are the loop's own; name yours otherwise")
+            raise ValueError(f"the record {METRICS!r} and the metric 'epoch' are reserved for the loop; rename yours")
         row = {"epoch": at.epoch, **metrics}
         row.setdefault("seconds", at.seconds)
         for name, value in {METRICS: row, **records}.items():
@@ -337,7 +337,7 @@ class _Loop:
         try:
             self._emit(EpochEnded(ended, at.history.rows()[-1]))
         except BaseException:
-            # Whoever ends a run between two epochs goes on from there. Ranks that were not told cannot take part.
+            # A run that is ended by this callback resumes here. Other ranks do not know and cannot take part in saving.
             if not saves and self.world.size == 1:
                 self._save()
             raise
@@ -350,7 +350,7 @@ class _Loop:
         if not alone and cuda and step % _AGREE_EVERY and step != steps:
             return 0
         number = self.interrupt.signal
-        # No state is saved unlooked at: the end of an epoch and a signal both lead to a checkpoint.
+        # Check before every checkpoint, which follows the end of an epoch and a signal.
         look = not (alone and cuda) or step % _LOOK_EVERY == 0 or step == steps or number
         failure = self.task.failed() if look else None
         number, bad = agree([number, int(failure is not None)], world)
@@ -360,10 +360,10 @@ class _Loop:
         return number
 
     def _may_save(self) -> bool:
-        """Whether a checkpoint at the end of this epoch keeps within the share of the time that saving may take.
+        """Whether a checkpoint at the end of this epoch keeps within `MAX_SAVING_SHARE`.
 
-        Large states of short epochs would have a GPU wait for the disk. A signal is always followed by a checkpoint:
-        only a run that is killed or fails may go back further than to its latest epoch.
+        With large states and short epochs a GPU would wait for the disk. A signal always leads to a checkpoint: only a
+        run that is killed or fails may lose more than its latest epoch.
         """
         cost = self.saving_took
         return cost < FAST_SAVE_SECONDS or time.perf_counter() - self.saved_at >= min(
@@ -413,8 +413,8 @@ class _Loop:
             return
         if not resume:
             raise UserError(
-                f"a new run needs a folder without a checkpoint, but {self.folder} has one. Use --resume to go on with "
-                f"it, or another --out."
+                f"a new run needs a folder without a checkpoint, but {self.folder} has one. Use --resume to continue "
+                f"that run, or another --out."
             )
         if loaded.note:
             self._emit(Note(loaded.note))
@@ -434,7 +434,7 @@ class _Loop:
             ) from error
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Puts the run where the checkpoint `state` left it."""
+        """Restore the run from the checkpoint `state`."""
         self._restore_local(state)
         self.at = _Progress(
             state["epoch"], state["step"], state["seconds"], state["stopped"], History(state["history"])
@@ -442,7 +442,7 @@ class _Loop:
         on_main(lambda: self.at.history.write(self.folder), self.world)
         self.task.load_state_dict(state["task"])
         set_rng_state(state["rng"], self.world.device)
-        # At an epoch's beginning nothing is left to do; within one, begin_epoch has to come in between.
+        # Within an epoch, begin_epoch must be called before the state is loaded once more.
         self.restored = state if self.at.step > 0 else None
 
     def _restore_local(self, state: dict[str, Any]) -> None:
@@ -461,8 +461,8 @@ class _Loop:
     def _interrupted(self, number: int) -> Outcome:
         at = self.at
         text = (
-            f"stopped by {signals.Signals(number).name} in epoch {at.epoch + 1} after step {at.step}; the state is "
-            f"saved in {self.folder}. Go on with the same command and --resume."
+            f"interrupted by {signals.Signals(number).name} in epoch {at.epoch + 1} after step {at.step}; the state is "
+            f"saved in {self.folder}. Resume with the same command and --resume."
         )
         self._emit(Interrupted(number, exit_code(number), at.epoch, at.step, text))
         return Outcome("interrupted", exit_code(number), text, at.history.rows())

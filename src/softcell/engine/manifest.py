@@ -1,4 +1,4 @@
-"""`run.json`: its fields and their types, where a run comes from, and manifests of older versions."""
+"""The manifest of a run, `run.json`: its fields and their types, versions and hardware, and its digest."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DIGEST = "digest"
 
 
 def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return the manifest of a run that starts now on this machine, from its resolved recipe.
+    """The manifest of a run that starts now on this machine, from its resolved recipe.
 
     Example:
         >>> from softcell.engine import new_manifest
@@ -54,14 +54,14 @@ def new_manifest(kind: Literal["search", "train", "teacher"], recipe: dict[str, 
 
 
 def digest_of(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest's content apart from `digest`, however its JSON is laid out."""
+    """The SHA-256 of a manifest's content except `digest`, independent of the layout of its JSON."""
     content = {key: value for key, value in manifest.items() if key != DIGEST}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_digest(manifest: Mapping[str, Any], file: Path) -> None:
-    """Raises `UserError` where a manifest was changed after it was written; those of running jobs have no digest."""
+    """Raise `UserError` if a manifest was changed after the run had finished; an unfinished run has no digest."""
     if DIGEST in manifest and manifest[DIGEST] != digest_of(manifest):
         raise UserError(
             f"{file} was changed or damaged after the run had finished: it does not match its own digest. Restore it "
@@ -176,7 +176,7 @@ TYPES: dict[str, Test] = {
 
 
 def check_types(manifest: Mapping[str, Any], where: str, types: Mapping[str, Test] | None = None) -> None:
-    """Raises `UserError` where a field of `manifest` is there and of a wrong type."""
+    """Raise `UserError` if a field of `manifest` is present and has a wrong type."""
     for name, (test, kind) in (TYPES if types is None else types).items():
         value: Any = manifest
         for part in name.split("."):
@@ -215,7 +215,7 @@ def commit(folder: str | os.PathLike[str] = ".") -> dict[str, Any] | None:
 
 
 def collect() -> dict[str, Any]:
-    """Return all of this, the command line and the number of threads as fields of a run's manifest."""
+    """Versions, hardware, command line, commit and number of threads, as fields of a manifest; None if unknown."""
     return {
         "versions": versions(),
         "hardware": hardware(),

@@ -17,25 +17,22 @@ from softcell.engine.distributed import World, sum_
 from softcell.errors import UserError
 
 TOP = 5
-"""An answer is also counted as right where the true class is among so many; with more classes than that alone."""
+"""Top-5 accuracy is counted too, if there are more classes than that."""
 
 
 def in_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
     """Whether the true class is among the `top` strongest of logits [n, classes]: bool [n].
 
-    Of equal logits the earlier class counts as stronger, as it does for `argmax`: a network whose outputs are all equal
-    is right for `top` classes and not for all. Nothing is sorted, so a step that is recorded may call it.
+    Among equal logits the earlier class counts as stronger, as in `argmax`: a network whose outputs are all equal is
+    right for `top` classes, not for all. Nothing is sorted, so a recorded step may call it.
     """
-    own, places = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
-    stronger = (logits > own) | ((logits == own) & (places < labels[:, None]))
+    own, numbers = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
+    stronger = (logits > own) | ((logits == own) & (numbers < labels[:, None]))
     return (stronger.sum(1) < top) & ~own.squeeze(1).isnan()
 
 
 class Meter(nn.Module):
-    """Sums of loss, correct answers and samples, of answers among the top five and samples with such: [5].
-
-    In float64, so that long epochs lose nothing.
-    """
+    """Running sums [5] in float64: loss, correct answers, samples, top-5 answers, samples that count for top 5."""
 
     sums: Tensor
 
@@ -57,9 +54,9 @@ class Meter(nn.Module):
 
     @torch.no_grad()
     def judge(self, logits: Tensor, labels: Tensor) -> None:
-        """Counts answers and their cross-entropy, of logits [n, classes] in any precision.
+        """Count answers and their cross-entropy, from logits [n, classes] in any precision.
 
-        Outside autocast the loss of bfloat16 logits would itself be rounded to eight bits, so it is taken in float32.
+        Outside autocast the loss of bfloat16 logits would be rounded to eight bits, so it is computed in float32.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         self.update(F.cross_entropy(wide, labels), wide, labels)
@@ -87,13 +84,13 @@ class Measured:
     top5: float | None = None
 
     def named(self, of: str, suffix: str = "") -> dict[str, float]:
-        """`{of}_accuracy` and, where it was counted, `{of}_top5`, as a record has them."""
+        """`{of}_accuracy` and, if it was counted, `{of}_top5`, as in `metrics.jsonl`."""
         found = {f"{of}_accuracy{suffix}": self.accuracy}
         return found if self.top5 is None else {**found, f"{of}_top5{suffix}": self.top5}
 
 
 class Labelled(Protocol):
-    """What a batch must have."""
+    """A batch with images and labels."""
 
     @property
     def images(self) -> Tensor: ...
@@ -127,7 +124,7 @@ class Failure:
 
 
 class DivergedError(UserError):
-    """Training cannot go on, because a loss is not finite.
+    """Training stopped because a loss is not finite.
 
     Example:
         >>> from softcell.engine import DivergedError, Failure
@@ -139,13 +136,13 @@ class DivergedError(UserError):
     def __init__(self, epoch: int, failure: Failure, folder: str | os.PathLike[str]) -> None:
         self.epoch = epoch
         self.failure = failure
-        # A resumed run keeps its recipe: with the same rate it comes to the same loss, so no one is sent there.
+        # A resumed run keeps its recipe and would diverge again, so the message does not suggest it.
         kept = f" {Path(folder)} keeps its last good checkpoint." if checkpoint.exists(folder) else ""
         super().__init__(
             f"every loss must be finite, but it became {failure.value} in epoch {epoch + 1} at step {failure.step}. "
             "Lower the learning rate (--set weights.lr=... for a search, --set lr=... for a training), clip the "
             "gradients, or check the data for values that are not finite, and start again in another --out, or here "
-            f"with --overwrite; --resume would go on as before, to the same loss.{kept}"
+            f"with --overwrite; --resume would lead to the same loss.{kept}"
         )
 
 
@@ -183,7 +180,7 @@ class LossWatch(nn.Module):
         self.value.copy_(torch.where(first, loss.to(self.value.dtype), self.value))
 
     def failed(self) -> Failure | None:
-        """Return what was recorded; this reads the device, so not in every step on CUDA."""
+        """The recorded failure, if any; reads the device, so do not call it in every step on CUDA."""
         step = int(self.step)
         return Failure(step, float(self.value)) if step >= 0 else None
 

@@ -26,9 +26,9 @@ def apply_gradients(
     *,
     averaged: bool = False,
 ) -> None:
-    """Averages gradients over ranks (unless `averaged`), clips them by norm (0: not at all) and steps.
+    """Average gradients over ranks (unless `averaged`), clip them by norm (0: no clipping) and step.
 
-    A parameter that took no part (gradient None) stays as it is.
+    A parameter whose gradient is None is left unchanged.
     """
     for parameter, gradient in zip(parameters, _owned(gradients), strict=True):
         parameter.grad = _laid_out_like(parameter, gradient)
@@ -41,20 +41,19 @@ def apply_gradients(
 
 
 def _laid_out_like(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """The gradient with the strides of its parameter, which fused optimisers insist on."""
+    """The gradient with the strides of its parameter, which fused optimisers require."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     sides = zip(parameter.shape, parameter.stride(), gradient.stride(), strict=True)
-    if all(own == given for n, own, given in sides if n > 1):  # the same memory: a step of a single place means nothing
+    if all(own == given for n, own, given in sides if n > 1):  # strides of size 1 have no effect
         return gradient.as_strided(parameter.shape, parameter.stride(), gradient.storage_offset())
     return torch.empty_like(parameter).copy_(gradient)
 
 
 def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that may be changed in place: autograd hands out one tensor for a and b of a + b, and broadcasts.
+    """Gradients that may be changed in place: autograd returns one tensor for both terms of a sum, and broadcasts.
 
-    Parts of one buffer that do not meet, as fused cells give them, are left where they are: a copy of each would cost a
-    GPU a launch per weight.
+    Disjoint parts of one buffer, as fused cells return them, are not copied: that would cost a launch per weight.
     """
     taken: dict[int, list[tuple[int, int]]] = {}  # by storage, in order
     result: list[Tensor | None] = []
@@ -75,10 +74,10 @@ def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def load_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Restores what `state_dict` gave, but not where it lived and how it ran: that is this device's affair.
+    """Restore a `state_dict`, but keep this optimiser's device and implementation (`foreach`, `fused`, `capturable`).
 
-    torch's own `load_state_dict` takes the learning rate as it was saved: a tensor on the host, which a recorded step
-    would read once and for ever.
+    torch's `load_state_dict` would install the saved learning rate, a tensor on the host, whose value a recorded step
+    would freeze.
     """
     groups = []
     for own, saved in zip(optimiser.param_groups, state["param_groups"], strict=True):
@@ -117,10 +116,10 @@ def sgd(
 
 
 def fill_momenta(optimiser: torch.optim.Optimizer) -> None:
-    """Zeros for momenta that are not there yet.
+    """Create missing momentum buffers, filled with zeros.
 
-    The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD needs it where parameters take part
-    for the first time at different steps: it takes either all buffers or none. A recorded step needs it too.
+    The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD requires all buffers or none, but
+    parameters may get their first gradient at different steps. A recorded step needs the buffers too.
     """
     for group in optimiser.param_groups:
         if group.get("momentum"):
@@ -140,7 +139,7 @@ def adam(
 ) -> torch.optim.Adam:
     """Adam with weight decay added to the gradient; on CUDA its step counters are on the device.
 
-    parameters: or groups of them, which may have an `lr` and `weight_decay` of their own.
+    parameters: or groups of them, with an optional `lr` and `weight_decay` each.
     """
     on_cuda = device.type == "cuda"
     listed: list[Any] = list(parameters)
@@ -158,7 +157,7 @@ def adam(
 
 
 class RMSpropTF(torch.optim.Optimizer):
-    """RMSprop as TensorFlow has it, which EfficientNet's protocol means: torch's differs in three ways.
+    """RMSprop as in TensorFlow, which EfficientNet's protocol uses; torch's differs in three ways.
 
     ε is added under the root, the mean of squares starts at 1, and the learning rate is inside the momentum:
 
@@ -180,7 +179,7 @@ class RMSpropTF(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step; nothing in it waits for the host, so that it can be recorded."""
+        """One step; it does not wait for the host, so it can be recorded."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -233,7 +232,7 @@ def rate_at(
     factor: float = 1.0,
     every: int = 1,
 ) -> float:
-    """The rate of an epoch: a linear rise to `first` over `warmup` epochs, then the schedule over those that are left.
+    """The rate of an epoch: a linear rise to `first` over `warmup` epochs, then the schedule over the remaining ones.
 
     `exponential` multiplies by `factor` every `every` epochs and has no `last`.
     """
@@ -268,7 +267,10 @@ def classification_step(
     label_smoothing: float = 0.0,
     auxiliary: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy plus `auxiliary` times that of the tower; gives loss [] (of the main head) and logits [n, classes].
+    """One training step of a classifier; returns the loss [] of the main head and its logits [n, classes].
+
+    The objective is the cross-entropy plus `auxiliary` times that of the auxiliary tower, if there is one.
+
 
     network: a module whose `forward_with_auxiliary` gives both logits, the second None without a tower.
     """

@@ -1,4 +1,4 @@
-"""The folder of one run: its `run.json`, its files and their checksums, and a task that runs in it."""
+"""The folder of a run: its `run.json`, its files and their checksums, and running a task in it (`run_in_folder`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from softcell.reading import Fields, read_json
 
 MANIFEST = "run.json"
 _KINDS_OF_FILES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")
-"""What Softcell writes. A list that names anything else was not written by it."""
+"""Suffixes of the files that Softcell writes. A list that names others was not written by Softcell."""
 _KNOWN = [
     "genotype.json",
     "genotype.svg",
@@ -57,9 +57,9 @@ _KNOWN = [
     "indicators.json",
     "report.html",
 ]
-"""What runs of earlier versions, which kept no list, are known to have written."""
+"""Files of runs of earlier versions, which kept no list."""
 _PARTS = ("phase-1", "random-*", "tensorboard", "export")
-"""Folders inside a run; those that are runs have lists of their own."""
+"""Folders inside a run; those that are runs have their own lists."""
 _NAMES = ("genotype.json",)
 _SUFFIXES = (".jsonl", ".safetensors")
 _BLOCK = 1 << 20
@@ -83,8 +83,8 @@ class RunFolder:
     def create(cls, path: str | os.PathLike[str], manifest: dict[str, Any], overwrite: bool = False) -> Self:
         """Make the folder with `manifest` as its `run.json`; a folder that holds anything is refused.
 
-        With `overwrite`, an earlier run in it loses the files that it is known to have made (`clear`); whatever else is
-        there stays, and a folder that holds something else than a run is refused still.
+        With `overwrite`, the files of an earlier run in it are deleted (`clear`) and other files stay; a folder that
+        is not a run is still refused.
         """
         path = Path(path)
         check_kind_and_status(manifest)
@@ -95,7 +95,7 @@ class RunFolder:
             if not overwrite:
                 raise UserError(
                     f"a new run needs an empty folder, but {path} holds {len(there)} entries. Use "
-                    f"--resume to go on with the run in it, or another --out."
+                    f"--resume to continue the run in it, or another --out."
                 )
             clear(path)
         try:
@@ -112,16 +112,16 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, lenient: bool = False) -> Self:
-        """Read the manifest, brought to the present version in memory; `update` alone changes the file.
+        """Read the manifest, converted to the current version in memory; only `update` changes the file.
 
-        lenient: fields of wrong types are let through, for readers that show whatever there is.
+        lenient: accept fields of wrong types, for readers that show whatever there is.
         """
         path = Path(path)
         file = path / MANIFEST
         try:
             manifest = read_json(file)
         except (FileNotFoundError, NotADirectoryError):
-            raise UserError(f"a run's folder has a {MANIFEST}, but {path} has none; check the path") from None
+            raise UserError(f"a run folder must have a {MANIFEST}, but {path} has none; check the path") from None
         except UserError as error:
             raise UserError(f"{file} must be readable JSON, but is not: {error}") from error
         if isinstance(manifest, dict):
@@ -137,31 +137,31 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """A copy of the manifest; a field that is asked for and missing is a `UserError`."""
+        """A copy of the manifest; reading a missing field raises `UserError`."""
         return Fields.of(copy.deepcopy(self._manifest), str(self.path / MANIFEST))
 
     def update(self, **fields: Any) -> None:
         """Replace top-level fields of the manifest in memory and, in one step, on the disk."""
         unknown = sorted(fields.keys() - self._manifest.keys())
         if unknown:
-            raise UserError(f"update changes fields that a manifest has, but got {', '.join(unknown)}")
+            raise UserError(f"only fields of a manifest can be updated, but got {', '.join(unknown)}")
         changed = {**self._manifest, **copy.deepcopy(fields)}
         if changed["status"] != "finished":
-            changed["checksums"] = {}  # the files of a run that continues change
+            changed["checksums"] = {}  # the files of an unfinished run still change
         check_kind_and_status(changed)
         self._manifest = changed
         self._write()
 
     def finish(self, status: Literal["interrupted", "finished", "failed"], **results: Any) -> None:
-        """Record how the run ended, when, and what came out (added to the results so far).
+        """Record how and when the run ended, and add to its results.
 
-        Of a finished run also the checksums of its files, which must all be written by now.
+        For a finished run the checksums of its files are recorded too, so all must be written by now.
         """
         sums = checksums_of(self.path) if status == "finished" else {}
         self.update(status=status, finished=now(), results={**self._manifest["results"], **results}, checksums=sums)
 
     def verify(self, *names: str) -> None:
-        """Raise `UserError` where one of these files was changed after the run had finished."""
+        """Raise `UserError` if one of these files was changed after the run had finished."""
         for name in names:
             if (found := mismatch(self.path, self._manifest.get("checksums", {}), name)) is not None:
                 raise UserError(found)
@@ -169,14 +169,14 @@ class RunFolder:
     def _write(self) -> None:
         manifest = self._manifest
         if manifest["status"] == "finished":
-            # Of what a reader will find: JSON turns tuples into lists and all keys into text.
+            # The digest of what a reader will find: JSON turns tuples into lists and all keys into text.
             manifest = {**manifest, DIGEST: digest_of(json.loads(json.dumps(manifest, allow_nan=False)))}
         text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False)
         atomic_write_text(self.path / MANIFEST, text + "\n")
 
 
 def entries(path: Path) -> list[Path]:
-    """What lies in a folder, apart from its lock and from what a run that was killed at its birth left half-written."""
+    """The entries of a folder, except its lock and temporary files that a killed run left behind."""
     if not path.is_dir():
         return []
     own_list = FILE_LIST if listed_files(path) else LOCK
@@ -188,10 +188,10 @@ def _is_temporary(entry: Path) -> bool:
 
 
 def clear(path: Path) -> None:
-    """Deletes the files of an earlier run, apart from its `run.json`, which is replaced; what else is there is named.
+    """Delete the files of an earlier run, except its `run.json`, which is replaced; warn about files that stay.
 
-    Those are the files in its list, or, of a run of an earlier version, files with the names that it gave. A folder
-    that Softcell did not make is refused.
+    Its files are those in its list; for a run of an earlier version, those with known names. A folder that Softcell did
+    not create is refused.
     """
     _check_own(path)
     listed = listed_files(path)
@@ -205,17 +205,17 @@ def clear(path: Path) -> None:
     left = [e.name for e in entries(path) if e.name != MANIFEST and not any(e.match(part) for part in _PARTS)]
     if left:
         named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
-        warnings.warn(f"{path} is overwritten; not made by the run, and left alone: {named}", stacklevel=3)
+        warnings.warn(f"{path} is overwritten; these entries are not from the run and stay: {named}", stacklevel=3)
 
 
 def _check_own(path: Path) -> None:
-    """Raises unless a folder was made by Softcell: it has the list of a run, or a readable `run.json`.
+    """Raise unless Softcell created the folder: it has the file list of a run, or a readable `run.json`.
 
-    Parts of a run lie inside it: one that is a link leads to another run, which nobody has asked to overwrite.
+    A part of a run that is a link leads to another run, which must not be overwritten.
     """
     if path.is_symlink() and (path.parent / MANIFEST).is_file():
         raise UserError(
-            f"{path} is a part of a run, but leads to {path.resolve()}, which is left alone; remove the link"
+            f"{path} is part of a run, but is a link to {path.resolve()}, which is not overwritten; remove the link"
         )
     if not (path / MANIFEST).is_file():
         raise UserError(
@@ -228,7 +228,7 @@ def _check_own(path: Path) -> None:
         migrate(json.loads((path / MANIFEST).read_text(encoding="utf-8")), str(path / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
         raise UserError(
-            f"only a folder that Softcell made may be overwritten, but {path / MANIFEST} is not that of a run "
+            f"only a folder that Softcell created may be overwritten, but {path / MANIFEST} is not that of a run "
             f"({error}). Give another --out, or remove the folder yourself."
         ) from error
 
@@ -254,9 +254,9 @@ def checksums_of(folder: Path) -> dict[str, str]:
 
 
 def mismatch(folder: Path, known: Mapping[str, Any], name: str) -> str | None:
-    """A sentence where `name` in `folder` is not the file whose checksum is in `known`; None where nothing is wrong.
+    """An error message if `name` in `folder` does not match its checksum in `known`; None otherwise.
 
-    A file without a checksum, or one that is gone, is left to whoever reads it.
+    A missing file, or one without a checksum, is not an error here: its reader decides.
     """
     wanted, file = known.get(name), folder / name
     if wanted is None or not file.is_file() or checksum(file) == wanted:
@@ -266,7 +266,7 @@ def mismatch(folder: Path, known: Mapping[str, Any], name: str) -> str | None:
         if name in _NAMES
         else "restore it from a backup, or repeat the run"
     )
-    return f"{file} is not what the run wrote: its SHA-256 differs from the one in run.json; {copied}."
+    return f"{file} was changed after the run had finished: its SHA-256 differs from the one in run.json; {copied}."
 
 
 def run_in_folder(
@@ -283,8 +283,8 @@ def run_in_folder(
 ) -> Running[tuple[RunFolder, Outcome]]:
     """Makes or reopens the folder, runs `task` in it, and records a failure or an interruption.
 
-    manifest: makes that of a new run. files: texts by name that the folder must hold before the first step. made: the
-    folder of a new run is there already.
+    manifest: makes the manifest of a new run. files: texts by file name, written before the first step. made: the
+    folder of a new run exists already.
     """
 
     def prepare() -> tuple[RunFolder, dict[str, Any]]:
@@ -292,7 +292,7 @@ def run_in_folder(
         if not (resume or made):
             return RunFolder.create(out, fresh, overwrite), identity_of(fresh)
         opened = RunFolder.open(out)
-        if not checkpoint.exists(out):  # otherwise that says what the run began with
+        if not checkpoint.exists(out):  # a checkpoint is compared by the loop
             check_data(identity_of(opened.manifest)["data"], identity_of(fresh)["data"], out)
         opened.update(status="running")
         return opened, identity_of(fresh)
@@ -311,10 +311,10 @@ def run_in_folder(
 
 
 def record_failure(folder: RunFolder, world: World) -> None:
-    """Notes in the manifest that the run failed, without the other ranks: it may be one alone that did.
+    """Record in the manifest that the run failed, without the other ranks: only one may have failed.
 
-    On a full disk the space that the lock keeps is used for it. What went wrong at first is what matters to the user,
-    so that a manifest which still cannot be written is no second error.
+    On a full disk the space that the lock reserves is used. If the manifest still cannot be written, that is ignored:
+    the first error is the one that matters.
     """
     if world.is_main:
         free_reserve(folder.path)
@@ -324,7 +324,7 @@ def record_failure(folder: RunFolder, world: World) -> None:
 
 @contextmanager
 def failure_recorded(folder: RunFolder, world: World) -> Iterator[None]:
-    """Around what a run does after its last epoch, which may fail too."""
+    """Record a failure of what a run does after its last epoch."""
     try:
         yield
     except Exception:
@@ -333,7 +333,7 @@ def failure_recorded(folder: RunFolder, world: World) -> Iterator[None]:
 
 
 def notifier(on_event: OnEvent | None, world: World) -> Callable[[str], None]:
-    """Passes a text on as a `Note`, from the process that speaks."""
+    """A `notify` that sends each text as a `Note` event, on rank 0 only."""
 
     def notify(text: str) -> None:
         if on_event is not None and world.is_main:

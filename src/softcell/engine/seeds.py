@@ -1,6 +1,6 @@
 """One recipe with several seeds in one folder: a complete run per seed (`seed-0`, `seed-1`, …) and `seeds.json`.
 
-Resuming continues what is unfinished and repeats nothing. What a run is, and what it reached, is the caller's affair.
+Resuming continues unfinished runs and repeats nothing. The caller decides what a run does and what its results are.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Ran(Generic[T]):
 
 
 def seed_folder(folder: Path, seed: int) -> Path:
-    """Where the run of a seed lies."""
+    """The folder of the run of a seed."""
     return folder / f"seed-{seed}"
 
 
 @contextmanager
 def seeds_folder(out: str | Path, seeds: Sequence[int], kind: str, *, resume: bool, overwrite: bool) -> Iterator[Path]:
-    """The folder of several runs of one `kind` (`search`, `train`), locked: a new one, or the one to resume."""
+    """The locked folder of several runs of one `kind` (`search`, `train`): a new one, or the one to resume."""
     if not seeds or len(set(seeds)) != len(seeds):
         raise UserError(f"seeds must be different and at least one, but got {list(seeds)}")
     folder = Path(out)
@@ -51,12 +51,12 @@ def seeds_folder(out: str | Path, seeds: Sequence[int], kind: str, *, resume: bo
             before = read_seeds(folder, kind)
             if before != list(seeds):
                 raise UserError(
-                    f"a resumed {kind} keeps its seeds, but {folder} has {before} and {list(seeds)} were given"
+                    f"a {kind} must be resumed with its own seeds, but {folder} has {before} and got {list(seeds)}"
                 )
         elif entries(folder) and not overwrite:
             raise UserError(f"a new {kind} needs an empty folder, but {folder} is not; use --resume, or another --out")
         elif entries(folder):
-            read_seeds(folder, kind)  # so that no other folder is written into
+            read_seeds(folder, kind)  # raises unless it is such a folder
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
 
@@ -68,7 +68,7 @@ def run_seeds(
     device: torch.device,
     at_once: int | None,
 ) -> Ran[T]:
-    """Runs `start(seed)` for all seeds that are not `done`; at_once: None for all on a GPU and one elsewhere."""
+    """Run `start(seed)` for all seeds that are not `done`; at_once: None for all on a GPU and one elsewhere."""
     left = [seed for seed in seeds if seed not in done]
     together = at_once or (len(seeds) if device.type == "cuda" else 1)
     with Interrupt() as interrupt:
@@ -76,7 +76,7 @@ def run_seeds(
         stopped = interrupt.signal
     errors = {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, Exception)}
     if not done and len(errors) == len(seeds) and all(isinstance(error, UserError) for error in errors.values()):
-        raise next(iter(errors.values()))  # what is wrong is the recipe, not a seed
+        raise next(iter(errors.values()))  # the recipe is wrong, not a seed
     fresh = {seed: value for seed, value in zip(left, found, strict=True) if not isinstance(value, Exception)}
     results = {seed: {**done, **fresh}[seed] for seed in seeds if seed in done or seed in fresh}
     return Ran(results, errors, exit_code(stopped) if stopped else int(bool(errors)))
@@ -88,7 +88,9 @@ def read_seeds(folder: Path, kind: str = "search") -> list[int]:
         found = read_json(folder / SEEDS)
         known, seeds = found.get("kind", "search"), [int(one["seed"]) for one in found["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder} holds no {kind} of several seeds: {SEEDS} is missing or broken ({error})") from error
+        raise UserError(
+            f"{folder} is not a {kind} with several seeds: {SEEDS} is missing or damaged ({error})"
+        ) from error
     if known != kind:
         raise UserError(
             f"{folder} holds several runs of `softcell {known}`: resume it with `softcell {known} --resume`"
@@ -97,6 +99,6 @@ def read_seeds(folder: Path, kind: str = "search") -> list[int]:
 
 
 def write_seeds(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]], best: int | None, **more: Any) -> None:
-    """`seeds.json`: a row for each seed, the best seed where one is pointed out, and what they reached together."""
+    """Write `seeds.json`: a row for each seed, the best seed (or None), and results over all seeds."""
     content = {"format": "softcell-seeds", "version": 1, "kind": kind, "best": best, **more, "seeds": list(rows)}
     atomic_write_text(folder / SEEDS, json.dumps(content, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What a process sets up for a run: device, numeric switches, threads, seeds, process group, signals."""
+"""The setup of a process for a run: device, numeric switches, threads, seeds, process group, signals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from softcell.settings import at_most
 
 # The two workspaces for which cuBLAS promises repeatable results; the larger one costs 24 MiB and no speed.
 _CUBLAS_WORKSPACE = ":4096:8"
-MOST_THREADS = 64  # or as many as there are cores: more wait for each other for ever
+MOST_THREADS = 64  # or the number of cores: more threads only wait for each other
 
 
 def resolve_device(name: str) -> torch.device:
@@ -70,14 +70,14 @@ def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
     """
     if on and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (_CUBLAS_WORKSPACE, ":16:8"):
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # cuBLAS has read the variable already when it made its handle.
+            # cuBLAS reads the variable when it creates its handle.
             warnings.warn(
                 "CUBLAS_WORKSPACE_CONFIG is set after CUDA was started, so matrix products may still differ between "
                 "runs. Call set_deterministic before the first CUDA operation.",
                 stacklevel=2,
             )
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = _CUBLAS_WORKSPACE
-    # Only where it changes something: torch imports its compiler to say it, which takes seconds.
+    # Only if it changes something: torch imports its compiler for this call, which takes seconds.
     if (on, on and warn_only) != (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -91,7 +91,7 @@ def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
 def set_tf32(allowed: bool) -> None:
     """Allow or forbid TensorFloat-32 (10-bit mantissa) in float32 matrix products and convolutions on CUDA.
 
-    torch's own default differs between the two (products exact, convolutions TF32); here it is one policy.
+    torch's default differs between the two (products exact, convolutions TF32); here both follow one setting.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ def set_tf32(allowed: bool) -> None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: a container or a scheduler may grant fewer than the machine has."""
+    """The number of cores that this process may use; a container or scheduler may grant fewer than the machine has."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -169,8 +169,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     if (device.type == "cuda") != (state["cuda"] is not None):
         before = "a CUDA device" if state["cuda"] is not None else "the CPU"
         warnings.warn(
-            f"the random state was saved on {before} and is restored on {device}: the run goes on with other random "
-            f"numbers than it would have had. Resume on the same kind of device for an exact repetition.",
+            f"the random state was saved on {before} and is restored on {device}, so the random numbers will differ. "
+            f"Resume on the same kind of device for identical results.",
             stacklevel=2,
         )
     elif device.type == "cuda":
@@ -178,11 +178,11 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 class Interrupt:
-    """Context in which the first SIGINT or SIGTERM is only remembered, in `signal`; 0 means none came.
+    """Turns Ctrl-C and a scheduler's SIGTERM into a flag that the loop reads between two steps.
 
-    A SIGINT after that raises KeyboardInterrupt at once, for whoever cannot wait. Outside the main thread,
-    where Python allows no handlers, nothing is caught. Inside another such context, that one catches for both: a signal
-    stops all runs that share a process.
+    Within the context the first SIGINT or SIGTERM is stored in `signal`; 0 means none. A second SIGINT raises
+    KeyboardInterrupt at once. Outside the main thread, where Python allows no handlers, nothing is caught. Nested
+    contexts share the outermost one: a signal stops all runs of a process.
     """
 
     _active: ClassVar[Interrupt | None] = None
@@ -214,7 +214,7 @@ class Interrupt:
         if Interrupt._active is self:
             Interrupt._active = None
         for number, handler in self._before.items():
-            # None stands for a handler that was not installed from Python and cannot be put back from it.
+            # None: the handler was not installed from Python and cannot be restored from it.
             if handler is not None:
                 signal.signal(number, handler)
         self._before.clear()
@@ -226,24 +226,24 @@ class Interrupt:
 
 
 def exit_code(number: int) -> int:
-    """The exit code by which shells report an end by signal `number`: 130 for SIGINT, 143 for SIGTERM."""
+    """The exit code that shells use for an end by signal `number`: 130 for SIGINT, 143 for SIGTERM."""
     return 128 + number
 
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
-"""What weights, optimisers and statistics are kept in: with `bfloat16` only the computing between them is short."""
+"""The dtype of weights, optimisers and statistics; `bfloat16` only affects the computation between them."""
 
 
 def computing_in(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """A context whose products and convolutions are short with `bfloat16`."""
+    """A context that runs matrix products and convolutions in `precision`."""
     if precision != "bfloat16":
         return nullcontext()
-    # Nothing is cached: a recorded step must cast its weights anew each time.
+    # No cache: a recorded step must cast its weights at every replay.
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def in_precision(step: Callable[..., None], precision: str, device: torch.device) -> Callable[..., None]:
-    """`step` computing in `precision`; accuracies of derived networks are measured outside, in full precision."""
+    """`step` in `precision`; the accuracy of derived networks is measured outside, in full precision."""
 
     def run(*inputs: Tensor) -> None:
         with computing_in(precision, device):
@@ -256,10 +256,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def place(module: M, device: torch.device, dtype: torch.dtype = torch.float32) -> M:
-    """Moves a module; convolution weights are laid out channels-last.
+    """Move a module to a device and dtype, with convolution weights channels-last.
 
-    Outputs then are channels-last too. Not a choice: fused cells keep their planes so, and on a CPU a search step by
-    modules takes 1.3 to 1.5 times as long the other way (benchmarks/NOTES.md).
+    Outputs then are channels-last too. This is not a setting: fused cells require it, and on a CPU a search step takes
+    1.3 to 1.5 times as long channels-first (benchmarks/NOTES.md).
     """
     module.to(device=device, dtype=dtype)
     module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -268,7 +268,7 @@ def place(module: M, device: torch.device, dtype: torch.dtype = torch.float32) -
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The surroundings of one run."""
+    """Processes, dtype and CPU threads of one run."""
 
     world: World
     dtype: torch.dtype
@@ -279,18 +279,18 @@ class Session:
         return self.world.device
 
     def place(self, module: M) -> M:
-        """The module on this run's device, in its precision and memory format."""
+        """Move a module to this run's device, dtype and memory format."""
         return place(module, self.device, self.dtype)
 
 
 @contextmanager
 def open_session(*, device: str, seed: int, precision: str, deterministic: bool, threads: int) -> Iterator[Session]:
-    """Sets everything up, and leaves the process group when the block ends.
+    """Set up the process for a run; leave the process group when the block ends.
 
-    Every rank seeds alike: what is random is drawn for the global batch on all ranks.
+    All ranks use the same seed: random numbers are drawn for the global batch on every rank.
     """
     set_deterministic(deterministic)
-    # float32 means float32: speed by lower precision is a choice the user makes by name.
+    # float32 means float32: lower precision is an explicit choice of the user.
     set_tf32(False)
     count = set_threads(threads)
     already = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""The interface between the loop and what it runs (`Task`), and the events that it reports."""
+"""The interface between the loop and what it runs (`Task`), and the events that the loop emits on rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """`step` of `steps` in `epoch` are done, `fraction` of the whole run; None while the pace is unknown."""
+    """`step` of `steps` in `epoch` are done, `fraction` of the whole run; `seconds_left` is None while unknown."""
 
     epoch: int
     step: int
@@ -39,14 +39,14 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that the user should know and that stops nothing."""
+    """A message for the user that does not stop the run."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A signal ended the run; it can be resumed after `step` steps of `epoch`."""
+    """A signal stopped the run after `step` steps of `epoch`; it can be resumed."""
 
     signal: int
     exit_code: int
@@ -57,7 +57,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All epochs are done, or the task stopped early for `reason`."""
+    """All epochs are done, or the task ended the run before for `reason`."""
 
     num_epochs: int
     reason: str | None

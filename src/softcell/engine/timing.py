@@ -44,7 +44,7 @@ class Timing:
 
 
 class Stopwatch:
-    """Context that measures its body; read `timing` after it. It can be entered again.
+    """Context that measures its body; read `timing` afterwards. It can be reused.
 
     Example:
         >>> import torch
@@ -63,7 +63,7 @@ class Stopwatch:
     def timing(self) -> Timing:
         """The last measurement."""
         if self._timing is None:
-            raise RuntimeError("a Stopwatch has a timing after its `with` block has ended, but none has yet")
+            raise RuntimeError("a Stopwatch has a timing only after its `with` block has ended")
         return self._timing
 
     def __enter__(self) -> Self:
@@ -99,7 +99,7 @@ class Stopwatch:
 
 
 CANDIDATES = ("float32", "bfloat16")
-GAIN = 1.1  # short numbers must be at least so much faster: a tie goes to float32
+GAIN = 1.1  # bfloat16 must be this much faster: a tie goes to float32
 TIMED = 5
 
 
@@ -119,7 +119,9 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     if key in known:
         return known[key]
     if world.size > 1:
-        notify("precision=auto: nothing is known of this device, and several processes do not try; using float32")
+        notify(
+            "precision=auto: this device has not been timed yet, and several processes do not time it; using float32"
+        )
         return "float32"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return "float32"
@@ -136,7 +138,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
 
 
 def time_steps(task: Task, device: torch.device) -> float:
-    """Median seconds of a step of a fresh task, after those in which it is recorded."""
+    """Median seconds of a step of a new task, after the steps in which it is recorded."""
     task.begin_epoch(0)
     batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), WARMUP + TIMED)))
     for batch in itertools.islice(batches, WARMUP + 2):
@@ -157,7 +159,7 @@ def cache_file() -> Path:
 
 
 def _remembered() -> dict[str, str]:
-    """What was found before; a file that cannot be read counts for nothing."""
+    """Earlier results; an unreadable file counts as empty."""
     try:
         data: Any = json.loads(cache_file().read_text("utf-8"))
     except (OSError, ValueError):
@@ -173,4 +175,4 @@ def _remember(key: str, precision: str) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(file, json.dumps({**_remembered(), key: precision}, indent=2) + "\n")
     except OSError:
-        pass  # a home that cannot be written to: the next run tries again
+        pass  # a home folder that is not writable: the next run times again

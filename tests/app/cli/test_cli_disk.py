@@ -233,7 +233,7 @@ def test_overwriting_spares_and_names_what_the_run_did_not_make(call: Softcell) 
     assert made == files.listed_files(Path("run")), "everything is listed"
     for name in ("notes.json", "figure.svg"):
         (Path("run") / name).write_text("mine")
-    with pytest.warns(UserWarning, match="left alone: figure.svg, notes.json"):
+    with pytest.warns(UserWarning, match="not from the run and stay: figure.svg, notes.json"):
         assert call("search", *TINY, "--epochs", "1", "--seed", "1", "--out", "run", "--overwrite", "-q").code == 0
     assert (Path("run") / "notes.json").read_text() == "mine"
     assert json.loads(Path("run/run.json").read_text())["seed"] == 1
