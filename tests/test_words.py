@@ -16,13 +16,25 @@ SEARCHED = ("src", "tests", "docs", "studies", "benchmarks", "examples", "README
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".html", ".css", ".js", ".sh", ".ipynb")
 
 NOT_YET_CLEAN: tuple[str, ...] = (
-    "src",
-    "tests",
     "docs/papers.md",
     "docs/promises.md",
-    "docs/report.md",
-    "studies",
     "benchmarks",
+    "studies",
+    "src/softcell/api.py",
+    "src/softcell/app",
+    "src/softcell/engine",
+    "src/softcell/kernels",
+    "src/softcell/search",
+    "src/softcell/spaces",
+    "tests/app",
+    "tests/docs",
+    "tests/engine",
+    "tests/gpu",
+    "tests/helpers",
+    "tests/methods",
+    "src/softcell/evaluate/several.py",
+    "tests/search",
+    "tests/spaces",
 )
 """Folders and files that still use words of the table; the list only shrinks."""
 

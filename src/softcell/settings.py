@@ -226,7 +226,7 @@ MOST_RANDOM = 1_000
 SEEDS = 2**63
 """Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may take one for the sign."""
 MOST_SEEDS = 10_000
-"""So many runs may be asked for by a number of seeds: who gives more means a seed."""
+"""Most runs for `--seeds`; larger values are probably a seed passed by mistake."""
 
 
 def is_seed(name: str, value: int) -> None:

@@ -104,7 +104,9 @@ def test_closed_form_monte_carlo_and_policy_gradient_agree() -> None:
         assert abs(float(values.mean() - exact.detach())) < 5 * float(values.std()) / n**0.5, name
         error = gradients.std(0) / n**0.5
         assert (gradients.mean(0) - slope).abs().le(5 * error + 1e-12).all(), name
-        assert (error[:2, :2] < 0.1 * slope[:2, :2].abs().max()).all(), f"{name}: the errors are small enough to tell"
+        assert (error[:2, :2] < 0.1 * slope[:2, :2].abs().max()).all(), (
+            f"{name}: the errors are small enough to compare"
+        )
 
 
 def test_the_baseline_lowers_the_variance_of_the_policy_gradient() -> None:

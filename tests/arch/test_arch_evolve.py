@@ -157,7 +157,7 @@ def test_given_architectures_are_measured_first_unless_they_break_the_limits() -
     assert next(iter(limited.scored)) == given[0] and given[1] not in limited.scored
 
 
-def test_limits_out_of_reach_and_wrong_settings_are_told() -> None:
+def test_limits_out_of_reach_and_wrong_settings_are_refused() -> None:
     with pytest.raises(UserError, match="within the limits"):
         evolve(CHAIN, Evolution(generations=1, population=4), lambda g: 0.0, lambda g: False, 0)
     for wrong in ({"generations": -1}, {"population": 1}, {"parents": 0}, {"mutation": 0.0}, {"norm_batches": 0}):

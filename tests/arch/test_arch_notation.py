@@ -65,7 +65,7 @@ def test_darts_v2_is_read_edge_by_edge() -> None:
     assert cells["normal"].output == cells["reduce"].output == (2, 3, 4, 5)
 
 
-def test_amoebanet_keeps_its_outputs_and_nasnet_an_operation_that_stands_twice_on_one_edge() -> None:
+def test_amoebanet_keeps_its_outputs_and_nasnet_a_repeated_operation_on_one_edge() -> None:
     assert from_darts(AMOEBANET).cells["reduce"].output == (3, 4, 6)
     assert from_darts(NASNET).cells["normal"].incoming(5) == (Pick(0, 5, "avg_pool_3x3"),) * 2
 

@@ -116,9 +116,9 @@ class Subject:
     def __init__(self, **options: Any) -> None:
         self.key: Any = None
         self.done: list[tuple[Any, str, float]] = []
-        self.told: list[str] = []
+        self.notes: list[str] = []
         self.drawn: list[int] = []
-        self.run = CapturedStep(self.step, self.told.append, **options)
+        self.run = CapturedStep(self.step, self.notes.append, **options)
 
     def step(self, x: Tensor) -> None:
         key = self.key
@@ -162,7 +162,7 @@ def test_a_key_that_never_comes_back_is_never_recorded() -> None:
     assert [subject(key, 0.0)[1] for key in range(50)] == ["eager"] * 50
 
 
-def test_too_many_recordings_are_let_go_together_and_made_anew_as_they_come() -> None:
+def test_too_many_recordings_are_dropped_together_and_made_again_on_demand() -> None:
     """One that ends takes what others of its stream work with."""
     subject = Subject(warmup=0, kept=2)
     for key in ("a", "b"):
@@ -173,7 +173,7 @@ def test_too_many_recordings_are_let_go_together_and_made_anew_as_they_come() ->
     assert subject("a", 1.0) == ("a", "replayed", 1.0) and all(graph.alive for graph in recorded)
     assert subject("c", 2.0) == ("c", "replayed", 2.0) and not any(graph.alive for graph in recorded)
     assert list(subject.run._graphs) == ["c"]
-    assert subject("b", 3.0) == ("b", "replayed", 3.0), "it was tried before, so it is recorded anew at once"
+    assert subject("b", 3.0) == ("b", "replayed", 3.0), "it was tried before, so it is recorded again at once"
     assert list(subject.run._graphs) == ["c", "b"]
 
 
@@ -205,13 +205,13 @@ def test_a_key_that_cannot_be_recorded_makes_all_steps_eager_and_says_so_once() 
     for _ in range(EAGER_STEPS_PER_KEY + 2):
         assert subject("bad", 1.0)[1] == "eager"
     assert subject("a", 1.0)[1] == "eager"
-    (reason,) = subject.told
+    (reason,) = subject.notes
     assert "not permitted" in reason
     assert "more" not in reason
 
 
-def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
-    """As if nothing had been recorded; and what another step has recorded is made anew, with the numbers that go on."""
+def test_random_numbers_continue_after_a_recording_that_failed() -> None:
+    """As if nothing had been recorded; another step's recording is made again, with the numbers that follow."""
     good, bad = Subject(warmup=0), Subject(warmup=0)
     for _ in range(EAGER_STEPS_PER_KEY + 2):
         good("a", 0.0)
@@ -221,7 +221,7 @@ def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
     assert bad("bad", 0.0)[1] == "eager"
     assert good("a", 0.0)[1] == "replayed"
     assert sorted(good.drawn + bad.drawn) == list(range(1, 2 * EAGER_STEPS_PER_KEY + 8))
-    assert not good.told and len(bad.told) == 1
+    assert not good.notes and len(bad.notes) == 1
 
 
 @pytest.mark.parametrize(
@@ -235,12 +235,12 @@ def test_random_numbers_go_on_after_a_recording_that_failed() -> None:
     ],
 )
 def test_a_run_that_records_nothing_says_why_once(engine: Engine, device: str, size: int, said: str | None) -> None:
-    told: list[str] = []
-    notify, steps = once(told.append), [lambda: None, lambda: None]
+    notes: list[str] = []
+    notify, steps = once(notes.append), [lambda: None, lambda: None]
     for step in steps:
         assert prepare_step(step, engine, World(0, size, 0, torch.device(device)), notify) is step
-    assert len(told) == (said is not None)
-    assert said is None or (said in told[0] and f"engine={engine}" in told[0])
+    assert len(notes) == (said is not None)
+    assert said is None or (said in notes[0] and f"engine={engine}" in notes[0])
 
 
 def test_a_readback_gives_what_was_sent_one_call_before() -> None:

@@ -28,7 +28,7 @@ CUDA = torch.device("cuda", 0)
 ALONE = World(0, 1, 0, CUDA)
 
 
-def test_a_captured_drop_follows_its_schedule_and_draws_anew() -> None:
+def test_a_captured_drop_follows_its_schedule_and_draws_new_masks() -> None:
     part = DropPath(0.5).to(CUDA)
     x = torch.ones(1000, 2, device=CUDA)
     part.set_fraction(0.0)
@@ -65,7 +65,7 @@ def test_a_captured_watch_records_the_first_failure() -> None:
 def test_after_a_failed_recording_steps_draw_what_eager_ones_would() -> None:
     def draws(*, record: bool) -> tuple[list[list[float]], list[str]]:
         torch.manual_seed(3)
-        found, told = torch.zeros(8, 2, 4, device=CUDA), []
+        found, notes = torch.zeros(8, 2, 4, device=CUDA), []
         at = [0]
 
         def good(x: torch.Tensor) -> None:
@@ -75,27 +75,27 @@ def test_after_a_failed_recording_steps_draw_what_eager_ones_would() -> None:
             found[:, 1].index_copy_(0, x, torch.rand(1, 4, device=CUDA))
             at[0] = int(x)  # asks the device for a value
 
-        steps = [CapturedStep(step, told.append, warmup=0) if record else step for step in (good, bad)]
+        steps = [CapturedStep(step, notes.append, warmup=0) if record else step for step in (good, bad)]
         for number in range(8):
             for step in steps:
                 step(torch.tensor([number], device=CUDA))
-        return found.tolist(), told
+        return found.tolist(), notes
 
-    (mine, told), (theirs, _) = draws(record=True), draws(record=False)
+    (mine, notes), (theirs, _) = draws(record=True), draws(record=False)
     assert mine == theirs
-    assert len(told) == 1 and "cannot be recorded" in told[0]
+    assert len(notes) == 1 and "cannot be recorded" in notes[0]
 
 
 def test_recordings_that_make_room_for_others_can_be_made_again() -> None:
-    total, told = torch.zeros(3, device=CUDA), []
+    total, notes = torch.zeros(3, device=CUDA), []
 
     def step(x: torch.Tensor) -> None:
         total.add_(x)
 
-    recorded = CapturedStep(step, told.append, warmup=0, kept=1)
+    recorded = CapturedStep(step, notes.append, warmup=0, kept=1)
     for number in range(12):
         recorded(torch.full((3,), float(number), device=CUDA), key=number // 4 % 2)
-    assert total.tolist() == [66.0] * 3 and told == []
+    assert total.tolist() == [66.0] * 3 and notes == []
 
 
 def test_the_generator_of_the_device_is_restored() -> None:

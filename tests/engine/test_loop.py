@@ -78,7 +78,7 @@ def test_an_interrupted_and_resumed_run_repeats_an_unbroken_one(
     shutil.rmtree(folder)
 
 
-def test_an_interruption_saves_the_place_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_an_interruption_saves_its_state_and_says_how_to_resume(tmp_path: Path) -> None:
     events: list[Event] = []
     task = Toy(before_step=strike_at(1, 1, signal.SIGTERM))
     outcome = loop.run(task, tmp_path, ALONE, resume=False, on_event=events.append)
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_never_run_over(tmp_path: Path) -> None:
         loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
 
 
-def test_resuming_a_finished_run_does_nothing_and_a_longer_one_goes_on(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_does_nothing_and_a_longer_one_continues(tmp_path: Path) -> None:
     first = loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
 
     def never(epoch: int, step: int) -> None:
@@ -232,7 +232,7 @@ def test_slow_saving_is_done_as_often_as_it_may_take_time(tmp_path: Path, monkey
     )
     rows = (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()
     assert len(rows) == 3
-    # Killed within epoch 4 instead: files are ahead of the checkpoint, and say what it says when the run goes on.
+    # Killed within epoch 4 instead: files are ahead of the checkpoint, and agree with it once the run is resumed.
     (killed / checkpoint.CURRENT).write_bytes((tmp_path / "cut" / checkpoint.PREVIOUS).read_bytes())
     (killed / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
     at_start: list[int] = []
@@ -246,7 +246,7 @@ def test_slow_saving_is_done_as_often_as_it_may_take_time(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_who_ends_a_run_after_an_epoch_goes_on_from_there(
+def test_a_run_ended_after_an_epoch_resumes_from_there(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if slow:

@@ -32,17 +32,17 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 ALONE = World(0, 1, 0, CUDA)
 
 
-def choose(world: World = ALONE, told: list[str] | None = None, job: str = "job") -> str:
+def choose(world: World = ALONE, notes: list[str] | None = None, job: str = "job") -> str:
     make: Any = lambda precision: precision  # noqa: E731
-    return timing.choose_precision(job, world, make, (told if told is not None else []).append)
+    return timing.choose_precision(job, world, make, (notes if notes is not None else []).append)
 
 
-def test_the_faster_one_is_chosen_told_and_remembered(device: dict[str, float]) -> None:
-    told: list[str] = []
-    assert choose(told=told) == "bfloat16"
-    assert "float32 3000.0 ms, bfloat16 1000.0 ms" in told[0]
+def test_the_faster_one_is_chosen_reported_and_remembered(device: dict[str, float]) -> None:
+    notes: list[str] = []
+    assert choose(notes=notes) == "bfloat16"
+    assert "float32 3000.0 ms, bfloat16 1000.0 ms" in notes[0]
     device["bfloat16"] = 100.0
-    assert choose(told=told) == "bfloat16" and len(told) == 1, "not timed again"
+    assert choose(notes=notes) == "bfloat16" and len(notes) == 1, "not timed again"
     assert choose(job="another") == "float32"
     assert set(json.loads(timing.cache_file().read_text()).values()) == {"bfloat16", "float32"}
 
@@ -53,8 +53,8 @@ def test_a_small_gain_is_no_reason(device: dict[str, float]) -> None:
 
 
 def test_several_processes_do_not_try_but_use_what_is_known(device: dict[str, float]) -> None:
-    several, told = World(0, 2, 0, CUDA), []
-    assert choose(several, told) == "float32" and "several processes" in told[0]
+    several, notes = World(0, 2, 0, CUDA), []
+    assert choose(several, notes) == "float32" and "several processes" in notes[0]
     choose()
     assert choose(several) == "bfloat16"
 

@@ -133,7 +133,7 @@ HEADER = "arch," + ",".join(COLUMNS)
         (HEADER + f"\n{ARCH},1,1,1,1,1,101\n", "imagenet16_test must be an accuracy in percent"),
         (HEADER + f"\n{ARCH},1,1,x,1,1,1\n", "cifar100_valid must be"),
         (HEADER + f"\n{ARCH},1,1,1,1,1\n", "imagenet16_test must be"),
-        (HEADER + f"\n{ARCH},1,1,1,1,1,1\n{ARCH},1,1,1,1,1,1\n", "stands twice"),
+        (HEADER + f"\n{ARCH},1,1,1,1,1,1\n{ARCH},1,1,1,1,1,1\n", "duplicate row"),
         (HEADER + f"\n{ARCH.replace('none', 'sep_conv_3x3')},1,1,1,1,1,1\n", "line 2: .*sep_conv_3x3"),
         (HEADER + "\n|nor_conv_3x3~0|+|nor_conv_3x3~0|none~1|,1,1,1,1,1,1\n", "line 2: .* ends in 2"),
     ],

@@ -133,7 +133,7 @@ def test_all_images_of_the_first_half_are_learnt_from_and_those_of_the_second_ar
 
 
 @pytest.mark.parametrize("space", ["nb201", "fullattention"])
-def test_any_architecture_learns_to_retrieve_and_goes_on_bit_for_bit(space: str, tmp_path: Path) -> None:
+def test_any_architecture_learns_to_retrieve_and_resumes_bit_for_bit(space: str, tmp_path: Path) -> None:
     sizes = {"nb201": {"cells_per_stage": 1, "channels": 4}, "fullattention": {"channels": 16, "layers": 1}}[space]
     genotype = sample(build_space(space, sizes).layout(), 0)
     data = write(tmp_path / "data.npz", 6)
@@ -166,7 +166,7 @@ def test_networks_of_every_space_learn_to_retrieve(space: str, tmp_path: Path) -
     assert recall is not None and list(recall) == [1, 2, 4, 8] and sorted(recall.values()) == list(recall.values())
 
 
-def test_too_few_classes_are_told(tmp_path: Path) -> None:
+def test_too_few_classes_are_refused(tmp_path: Path) -> None:
     genotype = sample(build_space("nb201").layout(), 0)
     recipe = resolve(genotype, {"data": str(write(tmp_path / "data.npz", 3)), "task": "retrieve", "device": "cpu"})
     with pytest.raises(UserError, match="at least 4 classes"):

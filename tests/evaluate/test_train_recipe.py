@@ -45,7 +45,7 @@ def test_a_recipe_has_what_the_genotype_has(space: str, settings: dict[str, Any]
 
 def test_what_a_genotype_does_not_decide_is_left_alone() -> None:
     genotype = sample(build_space("nos", {"attentions": (), "dynamics": (), "nodes": 2}).layout(), 1)
-    assert fixed_by(genotype, build_space("nos", {})) == {}, "one tier cannot be told by a space of two"
+    assert fixed_by(genotype, build_space("nos", {})) == {}, "a space of two tiers cannot describe one"
     assert fixed_by(genotype, build_space("nos", {"attentions": (), "dynamics": ()})) == {"nodes": 2}
     chain = sample(build_space("proxyless", {}).layout(), 1)
     assert fixed_by(chain, build_space("proxyless", {})) == {}
@@ -58,7 +58,7 @@ def test_nodes_that_are_no_outputs_count() -> None:
     assert fixed_by(genotype, build_space("darts", {})) == {"nodes": 5}
 
 
-def test_info_and_train_refuse_a_contradiction_and_tell_what_there_is(
+def test_info_and_train_refuse_a_contradiction_and_say_what_there_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     genotype, _, _ = made("fullattention", {"layers": 1})

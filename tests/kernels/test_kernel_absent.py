@@ -101,10 +101,10 @@ def test_cells_on_a_gpu_run_their_modules(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_search_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(device: torch.device = CUDA, *, size: int = 1, space: str = "nb201", **settings: Any) -> list[str]:
-        told: list[str] = []
+        notes: list[str] = []
         supernet = tiny_space(space).supernet((3, 32, 32), 10)
-        explain_modules(resolve({"space": space, **settings}), supernet, World(0, size, 0, device), told.append)
-        return told
+        explain_modules(resolve({"space": space, **settings}), supernet, World(0, size, 0, device), notes.append)
+        return notes
 
     lack(monkeypatch)
     (text,) = said()

@@ -88,7 +88,7 @@ def test_gradients_of_weights_are_made_only_where_they_are_asked_for(monkeypatch
     for wanted, weights in (([x], False), ([x, compressed], False), ([score, decode], True)):
         found = []
         for function in (dynamic_kernels, dynamic_kernels_reference):
-            # Parts of something larger, as in a cell: of leaves torch cannot tell.
+            # Parts of something larger, as in a cell: torch does not know it of leaves.
             y = function(x * 1, compressed * 1, score * 1, decode * 1, CASES[0][-1])
             found.append(torch.autograd.grad(y.square().sum(), wanted))
         assert asked.pop() == weights

@@ -51,7 +51,7 @@ def test_gradients_that_nobody_asks_for_are_not_made(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(products, "_of_rows", of_rows)
     x, weight = given(64, None)
-    y = product(x * 2, weight * 2)  # no leaves: of those torch cannot tell
+    y = product(x * 2, weight * 2)  # not leaves: torch does not know it of those
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     assert made == []
     torch.autograd.grad(y.sum(), weight, retain_graph=True)

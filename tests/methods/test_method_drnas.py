@@ -74,7 +74,7 @@ def test_the_gradient_of_the_mean_and_of_the_second_moment_are_those_of_the_clos
         moment = c[0] / c.sum() if power == 1 else c[0] * (c[0] + 1) / (c.sum() * (c.sum() + 1))
         (expected,) = torch.autograd.grad(moment, c)
         assert within_5_errors(found, expected)
-        assert not within_5_errors(found, 1.1 * expected)  # the test can tell
+        assert not within_5_errors(found, 1.1 * expected)  # the test would notice
     assert expected[1] == pytest.approx(-float(C[0] * (C[0] + 1)) * (2 * total + 1) / (total * (total + 1)) ** 2)
 
 

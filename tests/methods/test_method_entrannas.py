@@ -366,7 +366,7 @@ def test_transit_cells_run_what_is_derived_and_nothing_else(kind: Any, engines: 
         assert len(ran) <= len(picks)
 
 
-def test_derivation_happens_anew_at_every_call_of_relax() -> None:
+def test_derivation_happens_at_every_call_of_relax() -> None:
     space = DartsSpace(cells=4, channels=2, nodes=2)
     method = EnTranNas(space.layout(), EnTranNasSettings())
     before = method.relax().live(3)
@@ -436,7 +436,7 @@ def test_thresholds_have_an_optimiser_group_of_their_own_without_weight_decay() 
     assert EnTranNasDst(LAYOUT, EnTranNasDstSettings()).beta["cell"].tolist() == [-3.0, -3.0]
 
 
-def test_gauges_tell_every_threshold_and_the_connections_per_node() -> None:
+def test_gauges_report_every_threshold_and_the_connections_per_node() -> None:
     method = dst({key: 0.1 * n for n, key in enumerate(KEYS)}, {2: 0.0, 3: 2.0})
     found = {name: float(value) for name, value in method.gauges().items()}
     assert found["threshold_cell_2"] == pytest.approx(0.5)
@@ -531,6 +531,6 @@ def test_costs_are_recorded_for_every_connection_that_is_kept() -> None:
     assert found.sum() > len(found), "several on an edge, each in full"
 
 
-def test_a_wrong_assignment_of_engines_is_told_with_all_that_would_do() -> None:
+def test_a_wrong_assignment_of_engines_is_refused_with_the_valid_ones() -> None:
     with pytest.raises(UserError, match=r"must be one of first, last, all, or a list, got 'middle'"):
         build(EnTranNasSettings, {"engines": "middle"})

@@ -138,9 +138,9 @@ def test_a_kept_mix_takes_new_lite_transformers_where_a_recording_reads_the_old(
         for parameter in method.parameters():
             parameter += 0.1
         kept.take(method.relax())
-        laid_anew = [x for groups in kept._laid.values() for laid in groups for x in laid]
-    assert [x.data_ptr() for x in laid_anew] == places
-    assert all(not torch.equal(a, b) for a, b in zip(laid_anew, before, strict=True) if a.numel())
+        laid_again = [x for groups in kept._laid.values() for laid in groups for x in laid]
+    assert [x.data_ptr() for x in laid_again] == places
+    assert all(not torch.equal(a, b) for a, b in zip(laid_again, before, strict=True) if a.numel())
 
 
 @pytest.mark.parametrize("space", ["nb201", "darts"])
@@ -307,7 +307,7 @@ def test_selection_does_not_depend_on_how_images_are_grouped() -> None:
     for size in (1, 5):
         look(supernet, method, list(x.split(size)))
         assert method.derive() == genotype
-        assert int(method.moments["normal"].count) == 12, "a look begins anew"
+        assert int(method.moments["normal"].count) == 12, "a pass begins from zero"
         for name, rows in method.selection.indicator().items():
             torch.testing.assert_close(rows, whole[name], rtol=1e-12, atol=1e-14)
 

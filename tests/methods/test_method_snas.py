@@ -265,7 +265,7 @@ def test_equation_7_is_an_identity_for_a_linear_loss_and_off_by_2_for_a_square(p
     difference = policy - factor * search_gradient
     error = difference.std(0) / len(difference) ** 0.5
     assert (difference.mean(0).abs() < 5 * error).all()
-    # The test can tell: the other factor is far off.
+    # The test would notice: the other factor is far off.
     wrong = (policy - (3.0 - factor) * search_gradient).mean(0).abs()
     assert (wrong > 10 * error).any()
 

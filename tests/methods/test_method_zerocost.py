@@ -63,7 +63,7 @@ def test_what_is_not_allowed_is_never_proposed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"proxy": "guess"}, "must be one of naswot, synflow, got 'guess'"),
         ({"images": 1}, "`method.images >= 2` must hold, but got images=1"),
@@ -71,6 +71,6 @@ def test_what_is_not_allowed_is_never_proposed() -> None:
         ({"mutation": 0.0}, "`0 < method.mutation <= 1` must hold"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_settings_that_mean_nothing_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         ZeroCostSettings(**given)

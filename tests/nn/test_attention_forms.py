@@ -23,7 +23,7 @@ def test_the_naive_form_and_torchs_own_equal_ours() -> None:
         )
 
 
-def test_what_is_not_measured_is_told(tmp_path: Path) -> None:
+def test_what_is_not_measured_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     sizes = ["--sides", "4", "--extents", "3", "--batch", "2", "--width", "8", "--rounds", "1", "--device", "cpu"]
     attention.main([*sizes, "--out", str(file)])

@@ -78,7 +78,7 @@ def test_masks_differ_in_number_overlap_and_come_close_to_a_quarter() -> None:
     assert 0.14 < float(hidden.float().mean()) / 1024 < 0.17
 
 
-def test_masks_are_drawn_anew_and_repeat_with_the_seed() -> None:
+def test_masks_are_new_at_every_call_and_repeat_with_the_seed() -> None:
     images = torch.zeros(4, 3, 16, 16)
     torch.manual_seed(0)
     first, second = draw_masks(images), draw_masks(images)

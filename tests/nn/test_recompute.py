@@ -1,4 +1,4 @@
-"""Modules that run anew in the backward pass: the same values, gradients and statistics, with what they ran with."""
+"""Modules that run again in the backward pass: the same values, gradients and statistics, with what they ran with."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ _kept: list[dict[tuple[str, ...], Dataset]] = []
 
 @contextmanager
 def loaded_once() -> Iterator[None]:
-    """Within this context a dataset that was loaded before is given again, instead of being decoded anew."""
+    """Within this context a dataset is loaded and decoded once, then reused."""
     _kept.append(_kept[-1] if _kept else {})
     try:
         yield

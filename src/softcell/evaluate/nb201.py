@@ -193,7 +193,7 @@ def load_table(path: str | Path) -> Nb201Table:
                 where = f"{file}, line {number}"
                 ops = _parsed(where, row["arch"])
                 if ops in index:
-                    raise UserError(f"{where}: {row['arch']} stands twice in the table")
+                    raise UserError(f"{where}: duplicate row for {row['arch']}")
                 index[ops] = len(values)
                 values.append([_percent(where, column, row[column]) for column in COLUMNS])
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:

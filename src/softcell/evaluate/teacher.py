@@ -167,10 +167,10 @@ def _train(
             known = facts_of(dataset, cost, parts)
             return {**new_manifest("teacher", recipe.to_dict(), recipe.seed), "results": known}
 
-        hosted = run_in_folder(
+        steps = run_in_folder(
             task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
         )
-        folder, outcome = drain(hosted)
+        folder, outcome = drain(steps)
     if outcome.status == "interrupted":
         return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     network.eval()

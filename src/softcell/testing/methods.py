@@ -171,7 +171,7 @@ def relax_works_without_gradients(kind: type[Method], space: Space) -> None:
 
 
 def kept_mix_takes_what_was_learnt(kind: type[Method], space: Space) -> None:
-    """A mix that a recording goes on reading gives what a new one gives, once it has taken its numbers."""
+    """A refreshed mix, as captured steps read it, gives what a new one gives."""
     method, supernet = build_method(kind, space), build_supernet(space)
     x = images()
     with torch.no_grad():

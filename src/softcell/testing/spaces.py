@@ -237,7 +237,7 @@ def auxiliary_tower_is_as_promised(space: Space) -> None:
 
 
 def foreign_genotypes_are_refused(space: Space) -> None:
-    """A genotype that does not fit is the user's error, told as such."""
+    """A genotype that does not fit raises `UserError`."""
     genotype = sample(space.layout(), seed=0)
     name, cell = next(iter(genotype.cells.items()))
     first = cell.picks[0]
