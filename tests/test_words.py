@@ -32,7 +32,6 @@ NOT_YET_CLEAN: tuple[str, ...] = (
     "tests/gpu",
     "tests/helpers",
     "tests/methods",
-    "src/softcell/evaluate/several.py",
     "tests/search",
     "tests/spaces",
 )

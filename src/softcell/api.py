@@ -31,8 +31,8 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network, stored_training
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate import train as run_training
-from softcell.evaluate.several import TrainedSeeds
-from softcell.evaluate.several import train_seeds as run_train_seeds
+from softcell.evaluate.seeds import TrainedSeeds
+from softcell.evaluate.seeds import train_seeds as run_train_seeds
 from softcell.evaluate.train import finished_training
 from softcell.reading import read_json_lines
 from softcell.registry import load_plugins

@@ -14,7 +14,7 @@ from softcell.app.cli.console import command, percent
 if TYPE_CHECKING:
     from softcell.app.baseline import Baseline
     from softcell.evaluate import TrainResult
-    from softcell.evaluate.several import TrainedSeeds
+    from softcell.evaluate.seeds import TrainedSeeds
     from softcell.search import SearchResult
     from softcell.search.seeds import SeveralResult
 
