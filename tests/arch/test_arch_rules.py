@@ -166,7 +166,7 @@ def test_every_positive_candidate_is_derived_as_brute_force_does(table: Table) -
         # The largest sum takes all that is positive, and where a node has nothing positive the least negative.
         assert rule(table, rows) == max(architectures, key=lambda chosen: total(table, rows, chosen))
     rows = torch.where(table.mask(), -1.0, 9.0)
-    assert rule(table, rows) in architectures, "padding is never looked at"
+    assert rule(table, rows) in architectures, "padding is ignored"
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_every_function_runs_its_twin(called: set[tuple[str, str]], monkeypatch:
 
 def test_local_attention_runs_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(local, "triton_kernels", lambda family: pytest.fail("Triton's kernels were asked for"))
+    monkeypatch.setattr(local, "triton_kernels", lambda family: pytest.fail("Triton's kernels were requested"))
     lack(monkeypatch)
     torch.manual_seed(0)
     packed, rows, columns = torch.randn(2, 12, 5, 4), torch.randn(2, 2, 3), torch.randn(2, 2, 3)
@@ -124,7 +124,7 @@ def test_on_a_gpu_nothing_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     lack(monkeypatch)
     for module in (*FAMILIES.values(), local):
-        monkeypatch.setattr(module, "triton_kernels", lambda family: pytest.fail("Triton's kernels were asked for"))
+        monkeypatch.setattr(module, "triton_kernels", lambda family: pytest.fail("Triton's kernels were requested"))
     twins, plain = of_a_cell("cuda"), of_a_cell("cpu")
     require_same({k: v.cpu() for k, v in twins.items()}, plain, tolerance=1e-3)
     cell = build_cell("darts", 1).cuda()

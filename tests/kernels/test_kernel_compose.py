@@ -48,7 +48,7 @@ def recipes_of(channels: int, shapes: tuple[tuple[Kind, int], ...] = SHAPES) -> 
 
 
 def kernel_of(flat: Tensor, recipe: Recipe, channels: int) -> Tensor:
-    """[c_out, c_in, k, k], as `F.conv2d` wants it."""
+    """[c_out, c_in, k, k], the layout of `F.conv2d`."""
     side = round(recipe.taps**0.5)
     size = channels * recipe.taps * channels
     return flat[recipe.target : recipe.target + size].view(channels, side, side, channels).permute(0, 3, 1, 2)
@@ -124,7 +124,7 @@ def test_the_recipes_here_are_those_of_cells() -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_the_kernels_equal_their_twins_in_float64(channels: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Weights are float32 whatever a run computes in; bfloat16 comes from networks that are short as a whole.
+    """Weights are float32 in any precision of a run; bfloat16 comes from networks cast as a whole.
 
     Products and sums are formed in float32 and rounded once, by at most half a unit of bfloat16: 2⁻⁹ of the value.
     """

@@ -63,7 +63,7 @@ PROGRAMS: dict[str, tuple[Make, tuple[int, int]]] = {
         )
         for space, number, channels, size in CASES
     },
-    # What leaves one node, where a cell cannot be fused as a whole or a mix wants each candidate by itself.
+    # What leaves one node, where a cell cannot be fused as a whole or a mix needs every output.
     "bottleneck-input": (lambda: leaving("bottleneck", 0, 0, channels=64, bottleneck=4), (32, 32)),
     "bottleneck-inner": (lambda: leaving("bottleneck", 0, 2, channels=64, bottleneck=2), (16, 16)),
     "bottleneck-reduction": (lambda: leaving("bottleneck", 1, 1, channels=64, bottleneck=4), (16, 16)),

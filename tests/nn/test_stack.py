@@ -1,4 +1,4 @@
-"""Stacked convolutions are the modules they stand for: values, gradients, running statistics."""
+"""Stacked convolutions equal their modules: values, gradients, running statistics."""
 
 from typing import Any
 

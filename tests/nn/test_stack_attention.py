@@ -1,4 +1,4 @@
-"""Blocks of attention run together are the blocks they stand for: values, gradients, running statistics."""
+"""Blocks of attention run together equal separate ones: values, gradients, running statistics."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pyt
     monkeypatch.setattr(chain, "run_blocks", run)
     monkeypatch.setattr(chain, "run_alike", run_as_one)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
-    assert alike == ([True] * 10 if live is None else [True, False] * 5), "a single block stands alone"
+    assert alike == ([True] * 10 if live is None else [True, False] * 5), "a single block runs alone"
     assert ran == [] if live is None else ran == [0] * 5
     monkeypatch.setattr(chain, "run_alike", lambda modules, x: None)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)

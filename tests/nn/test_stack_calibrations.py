@@ -1,4 +1,4 @@
-"""Calibrations that run together are the modules they stand for: values, gradients, running statistics."""
+"""Calibrations that run together equal their modules: values, gradients, running statistics."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Own(ChannelAttention):
 
 
 class Doubled(BatchNorm2d):
-    """A norm of which nothing is known."""
+    """An unknown norm."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -190,7 +190,7 @@ def test_what_is_unknown_or_listened_to_runs_alone() -> None:
     found = run_calibrations([*modules, *alone], x)
     assert found.keys() == {id(modules[i]) for i in (1, 3, 4)}
     assert not heard
-    assert run_calibrations([modules[1], hooked, None], x) == {}, "one is no company"
+    assert run_calibrations([modules[1], hooked, None], x) == {}, "one module alone is not grouped"
     assert len(run_calibrations([modules[3], modules[3], modules[4]], x)) == 2, "shared by two edges"
 
 

@@ -1,4 +1,4 @@
-"""Cells run the calibrations that leave a node together; a step equals one module by module, whatever the mix."""
+"""Cells run the calibrations that leave a node together; a step equals one module by module for every mix."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def summed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many modules each departure ran together."""
+    """How many modules of each node ran together."""
     found: list[int] = []
 
     def run(*arguments: Any) -> dict[int, Tensor]:
@@ -84,24 +84,24 @@ def outcome(
     torch.manual_seed(0)
     supernet = build_space("nos", {**SIZE, **space}).supernet((3, *shape), 5).double()
     kind: Any = METHODS.get(method)
-    player = kind.for_supernet(build(kind.Settings, settings), supernet.float()).double()
+    searcher = kind.for_supernet(build(kind.Settings, settings), supernet.float()).double()
     supernet.double().train(training)
     if dropping:
         supernet.use_drop_path(0.5)
         supernet.drop_path.set_fraction(1.0)
     x = torch.randn(4, 3, *shape, dtype=torch.float64)
     torch.manual_seed(1)
-    planner = player.planner
+    planner = searcher.planner
     with nullcontext() if planner is None else planner.following(planner.draw(0)):
-        y = supernet(x, player.relax())
-    wanted = [*player.parameters(), *supernet.parameters()]
+        y = supernet(x, searcher.relax())
+    wanted = [*searcher.parameters(), *supernet.parameters()]
     return [y, *torch.autograd.grad(y.square().sum(), wanted, allow_unused=True), *supernet.buffers()]
 
 
 def require_equal(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float = 1e-9) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        assert (a is None) == (b is None), "a parameter that takes no part has no gradient"
+        assert (a is None) == (b is None), "an unused parameter has no gradient"
         if a is not None and b is not None:
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 

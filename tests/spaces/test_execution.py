@@ -46,7 +46,7 @@ APART = {
 
 
 class Singly(Mix):
-    """The same sums, from outputs that arrive one by one."""
+    """The same sums, from separate outputs."""
 
     def __init__(self, layout: Layout, tables: dict[str, Tensor], lives: dict[int, Live] | None) -> None:
         self._weights = [tables[name] for name in layout.sites]
@@ -132,7 +132,7 @@ def test_a_step_equals_one_module_by_module(case: str, dropping: bool, some: boo
 
 
 @pytest.mark.parametrize(("case", "some"), [*((case, False) for case in APART), ("nos", True), ("darts", True)])
-def test_a_mix_that_wants_each_output_gets_what_modules_give(case: str, some: bool, planned: list[bool]) -> None:
+def test_a_mix_that_needs_each_output_gets_what_modules_give(case: str, some: bool, planned: list[bool]) -> None:
     name, settings = APART[case]
     found = outcome(name, settings, dropping=True, some=some, singly=True)
     assert planned and all(planned)
@@ -145,7 +145,7 @@ def test_a_mix_that_wants_each_output_gets_what_modules_give(case: str, some: bo
 @pytest.mark.parametrize("before", [True, False], ids=["planned before", "planned then"])
 @pytest.mark.parametrize("singly", [False, True], ids=["summed", "singly"])
 @pytest.mark.parametrize("case", ["darts", "nb201", "nos"])
-def test_norms_measured_anew_are_plain_means_and_leave_cells_as_they_were(
+def test_recalibrated_norms_are_plain_means_and_leave_cells_unchanged(
     case: str, singly: bool, before: bool, planned: list[bool]
 ) -> None:
     name, settings = APART[case]
@@ -166,7 +166,7 @@ def test_norms_measured_anew_are_plain_means_and_leave_cells_as_they_were(
         return inside, [b.clone() for b in supernet.buffers()], after
 
     found = measured()
-    assert not planned or all(planned), "a cell that is planned while norms are measured is fused for good"
+    assert not planned or all(planned), "a cell planned during recalibration stays fused"
     with modules_only():
         expected = measured()
     for a, b in zip((*found[0], *found[1], found[2]), (*expected[0], *expected[1], expected[2]), strict=True):

@@ -271,7 +271,7 @@ def test_without_drop_path_and_in_evaluation_nothing_is_drawn(noisy: Supernet) -
 
 
 def test_edges_are_dropped_on_their_own_and_per_image(noisy: Supernet) -> None:
-    """With everything dropped but nothing kept the cells hand on zeros; with half, images and edges differ."""
+    """With everything dropped the cells give zeros; with half, images and edges differ."""
     noisy.use_drop_path(0.999999)
     noisy.drop_path.set_fraction(1.0)
     x, mix = torch.randn(4, 3, 8, 8, dtype=torch.float64), weights(noisy)

@@ -106,7 +106,7 @@ def test_the_authors_network_has_zeros_for_vanished_nodes_and_affine_norms_behin
     nodes: list[torch.Tensor] = []
     network.cells[1].register_forward_hook(lambda cell, given, values: nodes.extend(values))  # type: ignore[index]
     widths = [f.shape[1] for f in network.features(torch.randn(2, 3, 8, 8))]
-    assert widths == [4 * 4, 4 * 8, 4 * 16], "every cell hands on four nodes"
+    assert widths == [4 * 4, 4 * 8, 4 * 16], "every cell outputs four nodes"
     assert [bool(node.any()) for node in nodes] == [True, True, True, True, False, False]
     pools = space.network(from_darts(snas_cells.EDGE_ALL["mild"]), (3, 8, 8), 5).cells[1]  # type: ignore[index]
     norms = [part for part in pools.modules() if isinstance(part, nn.BatchNorm2d)]

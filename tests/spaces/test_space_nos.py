@@ -127,7 +127,7 @@ def test_the_standard_cell_has_18_choices_of_11_candidates_and_the_printed_size(
     assert 1e14 < printed < 1e15 and f"{printed:.1e}" in space.remarks()[0]
     conventional = literal.paper_count(4, 7, 2)
     assert 1e9 < conventional < 1.1e9 and f"{conventional:.1e}" in space.remarks()[0]
-    # Ours leaves out pairs of which neither is a feature: 121 - 16 of 121.
+    # Ours leaves out pairs without a feature: 121 - 16 of 121.
     assert count(layout) == (printed * 105**4 // 121**4) ** 2
 
 

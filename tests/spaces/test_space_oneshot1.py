@@ -228,9 +228,9 @@ def test_the_indicator_token_attends_to_all_parents_together(drop_path: bool, sh
         for parameter in method.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     x, literal = torch.randn(3, 3, 8, 8, dtype=torch.float64), LiteralParents(method)
-    ((looking, _),) = method.selection.passes()
+    ((indicating, _),) = method.selection.passes()
     found = []
-    for mix in (looking, literal):
+    for mix in (indicating, literal):
         torch.manual_seed(1)
         with torch.no_grad():
             found.append(supernet(x, mix))
