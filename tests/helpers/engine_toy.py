@@ -13,7 +13,7 @@ from softcell.engine.distributed import World, average_, sum_
 from softcell.engine.metrics import Failure, LossWatch
 from softcell.engine.session import seed_everything
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stochastic import DropPath, set_drop_fraction
+from softcell.nn.stochastic import DropPath
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 BATCH = 8
@@ -60,7 +60,9 @@ class Toy:
         self.epoch = epoch
         self.done = 0
         self.optimizer.param_groups[0]["lr"] = 0.1 / (epoch + 1)
-        set_drop_fraction(self.net, epoch / self.num_epochs)
+        for part in self.net:
+            if isinstance(part, DropPath):
+                part.set_fraction(epoch / self.num_epochs)
         self.total.zero_()
         self.count.zero_()
         self.jitter = float(torch.rand(()))  # a resumed epoch must neither redraw nor continue from here

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from softcell.nn.stochastic import Dropout, DropPath, batch_slice, drop_path, dropout, set_drop_fraction
+from softcell.nn.stochastic import Dropout, DropPath, batch_slice, drop_path, dropout
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import DROP_SHAPE, dropped
 
@@ -69,9 +69,11 @@ def test_what_drops_nothing_returns_its_input_and_draws_nothing(module: nn.Modul
 
 def test_a_schedule_fills_a_buffer_in_place_that_is_not_saved() -> None:
     net = nn.Sequential(DropPath(0.2), nn.ReLU(), DropPath(0.4), Dropout(0.5))
-    buffers = [part.current for part in net if isinstance(part, DropPath)]
-    set_drop_fraction(net, 0.25)
-    assert next(part.current for part in net if isinstance(part, DropPath)) is buffers[0]
+    parts = [part for part in net if isinstance(part, DropPath)]
+    buffers = [part.current for part in parts]
+    for part in parts:
+        part.set_fraction(0.25)
+    assert parts[0].current is buffers[0]
     assert [round(buffer.item(), 6) for buffer in buffers] == [0.05, 0.1]
     assert net[3].current.item() == 0.5
     assert net.state_dict() == {}

@@ -259,13 +259,6 @@ class Dropout(_Drop):
         return x if self.probability == 0.0 else dropout(x, self.current, self.training)
 
 
-def set_drop_fraction(module: nn.Module, fraction: float) -> None:
-    """Set the fraction of every `DropPath` within `module`; DARTS has `epoch / num_epochs`."""
-    for part in module.modules():
-        if isinstance(part, DropPath):
-            part.set_fraction(fraction)
-
-
 PRIME = 2**31 - 1  # squares of numbers below it fit 64 bits
 _FIXED: list[bool] = []
 

@@ -82,7 +82,7 @@ def find_teacher(
         found = _filled(copy.deepcopy(known.module), _read(path)[0], path, classifier)
         layers = layers or known.layers
     elif is_weights:
-        found = _from_weights(path, classifier)
+        found = load_classifier(path, classifier)
     elif path.is_dir():
         found, about = _from_run(path)
     elif path.suffix.lower() == ".pt2" and path.is_file():
@@ -105,11 +105,6 @@ def classifier_metadata(name: str, settings: Mapping[str, Any], in_channels: int
     return {"format": FORMAT, "classifier": name, "settings": json.dumps(dict(settings)), **_texts(sizes)}
 
 
-def load_classifier(file: str | Path, classifier: str | None = None) -> Classifier:
-    """A built-in classifier with the weights in `file`, on the CPU and in eval mode."""
-    return _from_weights(Path(file), classifier)
-
-
 def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     run = RunFolder.open(folder)
     run.verify(WEIGHTS)
@@ -121,13 +116,14 @@ def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     if manifest["kind"] == "teacher":
         # The network may have a candidate of theirs.
         load_plugins(manifest["recipe"].get("plugins", ()), f"the teacher in {folder}")
-        return _from_weights(folder / WEIGHTS, None), about
+        return load_classifier(folder / WEIGHTS), about
     if manifest["kind"] == "train":
         return load_pretrained(folder), about
     raise UserError(f"a teacher is a trained network, but {folder} holds a {manifest['kind']} run")
 
 
-def _from_weights(file: Path, classifier: str | None) -> Classifier:
+def load_classifier(file: Path, classifier: str | None = None) -> Classifier:
+    """A built-in classifier with the weights in `file`, on the CPU and in eval mode."""
     state, metadata = _read(file)
     name = classifier or metadata.get("classifier")
     if name is None:
