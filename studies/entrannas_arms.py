@@ -16,7 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from softcell.api import layered
 from softcell.app.report import to_svg
 from softcell.arch import Genotype
 from softcell.data.catalogue import loaded_once
@@ -25,7 +24,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.search.genotypes import FILE as ARCHITECTURES
 from softcell.search.genotypes import genotype_of
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from studies.gap import gap_or_not_measured
 from studies.options import recipe_settings, study_parser
 from studies.runs import (

@@ -22,14 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from softcell.api import layered
 from softcell.app.report import curves_svg
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.search.run import FIRST
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from studies.options import recipe_settings, study_parser
 from studies.recorded import Rows, check_resumable, recorded_searches, remaining_steps, with_training
 from studies.runs import (

@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
-from softcell.api import compare_indicators, layered
+from softcell.api import compare_indicators
 from softcell.app.report import bench201
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
@@ -32,7 +32,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, Nb201Table, load_table
 from softcell.search import SearchRecipe, resolve
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from studies.itnas_readings import FILE as READINGS
 from studies.itnas_readings import read_lines, selected
 from studies.itnas_readings import show as show_readings

@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.api import layered
 from softcell.arch import Genotype, WeightMix
 from softcell.data import load
 from softcell.data.augment import normalise
@@ -37,7 +36,7 @@ from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttent
 from softcell.nn.candidates import Spec, candidate
 from softcell.search import SearchRecipe, resolve
 from softcell.search.restored import restore
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.block import watching
 from studies.options import recipe_settings, study_parser

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from softcell.api import layered
 from softcell.app.report import curves_svg
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder
@@ -27,7 +26,7 @@ from softcell.engine.files import atomic_write_text
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.search import SearchRecipe, resolve
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from softcell.spaces import build_space
 from studies.options import recipe_settings, study_parser
 from studies.recorded import Rows, check_resumable, recorded_searches, remaining_steps, with_training

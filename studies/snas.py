@@ -23,14 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from softcell.api import layered
 from softcell.app.report import curves_svg, to_svg
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from softcell.spaces.costs import count_genotype
 from softcell.spaces.registry import evaluation_space
 from studies.options import recipe_settings, study_parser

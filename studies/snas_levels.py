@@ -20,14 +20,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from softcell.api import layered
 from softcell.arch import Genotype
 from softcell.arch.genotype import alive
 from softcell.data import load
 from softcell.search import SearchRecipe, resolve
 from softcell.search.genotypes import FILE as ARCHITECTURES
 from softcell.search.genotypes import genotype_of
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from softcell.spaces.costs import count_genotype
 from softcell.spaces.registry import evaluation_space
 from studies.options import recipe_settings, study_parser

@@ -18,6 +18,7 @@ ORDER = (
     {"spaces"},
     {"methods"},
     {"search", "evaluate"},
+    {"recipes"},
     {"app.report", "app.export"},
     {"app.drawings"},
     {"api"},
@@ -25,7 +26,7 @@ ORDER = (
     {"app.sweep", "app.pipeline"},
     {"app.cli"},
 )
-CORE = {"arch", "nn", "kernels", "data", "engine", "spaces", "methods", "search", "evaluate", "testing"}
+CORE = {"arch", "nn", "kernels", "data", "engine", "spaces", "methods", "search", "evaluate", "recipes", "testing"}
 """What a researcher imports. It knows nothing of the shell: `softcell.app` and `softcell.api`, which uses both."""
 
 GROUND = {"errors", "settings", "registry", "trust", "reading"}

@@ -106,6 +106,22 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+SHORT = {"method": "method_settings", "space": "space_settings", "classifier": "classifier_settings"}
+"""Files, `--set` and Python calls may use the short form `space: {cells: 5}` for `space_settings: {cells: 5}`."""
+
+
+def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of settings as one, the later winning: without None, and with the short forms of `SHORT` expanded.
+
+    Example:
+        >>> from softcell.settings import layered
+        >>> layered({"space": {"cells": 8, "nodes": 2}, "epochs": 50}, {"space": {"cells": 5}, "epochs": None})
+        {'space_settings': {'cells': 5, 'nodes': 2}, 'epochs': 50}
+    """
+    pairs = ((key, value) for layer in layers for key, value in layer.items() if value is not None)
+    return merge(*({SHORT[key] if key in SHORT and isinstance(value, Mapping) else key: value} for key, value in pairs))
+
+
 def assignments(items: Iterable[str]) -> dict[str, Any]:
     """`["weights.lr=0.1", "space.cells=5"]` to a nested mapping; values are read as YAML."""
     result: dict[str, Any] = {}

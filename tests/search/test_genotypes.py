@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from softcell.api import read_genotype, search, train_recipe
+from softcell.api import read_genotype, search
 from softcell.arch import Genotype, sample
 from softcell.engine.session import Interrupt
 from softcell.engine.task import EpochEnded, Event
 from softcell.errors import UserError
+from softcell.recipes import train_recipe
 from softcell.search import resolve
 from softcell.search.genotypes import FILE, about_of, best_so_far, genotype_of, line, named_epoch
 from softcell.spaces import build_space

@@ -86,6 +86,11 @@ def start(device: torch.device | str) -> World:
     return World(rank, size, local_rank, device)
 
 
+def is_main_process() -> bool:
+    """Whether this process writes files and speaks to the user; known before it has joined the others."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def current() -> World:
     """The world that `start` joined before."""
     rank, size = dist.get_rank(), dist.get_world_size()

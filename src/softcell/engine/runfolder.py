@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +16,7 @@ from typing import Any, Literal, Self
 
 from softcell.engine import checkpoint
 from softcell.engine.checkpoint import check_data, identity_of
-from softcell.engine.distributed import World, on_main
+from softcell.engine.distributed import World, broadcast_object, on_main
 from softcell.engine.files import FILE_LIST, HEADING, TEMPORARY, atomic_write_text, listed_files
 from softcell.engine.interleave import Running
 from softcell.engine.lock import LOCK, free_reserve
@@ -231,6 +233,27 @@ def _check_own(path: Path) -> None:
             f"only a folder that Softcell created may be overwritten, but {path / MANIFEST} is not that of a run "
             f"({error}). Give another --out, or remove the folder yourself."
         ) from error
+
+
+RUNS = Path("runs")
+"""Where runs go that were given no folder."""
+
+
+def free_folder(*parts: str) -> Path:
+    """`runs/<parts>-<n>` with the first n that is free.
+
+    Example:
+        >>> from softcell.engine.runfolder import free_folder
+        >>> free_folder("darts", "nb201", "my photos").as_posix()
+        'runs/darts-nb201-my-photos-1'
+    """
+    stem = "-".join(re.sub(r"[^\w.]+", "-", Path(part).name).strip("-.") or "data" for part in parts)
+    return next(folder for n in itertools.count(1) if not (folder := RUNS / f"{stem}-{n}").exists())
+
+
+def output_folder(out: str | Path | None, world: World, *parts: str) -> Path:
+    """`out`; if None, a free folder named by `parts`, the same one on all ranks."""
+    return Path(out) if out is not None else broadcast_object(free_folder(*parts), world)
 
 
 def checksum(file: Path) -> str:

@@ -284,20 +284,31 @@ class Session:
 
 
 @contextmanager
+def join_processes(device: str, deterministic: bool) -> Iterator[World]:
+    """Joins the processes of torchrun until the block ends; within such a block, gives the same world again.
+
+    A block around several runs keeps the processes together between them, so that all agree on folders.
+    """
+    set_deterministic(deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        yield distributed.current()
+        return
+    world = distributed.start(resolve_device(device))
+    try:
+        yield world
+    finally:
+        distributed.stop()
+
+
+@contextmanager
 def open_session(*, device: str, seed: int, precision: str, deterministic: bool, threads: int) -> Iterator[Session]:
     """Set up the process for a run; leave the process group when the block ends.
 
     All ranks use the same seed: random numbers are drawn for the global batch on every rank.
     """
-    set_deterministic(deterministic)
-    # float32 means float32: lower precision is an explicit choice of the user.
-    set_tf32(False)
-    count = set_threads(threads)
-    already = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world = distributed.current() if already else distributed.start(resolve_device(device))
-    seed_everything(seed)
-    try:
+    with join_processes(device, deterministic) as world:
+        # float32 means float32: lower precision is an explicit choice of the user.
+        set_tf32(False)
+        count = set_threads(threads)
+        seed_everything(seed)
         yield Session(world, DTYPES[precision], count)
-    finally:
-        if not already:
-            distributed.stop()

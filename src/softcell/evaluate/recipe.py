@@ -13,7 +13,7 @@ from typing import Any, Literal
 from softcell.arch import Cell, Genotype, Table
 from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
-from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
+from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.registry import evaluation_scale, evaluation_sizes
 
@@ -251,8 +251,7 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
         >>> resolve(genotype, {"recipe": "small"}, {"epochs": 3}).epochs  # later layers win
         3
     """
-    named = [{_LONG.get(k, k): v for k, v in layer.items() if v is not None} for layer in layers]
-    given = merge(*named)
+    given = layered(*layers)
     data, asked = str(given.get("data", "digits")), given.get("recipe")
     retrieving = given.get("task") == "retrieve"
     suited = "retrieve" if retrieving and data != "digits" else default_recipe(data, genotype.space)
@@ -270,12 +269,9 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
             base["image_size"] = RETRIEVED_SIZE
     recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
     full = to_dict(recipe)
-    explicit = named[-1].get("space_settings", {}) if named else {}
+    explicit = layered(*layers[-1:]).get("space_settings", {})
     full["space_settings"] = to_dict(fit_space(genotype, build_space(genotype.space, recipe.space_settings), explicit))
     return build(TrainRecipe, full, where="recipe")
-
-
-_LONG = {"space": "space_settings"}
 
 
 FIXED = ("nodes", "layers")

@@ -1,17 +1,17 @@
-"""One network trained with several seeds: mean and standard deviation of what the trainings reach.
+"""One network trained with several seeds: mean and standard deviation over the trainings.
 
-No seed is preferred: choosing one by its accuracy on the test set would make that a training set.
+No seed is the best one: choosing it by its accuracy on the test set would make that a training set.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from softcell.arch import Genotype
-from softcell.engine import resolve_device
+from softcell.engine import resolve_device, set_deterministic
 from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
 from softcell.engine.task import OnEvent
@@ -21,7 +21,7 @@ from softcell.evaluate.train import TrainResult, finished_training, train_steps
 
 @dataclass(frozen=True, slots=True)
 class TrainedSeeds:
-    """What trainings with several seeds left: results and errors by seed."""
+    """Results and errors of trainings by seed."""
 
     folder: Path
     results: dict[int, TrainResult]
@@ -29,7 +29,7 @@ class TrainedSeeds:
     exit_code: int
 
     def spread(self, figure: str) -> tuple[float, float | None, int] | None:
-        """Mean, standard deviation (None of one) and n of `accuracy`, `top5` or `recall_at_1` over finished runs."""
+        """Mean, standard deviation (None for n = 1) and n of `accuracy`, `top5` or `recall_at_1` over finished runs."""
         values = [value for one in self.results.values() if (value := figures(one).get(figure)) is not None]
         if not values:
             return None
@@ -37,7 +37,7 @@ class TrainedSeeds:
 
 
 def figures(result: TrainResult) -> dict[str, float | None]:
-    """What a training is judged by: accuracies, or what a retrieval finds at rank 1; {} where it is unfinished."""
+    """The metrics of a training: accuracies, or the recall of a retrieval; {} if it is not finished."""
     if result.exit_code:
         return {}
     if result.recall is not None:
@@ -56,49 +56,34 @@ def train_seeds(
     overwrite: bool = False,
     on_event: Callable[[int], OnEvent] | None = None,
 ) -> TrainedSeeds:
-    """Trains with every seed, each in `out`/seed-N; each result is that of the same training alone.
+    """Trains with every seed, each in `out`/seed-N; each result is the same as that of the training alone.
 
     at_once: how many share the device; None for all of them on a GPU and one elsewhere.
-    on_event: gives the listener of a seed's run.
+    on_event: makes the listener of a seed's run.
     """
+    set_deterministic(recipe.deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
     with seeds_folder(out, seeds, "train", resume=resume, overwrite=overwrite) as folder:
-        return _train_seeds(genotype, recipe, folder, seeds, at_once, resume, overwrite, on_event)
+        begun = [seed for seed in seeds if resume and (seed_folder(folder, seed) / "run.json").is_file()]
 
+        def start(seed: int) -> Running[TrainResult]:
+            return train_steps(
+                genotype,
+                replace(recipe, seed=seed),
+                seed_folder(folder, seed),
+                resume=seed in begun,
+                overwrite=overwrite,
+                on_event=None if on_event is None else on_event(seed),
+            )
 
-def _train_seeds(
-    genotype: Genotype,
-    recipe: TrainRecipe,
-    folder: Path,
-    seeds: Sequence[int],
-    at_once: int | None,
-    resume: bool,
-    overwrite: bool,
-    on_event: Callable[[int], OnEvent] | None,
-) -> TrainedSeeds:
-    _write(TrainedSeeds(folder, {}, {}, 0), seeds)
-
-    def start(seed: int) -> Running[TrainResult]:
-        place = seed_folder(folder, seed)
-        return train_steps(
-            genotype,
-            replace(recipe, seed=seed),
-            place,
-            resume=resume and (place / "run.json").is_file(),
-            overwrite=overwrite,
-            on_event=None if on_event is None else on_event(seed),
-        )
-
-    done: Mapping[int, TrainResult] = {
-        seed: found
-        for seed in seeds
-        if resume
-        and (seed_folder(folder, seed) / "run.json").is_file()
-        and (found := finished_training(seed_folder(folder, seed), genotype, replace(recipe, seed=seed))) is not None
-    }
-    ran = run_seeds(start, seeds, done, resolve_device(recipe.device), at_once)
-    result = TrainedSeeds(folder, ran.results, ran.errors, ran.exit_code)
-    _write(result, seeds)
-    return result
+        _write(TrainedSeeds(folder, {}, {}, 0), seeds)
+        found = {
+            seed: finished_training(seed_folder(folder, seed), genotype, replace(recipe, seed=seed)) for seed in begun
+        }
+        done = {seed: result for seed, result in found.items() if result is not None}
+        ran = run_seeds(start, seeds, done, resolve_device(recipe.device), at_once)
+        result = TrainedSeeds(folder, ran.results, ran.errors, ran.exit_code)
+        _write(result, seeds)
+        return result
 
 
 def _write(result: TrainedSeeds, seeds: Sequence[int]) -> None:

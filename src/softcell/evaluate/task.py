@@ -72,29 +72,26 @@ class TrainTask:
         self._run(*batch)
 
     def _learn(self, *draft: Tensor) -> None:
-        """One training step, augmentation included; everything happens on the device, so that it can be recorded."""
+        """One training step, augmentation included; everything happens on the device, so that it can be captured."""
+        recipe, logits = self.recipe, None
         with self._cells():
-            self._update(*draft)
-
-    def _update(self, *draft: Tensor) -> None:
-        recipe, batch = self.recipe, self._train.finish(*draft)
-        if self.criterion is not None:
-            loss = retrieval_step(
-                self.network, self.criterion, self.optimiser, batch.images, batch.labels, self.world, recipe.clip
-            )
-            self._tally.update(loss, None, batch.labels)
-            return
-        loss, logits = classification_step(
-            self.network,
-            self.optimiser,
-            batch.images,
-            batch.labels,
-            self.world,
-            clip=recipe.clip,
-            label_smoothing=recipe.label_smoothing,
-            auxiliary=recipe.auxiliary,
-        )
-        self._tally.update(loss, logits, batch.labels)
+            batch = self._train.finish(*draft)
+            if self.criterion is not None:
+                loss = retrieval_step(
+                    self.network, self.criterion, self.optimiser, batch.images, batch.labels, self.world, recipe.clip
+                )
+            else:
+                loss, logits = classification_step(
+                    self.network,
+                    self.optimiser,
+                    batch.images,
+                    batch.labels,
+                    self.world,
+                    clip=recipe.clip,
+                    label_smoothing=recipe.label_smoothing,
+                    auxiliary=recipe.auxiliary,
+                )
+            self._tally.update(loss, logits, batch.labels)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         trained = self._tally.read(self.world)

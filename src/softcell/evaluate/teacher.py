@@ -24,7 +24,7 @@ from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import facts_of, finish, prepare, save_weights
 from softcell.nn.classifiers import Classifier, build_classifier, get_architecture
 from softcell.registry import load_plugins
-from softcell.settings import build, convert, merge, refuse_changes, to_dict, without_auto
+from softcell.settings import build, convert, layered, merge, refuse_changes, to_dict, without_auto
 from softcell.spaces import Shape
 from softcell.spaces.costs import Cost, count_module
 from softcell.spaces.registry import evaluation_scale
@@ -63,7 +63,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 _FIXED: dict[str, Any] = {"auxiliary": 0.0, "drop_path": 0.0, "cutout": 0, "clip": 0.0}
-_LONG = {"classifier": "classifier_settings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,7 @@ class TeacherResult:
 
 def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
     """A complete recipe for the classifier `name`; `classifier: {width: 16}` sets the network itself."""
-    given = merge(
-        *(
-            {(_LONG.get(k, k) if isinstance(v, Mapping) else k): v for k, v in layer.items() if v is not None}
-            for layer in layers
-        )
-    )
+    given = layered(*layers)
     if given.get("classifier", name) != name:
         raise UserError(
             f"name the network as the argument, as `softcell teacher {given['classifier']}`: it is {name!r} there, but "

@@ -25,7 +25,7 @@ from softcell.methods import METHODS, Method, Sampler
 from softcell.reading import Fields, parse_json, parse_yaml, read_text
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
-from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, merge, not_negative, positive, to_dict
+from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.registry import evaluation_space
 
@@ -325,13 +325,9 @@ def load_images(recipe: SearchRecipe) -> Dataset:
     return load(recipe.data, recipe.data_root, recipe.image_size)
 
 
-# --set and files may say `method.temperature` and `space.cells`; the recipe keeps names and settings apart.
-_SHORT = {"method": "method_settings", "space": "space_settings"}
-
-
 def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     """A complete recipe from layers of settings, the later winning over the earlier."""
-    given = merge(*(_long(layer) for layer in layers))
+    given = layered(*layers)
     names = {key: given.get(key, getattr(SearchRecipe, key)) for key in ("method", "space", "data")}
     method = METHODS.get(_text(names, "method"))
     if "space" not in given and method.home is not None:
@@ -427,16 +423,6 @@ def read_mapping(
     if Path(path).is_dir() and data.get("format") == FORMAT:
         check_digest(data, file)
     return data
-
-
-def _long(layer: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in layer.items():
-        if key in _SHORT and isinstance(value, Mapping):
-            result = merge(result, {_SHORT[key]: value})
-        elif value is not None:
-            result = merge(result, {key: value})
-    return result
 
 
 def _text(names: Mapping[str, Any], key: str) -> str:

@@ -33,6 +33,7 @@ from softcell.engine.session import Session, open_session, seed_everything
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.methods import Method
+from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.search.budget import state_budget
 from softcell.search.build import AnyTask, build_task, with_precision
@@ -155,6 +156,16 @@ def _check_phases(first: SearchRecipe, second: SearchRecipe, session: Session) -
 
 def _epochs(recipe: SearchRecipe) -> str:
     return "1 epoch" if recipe.epochs == 1 else f"{recipe.epochs} epochs"
+
+
+def finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:
+    """The result of the search in `folder`; None if it is not finished."""
+    run, metrics = RunFolder.open(folder), folder / "metrics.jsonl"
+    if run.manifest["status"] != "finished":
+        return None
+    run.verify("genotype.json", "metrics.jsonl", "architecture.jsonl")
+    rows = read_json_lines(metrics) if metrics.is_file() else []
+    return SearchResult(folder, recipe, Genotype.load(folder), rows, 0)
 
 
 def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:

@@ -1,7 +1,7 @@
-"""One recipe with several seeds: on a GPU at the same time, elsewhere one after the other; the best one is pointed out.
+"""One recipe searched with several seeds: on a GPU at the same time, elsewhere one after the other.
 
-The folder holds a complete run per seed (`seed-0`, `seed-1`, …), `seeds.json` with what each reached, and the best
-one's `genotype.json`. Resuming goes on with what is unfinished and repeats nothing.
+The folder holds a complete run per seed (`seed-0`, `seed-1`, …), `seeds.json` with their accuracies, and the
+`genotype.json` of the best seed. Resuming continues what is unfinished and repeats nothing.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from softcell.arch import Genotype
-from softcell.engine import RunFolder, resolve_device
+from softcell.engine import resolve_device, set_deterministic
 from softcell.engine.checkpoint import CURRENT, PREVIOUS
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
 from softcell.engine.task import OnEvent
-from softcell.reading import read_json_lines
 from softcell.search.recipe import SearchRecipe
-from softcell.search.run import FIRST, SearchResult, search_steps
+from softcell.search.run import FIRST, SearchResult, finished_search, search_steps
 from softcell.search.validation import ANEW
 
 Keep = Literal["all", "best"]
 
 
 @dataclass(frozen=True, slots=True)
-class SeveralResult:
-    """What several seeds left: results and errors by seed; `best` is None where none has finished."""
+class SearchedSeeds:
+    """Results and errors of searches by seed; `best` is None if none has finished."""
 
     folder: Path
     results: dict[int, SearchResult]
@@ -47,65 +45,54 @@ def search_seeds(
     resume: bool = False,
     overwrite: bool = False,
     on_event: Callable[[int], OnEvent] | None = None,
-) -> SeveralResult:
-    """Searches with every seed; each result is that of the same search alone.
+) -> SearchedSeeds:
+    """Searches with every seed; each result is the same as that of the search alone.
 
-    keep: `best` removes the checkpoints of all but the best when all are done; records and genotypes stay.
+    keep: `best` removes the checkpoints of all but the best when all are finished; records and genotypes stay.
     at_once: how many share the device; None for all of them on a GPU and one elsewhere.
-    on_event: gives the listener of a seed's run.
+    on_event: makes the listener of a seed's run.
     """
+    set_deterministic(recipe.deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
     with seeds_folder(out, seeds, "search", resume=resume, overwrite=overwrite) as folder:
-        return _search_seeds(recipe, folder, seeds, keep, at_once, resume, overwrite, on_event)
+        begun = [seed for seed in seeds if resume and (seed_folder(folder, seed) / "run.json").is_file()]
 
+        def start(seed: int) -> Running[SearchResult]:
+            return search_steps(
+                replace(recipe, seed=seed),
+                seed_folder(folder, seed),
+                resume=seed in begun,
+                overwrite=overwrite,
+                on_event=None if on_event is None else on_event(seed),
+            )
 
-def _search_seeds(
-    recipe: SearchRecipe,
-    folder: Path,
-    seeds: Sequence[int],
-    keep: Keep,
-    at_once: int | None,
-    resume: bool,
-    overwrite: bool,
-    on_event: Callable[[int], OnEvent] | None,
-) -> SeveralResult:
-    _write(folder, seeds, {}, {}, None)
-
-    def start(seed: int) -> Running[SearchResult]:
-        place = seed_folder(folder, seed)
-        return search_steps(
-            replace(recipe, seed=seed),
-            place,
-            resume=resume and (place / "run.json").is_file(),
-            overwrite=overwrite,
-            on_event=None if on_event is None else on_event(seed),
-        )
-
-    done = {seed: found for seed in seeds if resume and (found := _finished(folder, recipe, seed)) is not None}
-    ran = run_seeds(start, seeds, done, resolve_device(recipe.device), at_once)
-    results, errors = ran.results, ran.errors
-    best = _best(results)
-    _write(folder, seeds, results, errors, best)
-    if best is not None:
-        atomic_write_text(folder / "genotype.json", (seed_folder(folder, best) / "genotype.json").read_text("utf-8"))
-    whole = not errors and all(result.genotype is not None for result in results.values())
-    if keep == "best" and whole and best is not None:
-        _drop_checkpoints(folder, [seed for seed in seeds if seed != best])
-    return SeveralResult(folder, results, errors, best, ran.exit_code)
+        _write(folder, seeds, {}, {}, None)
+        found = {seed: finished_search(seed_folder(folder, seed), replace(recipe, seed=seed)) for seed in begun}
+        done = {seed: result for seed, result in found.items() if result is not None}
+        ran = run_seeds(start, seeds, done, resolve_device(recipe.device), at_once)
+        best = _best(ran.results)
+        _write(folder, seeds, ran.results, ran.errors, best)
+        if best is not None:
+            genotype = (seed_folder(folder, best) / "genotype.json").read_text("utf-8")
+            atomic_write_text(folder / "genotype.json", genotype)
+        is_complete = not ran.errors and all(result.genotype is not None for result in ran.results.values())
+        if keep == "best" and is_complete and best is not None:
+            _remove_checkpoints(folder, [seed for seed in seeds if seed != best])
+        return SearchedSeeds(folder, ran.results, ran.errors, best, ran.exit_code)
 
 
 def figure(results: Iterable[SearchResult]) -> str:
-    """What seeds are compared by: the accuracy with norms measured anew where every finished one has it."""
+    """The metric that seeds are compared by: accuracy with recalibrated BatchNorm if all finished searches have it."""
     done = [result for result in results if result.genotype is not None]
     return ANEW if done and all(_last(result, ANEW) is not None for result in done) else "val_accuracy"
 
 
 def score(result: SearchResult, figure: str = "val_accuracy") -> float | None:
-    """The last validation accuracy of a search by the figure named; of one without a supernet, of its best network."""
+    """The last validation accuracy, by the metric `figure`; without a supernet, that of the best network."""
     return _last(result, "best_val_accuracy", figure)
 
 
 def loss(result: SearchResult) -> float | None:
-    """What they are compared by where an objective without labels has no accuracy: the last validation loss."""
+    """The last validation loss, which searches are compared by if their objective has no labels and no accuracy."""
     return _last(result, "val_loss")
 
 
@@ -118,18 +105,6 @@ def _best(results: dict[int, SearchResult]) -> int | None:
     ranks = {seed: value for seed, one in done.items() if (value := score(one, by)) is not None}
     ranks = ranks or {seed: -value for seed, one in done.items() if (value := loss(one)) is not None}
     return max(ranks, key=lambda seed: (ranks[seed], -seed), default=None)
-
-
-def _finished(folder: Path, recipe: SearchRecipe, seed: int) -> SearchResult | None:
-    place = seed_folder(folder, seed)
-    if not (place / "run.json").is_file():
-        return None
-    run = RunFolder.open(place)
-    if run.manifest["status"] != "finished":
-        return None
-    run.verify("genotype.json", "metrics.jsonl")
-    rows = read_json_lines(place / "metrics.jsonl")
-    return SearchResult(place, replace(recipe, seed=seed), Genotype.load(place), rows, 0)
 
 
 def _write(
@@ -157,7 +132,7 @@ def _write(
     write_seeds(folder, "search", listed, best)
 
 
-def _drop_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
+def _remove_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
     for seed in seeds:
         for place in (seed_folder(folder, seed), seed_folder(folder, seed) / FIRST):
             for name in (CURRENT, PREVIOUS):

@@ -17,8 +17,8 @@ from softcell import api
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
-from softcell.evaluate.initial import load_initial
 from softcell.evaluate.seeds import train_seeds
+from softcell.evaluate.train import load_initial
 from tests.helpers.cli_calls import CELL, TINY_TRAIN, Softcell
 from tests.helpers.search_toys import write_data
 

@@ -233,7 +233,7 @@ def test_commands_go_on_where_a_run_has_begun(tmp_path: Path) -> None:
 
 
 def test_other_settings_than_those_of_a_run_are_refused(tmp_path: Path) -> None:
-    from softcell.api import search_recipe
+    from softcell.recipes import search_recipe
 
     file = plan(tmp_path)
     (job,) = jobs_of(read_plan(file), tmp_path / "out")
@@ -329,7 +329,7 @@ def start(*words: str | Path, cwd: Path) -> subprocess.Popen[str]:
 
 def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
     """The whole of it as a user has it: one job was finished before, and Ctrl-C comes while the other searches."""
-    from softcell.api import search_recipe
+    from softcell.recipes import search_recipe
 
     file = plan(tmp_path, search={**TINY, "epochs": 4000}, methods=["random", "darts"])
     before, begins = jobs_of(read_plan(file), tmp_path / "runs" / "plan")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from softcell.evaluate import TrainResult
     from softcell.evaluate.seeds import TrainedSeeds
     from softcell.search import SearchResult
-    from softcell.search.seeds import SeveralResult
+    from softcell.search.seeds import SearchedSeeds
 
 
 def show_search(out: Console, result: SearchResult) -> None:
@@ -91,7 +91,7 @@ def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {"supernet": text if anew is None else f"{text}, {percent(anew)} with norms measured anew"}
 
 
-def show_seeds(out: Console, result: SeveralResult) -> None:
+def show_seeds(out: Console, result: SearchedSeeds) -> None:
     """What each seed reached, with mean and spread; the best one is named."""
     import statistics
 
