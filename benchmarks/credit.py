@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.options import machine, step_options
-from benchmarks.steps import PAPER, SMALL, Case, batch, once, players
-from softcell.search.steps import Players
+from benchmarks.steps import PAPER, SMALL, Case, batch, once, step_state
+from softcell.search.steps import StepState
 from studies.runs import write_record
 
 LIMIT = 0.05
@@ -39,7 +39,7 @@ def on_cpu(base: Case, rounds: int) -> dict[str, float]:
     """Median milliseconds of processor time, which a busy machine does not change."""
     device = torch.device("cpu")
     data = batch(base, device)
-    actors = {way: players(case_of(base, way), device, plain=False) for way in WAYS}
+    actors = {way: step_state(case_of(base, way), device, plain=False) for way in WAYS}
     for actor in actors.values():
         once(actor, data, device, "single-level")
     return in_turns(
@@ -48,7 +48,7 @@ def on_cpu(base: Case, rounds: int) -> dict[str, float]:
     )
 
 
-def _cpu_milliseconds(actors: Players, data: tuple[Tensor, Tensor], device: torch.device) -> float:
+def _cpu_milliseconds(actors: StepState, data: tuple[Tensor, Tensor], device: torch.device) -> float:
     return 1e3 * once(actors, data, device, "single-level").cpu_seconds
 
 

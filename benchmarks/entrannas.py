@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import machine, step_options
-from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, players
+from benchmarks.steps import PAPER, SMALL, Case, batch, once, peak_megabytes, step_state
 from studies.runs import write_record
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,7 +42,7 @@ def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) 
     device = torch.device("cpu")
     cases = {name: case_of(base, name, size) for name in VARIANTS}
     data = batch(next(iter(cases.values())), device)
-    actors = {name: players(case, device, plain=False) for name, case in cases.items()}
+    actors = {name: step_state(case, device, plain=False) for name, case in cases.items()}
     for actor in actors.values():
         once(actor, data, device)
     timings: dict[str, list[Any]] = {name: [] for name in actors}

@@ -22,7 +22,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.steps import PAPER, Case, batch, once, players
+from benchmarks.steps import PAPER, Case, batch, once, step_state
 from benchmarks.traffic import bandwidth, traffic
 from softcell.arch import Genotype, notation
 from softcell.data import load
@@ -152,7 +152,7 @@ def _kernels(work: Callable[[], object]) -> list[Any]:
 
 
 def plain(case: Case, session: Session) -> dict[str, Any]:
-    actors, data = players(case, session.device, plain=True), batch(case, session.device)
+    actors, data = step_state(case, session.device, plain=True), batch(case, session.device)
     torch.cuda.reset_peak_memory_stats()
     once(actors, data, session.device)
     timings = [once(actors, data, session.device) for _ in range(3)]
@@ -169,7 +169,7 @@ def plain(case: Case, session: Session) -> dict[str, Any]:
 
 def floor(case: Case, session: Session) -> dict[str, float]:
     """Bytes of a bfloat16 step without any fusing, and how long this device takes to move them."""
-    actors, data = players(case, session.device, plain=False), batch(case, session.device)
+    actors, data = step_state(case, session.device, plain=False), batch(case, session.device)
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.options import machine, step_options
-from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megabytes, players
+from benchmarks.steps import DRAWS, PAPER, SMALL, Case, batch, once, peak_megabytes, step_state
 from softcell.methods.itnas import HALVES
 from studies.runs import write_record
 
@@ -64,7 +64,7 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
         progress(name)
         timings = []
         if rounds and name not in SINGLE:
-            data, actors = batch(case, device), players(case, device, plain=False)
+            data, actors = batch(case, device), step_state(case, device, plain=False)
             once(actors, data, device, case.regime)
             timings = [once(actors, data, device, case.regime) for _ in range(rounds)]
             del actors

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.steps import Case, batch, players, step
+from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
 from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
@@ -202,7 +202,7 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
 def launches(case: Case, *, together: bool) -> Counter[str]:
     """Operations of one search step by name."""
     device = torch.device("cpu")
-    actors, data = players(case, device, plain=False), batch(case, device)
+    actors, data = step_state(case, device, plain=False), batch(case, device)
     counter = _Counter()
     with as_on_a_gpu(counter, together=together):
         step(actors, data, case.regime)  # plans are made in the first

@@ -26,7 +26,7 @@ from softcell.engine.session import place
 from softcell.engine.timing import Stopwatch, Timing
 from softcell.methods import METHODS, Method
 from softcell.nn.objective import CrossEntropy
-from softcell.search.steps import Players, bilevel, single_level
+from softcell.search.steps import StepState, bilevel, single_level
 from softcell.settings import build
 from softcell.spaces import build_space
 
@@ -62,7 +62,7 @@ DRAWS = 12
 """Steps that the memory of methods with random paths is averaged over."""
 
 
-def players(case: Case, device: torch.device, *, plain: bool) -> Players:
+def step_state(case: Case, device: torch.device, *, plain: bool) -> StepState:
     torch.manual_seed(0)
     space = build_space(case.space, case.settings)
     supernet = space.supernet(case.shape, 10)
@@ -85,7 +85,7 @@ def players(case: Case, device: torch.device, *, plain: bool) -> Players:
     )
     if dict(kind.recipes["paper"].get("architecture", {})).get("optimiser") == "weights":
         architecture = torch.optim.SGD(method.parameters(), lr=0.025, momentum=0.9, weight_decay=3e-4, foreach=True)
-    return Players(
+    return StepState(
         supernet,
         method,
         CrossEntropy(),
@@ -103,7 +103,7 @@ def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     return images.to(device), torch.randint(10, (case.batch,), generator=generator).to(device)
 
 
-def step(actors: Players, data: tuple[Tensor, Tensor], regime: str) -> None:
+def step(actors: StepState, data: tuple[Tensor, Tensor], regime: str) -> None:
     """One search step: of both parts from one batch, or of the architecture and then of the weights."""
     if regime == "single-level":
         single_level(actors, *data)
@@ -111,7 +111,7 @@ def step(actors: Players, data: tuple[Tensor, Tensor], regime: str) -> None:
         bilevel(actors, data, data)
 
 
-def once(actors: Players, data: tuple[Tensor, Tensor], device: torch.device, regime: str = "bilevel") -> Timing:
+def once(actors: StepState, data: tuple[Tensor, Tensor], device: torch.device, regime: str = "bilevel") -> Timing:
     watch = Stopwatch(device)
     with watch:
         step(actors, data, regime)
@@ -121,7 +121,7 @@ def once(actors: Players, data: tuple[Tensor, Tensor], device: torch.device, reg
 def compare(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
     """Medians of both formulations, timed in turns after one warm-up each, and their ratios."""
     data = batch(case, device)
-    actors = {name: players(case, device, plain=name == "plain") for name in ("plain", "softcell")}
+    actors = {name: step_state(case, device, plain=name == "plain") for name in ("plain", "softcell")}
     for actor in actors.values():
         once(actor, data, device)
     timings: dict[str, list[Timing]] = {name: [] for name in actors}
@@ -158,7 +158,7 @@ def report_peak(request: str) -> None:
     case = Case(**{**asked["case"], "shape": tuple(asked["case"]["shape"])})
     device = torch.device(asked["device"])
     data = batch(case, device)
-    actors = players(case, device, plain=asked["plain"])
+    actors = step_state(case, device, plain=asked["plain"])
     if device.type == "cuda":
         print(max(once(actors, data, device, case.regime).peak_bytes for _ in range(2)) / 1e6)
         return

@@ -18,8 +18,8 @@ from softcell.engine import RunFolder
 from softcell.engine.distributed import World
 from softcell.engine.files import atomic_write_text
 from softcell.engine.metrics import measure
-from softcell.search.child import measure_child, norms_measured_anew
 from softcell.search.restored import restore
+from softcell.search.validation import measure_child, recalibrated
 from studies.runs import NOT_MEASURED, Deadline
 
 FILE = "one-basis.json"
@@ -42,11 +42,11 @@ def measure_gap(folder: Path, device: str, data_root: str | None) -> dict[str, f
     held = feeds.plain(found.dataset.train, found.parts[found.recipe.measured_split])
     weights = feeds.training(found.parts["weights"], replace(found.dataset.augment, cutout=found.recipe.cutout))
     mix = found.method.relax()
-    with norms_measured_anew(found.supernet, mix, weights.epoch(0)):
+    with recalibrated(found.supernet, mix, weights.epoch(0)):
         found.supernet.eval()
         supernet = measure(lambda images: found.supernet(images, mix), held.epoch(0), world).accuracy
     genotype = Genotype.load(folder)
-    derived = measure_child(found.supernet, genotype, held.epoch(0), world, reestimate=weights.epoch(0)).accuracy
+    derived = measure_child(found.supernet, genotype, held.epoch(0), world, recalibrate=weights.epoch(0)).accuracy
     result = {"supernet_accuracy_bn": supernet, "derived_accuracy_bn": derived, "gap_bn": supernet - derived}
     atomic_write_text(kept, json.dumps({"run": finished, **result}) + "\n")
     return result

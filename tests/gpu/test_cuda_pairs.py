@@ -25,7 +25,7 @@ CASES = [
     *((method, space, {}) for method in SEARCHING for space in SPACES),
     *(("itnas", space, SINGLE) for space in SPACES),
 ]
-DRAWN = "hardly one comes twice"
+DRAWN = "rarely repeat"
 
 
 def draws_paths(method: str, settings: dict[str, Any]) -> bool:

@@ -25,9 +25,9 @@ from softcell.evaluate.task import TrainTask
 from softcell.methods.snas import Snas
 from softcell.search import SearchRecipe, resolve, search
 from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import Players, bilevel, single_level, unrolled
+from softcell.search.steps import StepState, bilevel, single_level, unrolled
 from softcell.spaces import build_space
-from tests.helpers.search_toys import batch, players, remains, same, settings, state_of, training
+from tests.helpers.search_toys import batch, remains, same, settings, state_of, step_state, training
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -43,7 +43,7 @@ WARM = 6
 """Eager steps, the recording and a replay: what may wait is over then."""
 
 
-def one_step(one: Players, regime: str, device: str) -> None:
+def one_step(one: StepState, regime: str, device: str) -> None:
     train, validation = batch(1, device=device), batch(2, device=device)
     if regime == "single-level":
         single_level(one, *train)
@@ -56,7 +56,7 @@ def one_step(one: Players, regime: str, device: str) -> None:
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_step_on_cuda_equals_one_on_the_cpu(regime: str, space: str) -> None:
-    there, here = players(space, device=DEVICE, clip_architecture=0.5), players(space, clip_architecture=0.5)
+    there, here = step_state(space, device=DEVICE, clip_architecture=0.5), step_state(space, clip_architecture=0.5)
     one_step(there, regime, DEVICE)
     one_step(here, regime, "cpu")
     expected = {**here.supernet.state_dict(), **here.method.state_dict()}
@@ -172,16 +172,16 @@ def test_recorded_steps_and_plain_ones_give_the_same_search(regime: str, tmp_pat
 
 def test_evaluations_of_a_recorded_unrolled_step_share_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every replay has new numbers, but one set for all its evaluations: else the gradient is noise divided by ε."""
-    one = players("nb201", device=DEVICE, method=Snas)
+    one = step_state("nb201", device=DEVICE, method=Snas)
     one.supernet.use_drop_path(0.3)
     one.supernet.drop_path.set_fraction(1.0)
     train, validation = batch(1, device=DEVICE), batch(2, device=DEVICE)
     found = torch.zeros(sum(p.numel() for p in one.method.parameters()), dtype=torch.float64, device=DEVICE)
 
-    def keep(players: Players, gradients: Any, **options: Any) -> None:
+    def keep(step_state: StepState, gradients: Any, **options: Any) -> None:
         found.copy_(torch.cat([gradient.flatten() for gradient in gradients]))
 
-    monkeypatch.setattr(Players, "learn_architecture", keep)
+    monkeypatch.setattr(StepState, "learn_architecture", keep)
     notes: list[str] = []
     step = CapturedStep(lambda: (unrolled(one, train, validation, Unrolling(epsilon=1e-6)), None)[1], notes.append)
     gradients = []
@@ -269,7 +269,7 @@ def test_a_resumed_optimiser_keeps_its_rate_on_the_device() -> None:
             for group in state[part]["param_groups"]:
                 group["lr"] = torch.as_tensor(group["lr"]).cpu()
         other.load_state_dict(state)
-        for optimiser in (other.players.weight_optimiser, other.players.architecture_optimiser):
+        for optimiser in (other.step_state.weight_optimiser, other.step_state.architecture_optimiser):
             rate = optimiser.param_groups[0]["lr"]
             assert isinstance(rate, torch.Tensor)
             assert rate.device.type == DEVICE

@@ -99,8 +99,8 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
 
 
 def _search_state(task: SearchTask) -> list[Any]:
-    players = task.players
-    optimisers = [players.weight_optimiser.state_dict(), players.architecture_optimiser.state_dict()]
+    step_state = task.step_state
+    optimisers = [step_state.weight_optimiser.state_dict(), step_state.architecture_optimiser.state_dict()]
     return [task.supernet.state_dict(), task.method.state_dict(), *optimisers]
 
 

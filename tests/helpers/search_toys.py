@@ -19,7 +19,7 @@ from softcell.engine.task import Event, Stepped
 from softcell.methods import METHODS
 from softcell.nn.objective import CrossEntropy
 from softcell.search import SearchRecipe, search
-from softcell.search.steps import Players
+from softcell.search.steps import StepState
 from softcell.settings import build
 from softcell.spaces import build_space
 
@@ -95,7 +95,7 @@ def training(space: str, data: Path | str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def players(
+def step_state(
     space: str = "nb201",
     *,
     seed: int = 0,
@@ -103,7 +103,7 @@ def players(
     clip_weights: float = 5.0,
     clip_architecture: float = 0.0,
     method: Any = None,
-) -> Players:
+) -> StepState:
     """Supernet, method and optimisers in float64. Logits are spread out, so that candidates differ in weight."""
     torch.manual_seed(seed)
     built = build_space(space, TINY[space])
@@ -114,7 +114,7 @@ def players(
         for logits in made.parameters():
             logits.copy_(torch.randn(logits.shape, dtype=torch.float64))
     supernet, made = supernet.to(device), made.to(device)
-    return Players(
+    return StepState(
         supernet,
         made,
         CrossEntropy(),

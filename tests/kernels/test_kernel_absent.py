@@ -13,7 +13,7 @@ from softcell.engine.distributed import World
 from softcell.kernels import backend, compose, local, norm, pool, taps
 from softcell.nn.attention import LocalAttention
 from softcell.search import resolve
-from softcell.search.task import explain_modules
+from softcell.search.task import warn_if_unfused
 from softcell.spaces import execution
 from softcell.testing import tiny_space
 from tests.helpers.kernel_cells import OneSite, build_cell, fuse, leaving, outcome, random_inputs, require_same
@@ -103,7 +103,7 @@ def test_a_search_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def said(device: torch.device = CUDA, *, size: int = 1, space: str = "nb201", **settings: Any) -> list[str]:
         notes: list[str] = []
         supernet = tiny_space(space).supernet((3, 32, 32), 10)
-        explain_modules(resolve({"space": space, **settings}), supernet, World(0, size, 0, device), notes.append)
+        warn_if_unfused(resolve({"space": space, **settings}), supernet, World(0, size, 0, device), notes.append)
         return notes
 
     lack(monkeypatch)

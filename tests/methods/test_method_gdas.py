@@ -19,7 +19,7 @@ from softcell.search import resolve
 from softcell.search.steps import bilevel
 from softcell.spaces.cell import MixedCell
 from softcell.testing import tiny_space
-from tests.helpers.search_toys import batch, check_resumed, players, settings, write_data
+from tests.helpers.search_toys import batch, check_resumed, settings, step_state, write_data
 
 TABLE = Table(
     "cell",
@@ -153,7 +153,7 @@ def test_one_sample_is_shared_by_all_sites_and_both_levels_draw_their_own(monkey
     assert isinstance(mix, WeightMix)
     assert mix.weights(0) is mix.weights(1)
     assert mix.live(0) == mix.live(1)
-    one, mixes, relax = players("nb201", method=Gdas), [], Gdas.relax
+    one, mixes, relax = step_state("nb201", method=Gdas), [], Gdas.relax
 
     def watch(method: Gdas) -> Mix:
         mixes.append(relax(method))

@@ -24,7 +24,7 @@ from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.edges import Combiner
 from softcell.testing import RaggedSpace, one_hot, tiny_space
-from tests.helpers.search_toys import batch, check_resumed, players, same, settings, write_data
+from tests.helpers.search_toys import batch, check_resumed, same, settings, step_state, write_data
 
 TABLE = Table(
     "cell",
@@ -296,7 +296,7 @@ def test_the_credit_of_an_edge_is_minus_its_share_of_the_loss_slope(
     regime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eq 34 taken literally: -(∂L/∂x_j) · Õ_ij(x_i) with node values and edge outputs caught inside the cells."""
-    one = players("nb201", method=Snas)
+    one = step_state("nb201", method=Snas)
     caught: list[tuple[int, Tensor, Tensor]] = []
     original = Combiner.combine
 
@@ -331,7 +331,7 @@ def test_the_credit_of_an_edge_is_minus_its_share_of_the_loss_slope(
 
 
 def test_a_single_level_step_with_credit_makes_one_backward_on_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = players("nb201", method=Snas)
+    one = step_state("nb201", method=Snas)
     forwards, backwards = [], []
     one.supernet.cells[0].register_forward_hook(lambda *arguments: forwards.append(1))
     original = torch.autograd.grad
@@ -344,7 +344,7 @@ def test_a_single_level_step_with_credit_makes_one_backward_on_one_batch(monkeyp
 def test_recording_credit_changes_no_step_and_can_be_switched_off() -> None:
     states = []
     for record in (True, False):
-        one = players("nb201", method=Snas)
+        one = step_state("nb201", method=Snas)
         assert Snas(one.method.layout, SnasSettings(record_credit=record)).observer is None or record
         one.method.observer = one.method.observer if record else None
         torch.manual_seed(1)

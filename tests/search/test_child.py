@@ -15,8 +15,8 @@ from softcell.arch import WeightMix, sample
 from softcell.data import Batch
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
-from softcell.search.child import measure_child, norms_measured_anew, reestimate_
-from softcell.search.seeds import ANEW, figure, score, search_seeds
+from softcell.search.seeds import RECALIBRATED, figure, score, search_seeds
+from softcell.search.validation import measure_child, recalibrate_, recalibrated
 from softcell.spaces import Supernet
 from softcell.spaces.execution import is_modules_only
 from softcell.testing import one_hot, tiny_space
@@ -95,7 +95,7 @@ def test_statistics_are_replaced_by_their_plain_mean_over_the_batches_and_nothin
     given = batches(3, seed=3)
     with torch.no_grad():
         network(batches(1, seed=9)[0].images + 5.0)  # statistics of other images, which must be forgotten
-    reestimate_(network, given)
+    recalibrate_(network, given)
     with torch.no_grad():
         maps = [network[0](batch.images) for batch in given]
     torch.testing.assert_close(network[1].running_mean, torch.stack([m.mean((0, 2, 3)) for m in maps]).mean(0))
@@ -112,7 +112,7 @@ def test_new_statistics_stay_in_the_child() -> None:
     genotype = sample(space.layout(), 1)
     held = batches(1, seed=4)
     plain = measure_child(supernet, genotype, held, ALONE)
-    anew = measure_child(supernet, genotype, held, ALONE, reestimate=batches(4, seed=5))
+    anew = measure_child(supernet, genotype, held, ALONE, recalibrate=batches(4, seed=5))
     assert anew.loss != plain.loss
     assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
 
@@ -140,7 +140,7 @@ def test_norms_measured_anew_are_means_over_batches_and_everything_is_put_back()
     with torch.no_grad():
         for batch in looked:
             twin(batch.images, mix)
-    with norms_measured_anew(supernet, mix, looked):
+    with recalibrated(supernet, mix, looked):
         for number, norm in enumerate(norms):
             if number in sums:  # each batch-norm is run once per batch
                 assert len(sums[number]) == len(looked)
@@ -155,7 +155,7 @@ def test_norms_measured_anew_are_means_over_batches_and_everything_is_put_back()
 
     with (
         pytest.raises(RuntimeError),
-        norms_measured_anew(supernet, mix, [Batch(torch.zeros(1), *looked[0].images[:2])]),
+        recalibrated(supernet, mix, [Batch(torch.zeros(1), *looked[0].images[:2])]),
     ):
         raise AssertionError("such images cannot be looked at")
     assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
@@ -217,7 +217,7 @@ def test_seeds_are_compared_by_a_figure_that_all_of_them_have(data: Path, tmp_pa
             row["val_accuracy_bn"],
         )
     results = list(found.results.values())
-    assert figure(results) == "val_accuracy_bn" and found.best == max(last, key=lambda s: (last[s][ANEW], -s))
+    assert figure(results) == "val_accuracy_bn" and found.best == max(last, key=lambda s: (last[s][RECALIBRATED], -s))
     del results[0].metrics[-1]["val_accuracy_bn"]  # finished before there was such a figure
     assert figure(results) == "val_accuracy"
     assert [score(one, figure(results)) for one in results] == [row["val_accuracy"] for row in last.values()]

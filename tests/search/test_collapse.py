@@ -3,7 +3,7 @@
 import pytest
 
 from softcell.arch import Cell, Pick, sample
-from softcell.search.collapse import SKIP, CollapseWatch, share
+from softcell.search.meters import SKIP, CollapseMeter, share
 from softcell.search.recipe import Collapse
 from softcell.spaces import build_space
 
@@ -15,12 +15,12 @@ def test_edges_that_only_choose_whether_to_be_there_do_not_count() -> None:
 
     layout = build_space("nb1shot1-1", {}).layout()
     told: list[str] = []
-    watch = CollapseWatch(Collapse(stop=True), layout, told.append, 5)
+    watch = CollapseMeter(Collapse(stop=True), layout, told.append, 5)
     for seed in range(5):
         genotype = sample(layout, seed)
         assert any(pick.op == SKIP for pick in genotype.cells["cell"].picks), "links to parents"
         assert share(genotype.cells["cell"], SKIP, layout.table("cell")) == 0.0
-        assert watch.look(seed, genotype) is None
+        assert watch.check(seed, genotype) is None
     assert told == []
 
 
@@ -29,10 +29,10 @@ def test_the_first_epochs_are_not_judged(epochs: int, first: int) -> None:
     """Candidates without weights lead while convolutions are random: that is no collapse yet."""
     layout = build_space("nb201", {"candidates": ["skip_connect"]}).layout()
     genotype, told, stops = sample(layout, 0), [], []
-    watch = CollapseWatch(Collapse(stop=True, patience=1), layout, told.append, epochs)
+    watch = CollapseMeter(Collapse(stop=True, patience=1), layout, told.append, epochs)
     for epoch in range(epochs):
         before = len(told)
-        stops.append(watch.look(epoch, genotype))
+        stops.append(watch.check(epoch, genotype))
         assert (len(told) > before) == (epoch == first), "told once, and not before"
     assert [stop is not None for stop in stops] == [epoch >= first for epoch in range(epochs)]
     assert watch.kept is None, "there was no healthy one before"
@@ -46,10 +46,10 @@ def test_a_healthy_architecture_of_the_first_epochs_can_be_kept() -> None:
         )
         for op in ("skip_connect", "nor_conv_1x1")
     }
-    watch = CollapseWatch(Collapse(stop=True), layout, lambda text: None, 8)
-    assert watch.look(0, kinds["nor_conv_1x1"]) is None
-    assert watch.look(1, kinds["skip_connect"]) is None
-    assert watch.look(2, kinds["skip_connect"]) is not None
+    watch = CollapseMeter(Collapse(stop=True), layout, lambda text: None, 8)
+    assert watch.check(0, kinds["nor_conv_1x1"]) is None
+    assert watch.check(1, kinds["skip_connect"]) is None
+    assert watch.check(2, kinds["skip_connect"]) is not None
     assert watch.kept == kinds["nor_conv_1x1"]
-    always = CollapseWatch(Collapse(stop=True, after=0.0), layout, lambda text: None, 8)
-    assert always.look(0, kinds["skip_connect"]) is not None
+    always = CollapseMeter(Collapse(stop=True, after=0.0), layout, lambda text: None, 8)
+    assert always.check(0, kinds["skip_connect"]) is not None

@@ -25,10 +25,10 @@ def test_paths_are_dropped_more_and_more_often(
     step = getattr(module, regime.replace("-", "_"))
     rates: list[float] = []
 
-    def watch(players: Any, *batches: Any) -> Any:
-        assert all(cell._drops() for cell in players.supernet.cells)
-        rates.append(round(float(players.supernet.drop_path.current), 6))
-        return step(players, *batches)
+    def watch(step_state: Any, *batches: Any) -> Any:
+        assert all(cell._drops() for cell in step_state.supernet.cells)
+        rates.append(round(float(step_state.supernet.drop_path.current), 6))
+        return step(step_state, *batches)
 
     monkeypatch.setattr(module, regime.replace("-", "_"), watch)
     given = settings("nb201", write_data(tmp_path / "data.npz"), method=method, regime=regime, drop_path=0.3)

@@ -38,7 +38,7 @@ from softcell.spaces.execution import is_modules_only
 from softcell.spaces.teacher import find_teacher, load_classifier, register_teacher
 from softcell.testing import tiny_space
 from softcell.trust import UntrustedError, trusting
-from tests.helpers.search_toys import ALONE, batch, players, settings, write_data
+from tests.helpers.search_toys import ALONE, batch, settings, step_state, write_data
 from tests.helpers.unsealed import unsealed
 
 
@@ -112,7 +112,7 @@ def test_a_guided_search_that_is_stopped_goes_on_bit_for_bit(place: Path, tmp_pa
 @pytest.mark.parametrize("form", ["mean-square", "norm"])
 def test_the_gradient_norms_are_those_of_both_parts_over_four_batches(form: Any) -> None:
     """Each part differentiated by itself; and nothing is left behind: no statistics, no random numbers."""
-    one = players("nb201")
+    one = step_state("nb201")
     teacher = Tapped(ResNet18(width=2).build(1, 3).double())
     guided = Guided(CrossEntropy(), teacher, (0, 1, 2), 7.0, form)
     batches = [Batch(*batch(seed), torch.arange(6)) for seed in range(5)]

@@ -15,9 +15,9 @@ from softcell.nn.stochastic import SharedDraws, draw_normal, draw_uniform
 from softcell.search import steps
 from softcell.search.guide import supernet_maps
 from softcell.search.hypergradient import Unrolling, hypergradient
-from softcell.search.steps import Players, unrolled
+from softcell.search.steps import StepState, unrolled
 from softcell.spaces import Bound
-from tests.helpers.search_toys import Pair, batch, players
+from tests.helpers.search_toys import Pair, batch, step_state
 
 LR, MOMENTUM, DECAY = 0.3, 0.9, 0.07
 EXACT = Unrolling(exact=True)
@@ -195,7 +195,7 @@ def test_a_validation_loss_without_weights_leaves_the_direct_gradient(settings: 
 # --- real supernets ---
 
 
-def ahead_of(one: Players, train: Pair, validation: Pair) -> float:
+def ahead_of(one: StepState, train: Pair, validation: Pair) -> float:
     """L_val(w'(α), α) of a supernet, with all its batch statistics, on copies; α is relaxed once."""
     net, objective = copy.deepcopy((one.supernet, one.objective))
     with torch.no_grad():
@@ -216,15 +216,15 @@ def ahead_of(one: Players, train: Pair, validation: Pair) -> float:
 
 
 def hypergradient_of(
-    one: Players, train: Pair, validation: Pair, monkeypatch: pytest.MonkeyPatch, how: Unrolling = EXACT
+    one: StepState, train: Pair, validation: Pair, monkeypatch: pytest.MonkeyPatch, how: Unrolling = EXACT
 ) -> list[Tensor]:
     """What `unrolled` gives the architecture's optimiser."""
     kept: list[Tensor] = []
 
-    def keep(players: Players, gradients: Sequence[Tensor], **options: Any) -> None:
+    def keep(step_state: StepState, gradients: Sequence[Tensor], **options: Any) -> None:
         kept.extend(gradient.clone() for gradient in gradients)
 
-    monkeypatch.setattr(Players, "learn_architecture", keep)
+    monkeypatch.setattr(StepState, "learn_architecture", keep)
     monkeypatch.setattr(steps, "weight_step", lambda *arguments: None)
     unrolled(one, train, validation, how)
     return kept
@@ -232,7 +232,7 @@ def hypergradient_of(
 
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 def test_on_a_supernet_the_exact_hypergradient_equals_differences(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = players(space)
+    one = step_state(space)
     steps.weight_step(one, *batch(5))  # so that there is momentum
     train, validation = batch(1), batch(2)
     found = hypergradient_of(one, train, validation, monkeypatch)
@@ -255,7 +255,7 @@ def test_on_a_supernet_the_exact_hypergradient_equals_differences(space: str, mo
 def test_looking_ahead_leaves_weights_and_running_statistics_alone(
     settings: Unrolling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = players("darts")
+    one = step_state("darts")
     steps.weight_step(one, *batch(5))
     before = copy.deepcopy(one.supernet.state_dict())
     momenta = copy.deepcopy(one.weight_optimiser.state_dict()["state"])
@@ -270,7 +270,7 @@ def test_looking_ahead_leaves_weights_and_running_statistics_alone(
 
 def test_the_virtual_step_is_the_step_that_the_optimiser_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """The validation loss that `unrolled` sees belongs to the weights after a real step of the optimiser."""
-    one = players("nb201", clip_weights=0.0)
+    one = step_state("nb201", clip_weights=0.0)
     steps.weight_step(one, *batch(5))
     train, validation = batch(1), batch(2)
     twin = copy.deepcopy(one.supernet)
@@ -289,30 +289,30 @@ def test_the_virtual_step_is_the_step_that_the_optimiser_would_take(monkeypatch:
 # --- steps that draw random numbers ---
 
 
-def sampled() -> Players:
-    return players("nb201", method=Snas)
+def sampled() -> StepState:
+    return step_state("nb201", method=Snas)
 
 
-def dropping() -> Players:
-    one = players("nb201")
+def dropping() -> StepState:
+    one = step_state("nb201")
     one.supernet.use_drop_path(0.5)
     one.supernet.drop_path.set_fraction(1.0)
     return one
 
 
-def noisy() -> Players:
-    return players("s4")
+def noisy() -> StepState:
+    return step_state("s4")
 
 
-def hiding() -> Players:
+def hiding() -> StepState:
     """Context auto-regression, which hides other pixels at every call; its decoder learns with the weights."""
-    one = players("nb201")
+    one = step_state("nb201")
     one.objective = ContextAutoRegression(supernet_maps(one.supernet, one.method), (1, 8, 8)).double()
     return one
 
 
-def all_of_it() -> Players:
-    one = players("s4", method=Snas)
+def all_of_it() -> StepState:
+    one = step_state("s4", method=Snas)
     one.supernet.use_drop_path(0.5)
     one.supernet.drop_path.set_fraction(1.0)
     return one
@@ -323,7 +323,7 @@ RANDOM = (sampled, dropping, noisy, hiding, all_of_it)
 
 @pytest.mark.parametrize("make", RANDOM)
 def test_one_draw_serves_all_evaluations_of_a_step(
-    make: Callable[[], Players], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], StepState], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As ε falls, Eq 8 approaches the gradient that differentiating twice gives for the same random numbers.
 
@@ -353,7 +353,7 @@ def test_one_draw_serves_all_evaluations_of_a_step(
 
 
 @pytest.mark.parametrize("make", RANDOM)
-def test_the_next_step_draws_again(make: Callable[[], Players], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_draws_again(make: Callable[[], StepState], monkeypatch: pytest.MonkeyPatch) -> None:
     one, train, validation = make(), batch(1), batch(2)
     torch.manual_seed(7)
     first, second = (

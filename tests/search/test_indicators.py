@@ -14,7 +14,6 @@ from softcell.arch import WeightMix
 from softcell.data import Batch
 from softcell.errors import UserError
 from softcell.search import resolve, search
-from softcell.search.child import norms_measured_anew
 from softcell.search.indicators import (
     Baseline,
     Only,
@@ -26,6 +25,7 @@ from softcell.search.indicators import (
     trained_selector,
 )
 from softcell.search.restored import Restored, restore
+from softcell.search.validation import recalibrated
 from tests.helpers.search_toys import settings, write_data
 
 
@@ -157,7 +157,7 @@ def test_sampled_cells_are_perturbed_with_norms_of_their_own(runs: dict[str, Pat
 
     def measured(table: torch.Tensor) -> tuple[float, float]:
         mix = WeightMix(found.supernet.layout, {"cell": table})
-        with norms_measured_anew(found.supernet, mix, norms), torch.no_grad():
+        with recalibrated(found.supernet, mix, norms), torch.no_grad():
             logits = found.supernet(batch.images, mix).double()
         return float((logits.argmax(1) == batch.labels).double().mean()), float(F.cross_entropy(logits, batch.labels))
 
@@ -279,7 +279,7 @@ def test_supernets_of_single_paths_are_looked_at_choice_by_choice(tmp_path: Path
     whole = []
     for choice in range(6):
         mix = found.mix(("cell", choice))
-        with norms_measured_anew(found.supernet, mix, first_training_batches(found, 2)), torch.no_grad():
+        with recalibrated(found.supernet, mix, first_training_batches(found, 2)), torch.no_grad():
             whole.append(float((found.supernet(batch.images, mix).argmax(1) == batch.labels).double().mean()))
     assert made.baseline.accuracy == pytest.approx(sum(whole) / 6), "each choice has a baseline of its own"
     live = found.mix(("cell", 2)).live(1)

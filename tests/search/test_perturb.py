@@ -20,9 +20,9 @@ from softcell.errors import UserError
 from softcell.methods import METHODS
 from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
-from softcell.search.child import measure_child, norms_of_each_batch
 from softcell.search.perturb import FILE, PerturbationSelection, num_inputs, questions
 from softcell.search.restored import restore
+from softcell.search.validation import batch_statistics, measure_child
 from softcell.spaces import Supernet, build_space
 from tests.helpers.search_toys import ALONE, settings, write_data
 
@@ -185,8 +185,7 @@ def select_toy(rule: Rule, planted: Sequence[int], folder: Path, measure: str, e
         ALONE,
         weights=batches,
         judged=batches,
-        surroundings=lambda: torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(),
-        recalibrating=torch.no_grad,
+        in_step=lambda: torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(),
         notify=lambda text: None,
     )
     assert method.derive() != selection(folder)[0], "the logits say something else"
@@ -339,7 +338,7 @@ def test_norms_of_each_batch_leave_running_statistics_and_random_numbers_alone()
     before = {name: value.clone() for name, value in supernet.state_dict().items()}
     drawn = torch.get_rng_state()
     x = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), norms_of_each_batch(supernet):
+    with torch.no_grad(), batch_statistics(supernet):
         first, second = (supernet(x, WeightMix(supernet.layout, weights)) for _ in range(2))
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     for name, value in supernet.state_dict().items():

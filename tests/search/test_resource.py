@@ -29,7 +29,7 @@ from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates, count_genotype
 from softcell.spaces.registry import evaluation_space
-from tests.helpers.search_toys import batch, check_resumed, players, same, settings, state_of, write_data
+from tests.helpers.search_toys import batch, check_resumed, same, settings, state_of, step_state, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(kind := METHODS.get(name), Method) and kind.learns]
 WITH_LOGITS = [name for name in DIFFERENTIABLE if name != "itnas"]  # its test file has its own
@@ -235,7 +235,7 @@ def test_the_penalty_moves_the_architecture_and_no_weight(regime: str, method: A
     """The gradient that Adam sees differs by exactly that of the penalty; weights learn as without it."""
     gradients, weights = [], []
     for with_penalty in (False, True):
-        one = players("nb201", method=method)
+        one = step_state("nb201", method=method)
         space = build_space("nb201", {"cells_per_stage": 1, "channels": 2})
         costs = count_candidates(space, (1, 8, 8), 3)
         if with_penalty:

@@ -217,7 +217,7 @@ def test_a_step_of_the_search_is_that_of_its_regime(regime: str, data: Path) -> 
     with open_session(device="cpu", seed=0, precision="float64", deterministic=False, threads=1) as session:
         task = build_task(recipe, dataset, parts, session, None)
     task.begin_epoch(0)
-    twin = copy.deepcopy(task.players)
+    twin = copy.deepcopy(task.step_state)
     draft, *_ = task.batches(0, 0)
     task.step(draft)
     train, validation = task.pair(draft)

@@ -19,7 +19,7 @@ from softcell.engine.task import Stepped
 from softcell.methods.darts import Darts, DartsSettings
 from softcell.methods.entrannas import EnTranNas, EnTranNasDst, EnTranNasDstSettings, EnTranNasSettings
 from softcell.search import resolve, search
-from softcell.search.plans import Plans
+from softcell.search.task import PlanQueue
 from softcell.spaces import Space, build_space
 from softcell.testing import tiny_space
 from tests.helpers.search_toys import remains, settings, state_of, write_data
@@ -36,7 +36,7 @@ def moved(method: EnTranNas, seed: int) -> None:
 
 def test_a_plan_comes_from_the_parameters_as_they_were_before_the_step_in_front() -> None:
     method = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings())
-    plans, exact, found = Plans(method.planner), list[Plan](), list[Plan | None]()
+    plans, exact, found = PlanQueue(method.planner), list[Plan](), list[Plan | None]()
     for step in range(5):
         moved(method, step)
         exact.append(method.planner.current())
@@ -47,7 +47,7 @@ def test_a_plan_comes_from_the_parameters_as_they_were_before_the_step_in_front(
 
 def test_resumed_plans_are_those_of_an_uninterrupted_run() -> None:
     method = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings())
-    plans, resumed = Plans(method.planner), Plans(method.planner)
+    plans, resumed = PlanQueue(method.planner), PlanQueue(method.planner)
     for step in range(3):
         moved(method, step)
         plans.next()
@@ -82,7 +82,7 @@ def test_captured_plans_of_dst_change_seldom_and_run_what_is_needed() -> None:
     space = build_space("darts")
     plans, exact, found = None, list[Plan](), list[Plan]()
     for method in pruning(space, 200):
-        plans = Plans(method.planner) if plans is None else plans
+        plans = PlanQueue(method.planner) if plans is None else plans
         exact.append(method.planner.current())
         found.append(plans.next())
     needed = [exact[0], *exact[:-1]]
@@ -118,9 +118,9 @@ def test_a_widened_plan_computes_what_the_exact_one_does(given: dict[str, Any]) 
 
 
 def test_methods_without_plans_have_none() -> None:
-    assert Plans(Darts(tiny_space("darts").layout(), DartsSettings()).planner).next() is None
+    assert PlanQueue(Darts(tiny_space("darts").layout(), DartsSettings()).planner).next() is None
     everything = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings(engines="all"))
-    assert Plans(everything.planner).next() is None
+    assert PlanQueue(everything.planner).next() is None
 
 
 class Recorded(CapturedStep):

@@ -16,8 +16,8 @@ from softcell.nn.classifiers import Classifier, ResNet18
 from softcell.nn.guide import Guided, Tapped
 from softcell.nn.objective import CrossEntropy
 from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import Players, bilevel, single_level, unrolled, weight_step
-from tests.helpers.search_toys import ARCHITECTURE_LR, LR, Pair, batch, players
+from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
+from tests.helpers.search_toys import ARCHITECTURE_LR, LR, Pair, batch, step_state
 
 STEPS = 3
 
@@ -33,7 +33,7 @@ class Penalised(Darts):
 class Twin:
     """A supernet with its logits and both optimisers by hand: SGD with momentum, Adam with decay in the gradient."""
 
-    def __init__(self, one: Players) -> None:
+    def __init__(self, one: StepState) -> None:
         self.net, self.method = copy.deepcopy(one.supernet), copy.deepcopy(one.method)
         self.clips = one.clip_weights, one.clip_architecture
         self.momentum: dict[nn.Parameter, Tensor] = {}
@@ -126,15 +126,15 @@ def twin_unrolled(twin: Twin, train: Pair, validation: Pair) -> tuple[float, ...
     return loss, held
 
 
-def real_single_level(one: Players, train: Pair, validation: Pair) -> tuple[float, ...]:
+def real_single_level(one: StepState, train: Pair, validation: Pair) -> tuple[float, ...]:
     return (float(single_level(one, *train).loss),)
 
 
-def real_bilevel(one: Players, train: Pair, validation: Pair) -> tuple[float, ...]:
+def real_bilevel(one: StepState, train: Pair, validation: Pair) -> tuple[float, ...]:
     return tuple(float(result.loss) for result in bilevel(one, train, validation))
 
 
-def real_unrolled(one: Players, train: Pair, validation: Pair) -> tuple[float, ...]:
+def real_unrolled(one: StepState, train: Pair, validation: Pair) -> tuple[float, ...]:
     return tuple(float(result.loss) for result in unrolled(one, train, validation, Unrolling()))
 
 
@@ -151,14 +151,14 @@ REGIMES: dict[str, tuple[Callable[..., Any], Callable[..., Any], float]] = {
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_regime_equals_its_twin(regime: str, clips: tuple[float, float], method: type[Darts]) -> None:
     real, literal, tolerance = REGIMES[regime]
-    one = players("nb201", clip_weights=clips[0], clip_architecture=clips[1], method=method)
+    one = step_state("nb201", clip_weights=clips[0], clip_architecture=clips[1], method=method)
     compare(one, real, literal, tolerance)
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_regime_equals_its_twin_on_darts_cells(regime: str) -> None:
     real, literal, tolerance = REGIMES[regime]
-    compare(players("darts"), real, literal, tolerance, steps=1)
+    compare(step_state("darts"), real, literal, tolerance, steps=1)
 
 
 class GuidedTwin(Twin):
@@ -166,7 +166,7 @@ class GuidedTwin(Twin):
 
     weight = 20.0
 
-    def __init__(self, one: Players, teacher: Classifier) -> None:
+    def __init__(self, one: StepState, teacher: Classifier) -> None:
         super().__init__(one)
         self.teacher = teacher
 
@@ -184,14 +184,14 @@ class GuidedTwin(Twin):
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_teacher_guides_both_levels(regime: str) -> None:
     real, literal, tolerance = REGIMES[regime]
-    one = players("nb201", clip_weights=0.0)
+    one = step_state("nb201", clip_weights=0.0)
     teacher = ResNet18(width=2).build(1, 3).double().eval()
     one.objective = Guided(CrossEntropy(), Tapped(teacher), (0, 1, 2), GuidedTwin.weight)
     compare(one, real, literal, tolerance, steps=2, twin=GuidedTwin(one, teacher))
 
 
 def compare(
-    one: Players, real: Any, literal: Any, tolerance: float, steps: int = STEPS, twin: Twin | None = None
+    one: StepState, real: Any, literal: Any, tolerance: float, steps: int = STEPS, twin: Twin | None = None
 ) -> None:
     twin = twin or Twin(one)
     for step in range(steps):
@@ -207,7 +207,7 @@ def compare(
 @pytest.mark.parametrize(("regime", "counted"), [("unrolled", 5), ("bilevel", 10), ("single-level", 5)])
 def test_batch_norm_counts_the_batches_of_weights_that_the_network_has(regime: str, counted: int) -> None:
     """Evaluations at virtual weights are not counted: 5 batches in 5 second-order steps."""
-    one = players("darts")
+    one = step_state("darts")
     for step in range(5):
         REGIMES[regime][0](one, batch(step), batch(50 + step))
     found = {int(m.num_batches_tracked) for m in one.supernet.modules() if isinstance(m, nn.BatchNorm2d)}
@@ -215,7 +215,7 @@ def test_batch_norm_counts_the_batches_of_weights_that_the_network_has(regime: s
 
 
 def test_a_weight_step_leaves_the_architecture_alone() -> None:
-    one = players()
+    one = step_state()
     before = copy.deepcopy(one.method.state_dict())
     weight_step(one, *batch(0))
     assert all(torch.equal(value, before[name]) for name, value in one.method.state_dict().items())
@@ -224,7 +224,7 @@ def test_a_weight_step_leaves_the_architecture_alone() -> None:
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_step_leaves_no_gradients_and_hands_out_detached_results(regime: str) -> None:
-    one = players()
+    one = step_state()
     if regime == "single-level":
         results = [single_level(one, *batch(0))]
     elif regime == "bilevel":
@@ -239,7 +239,7 @@ def test_a_step_leaves_no_gradients_and_hands_out_detached_results(regime: str) 
 
 
 def test_single_level_makes_one_forward_and_one_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = players()
+    one = step_state()
     forwards, backwards = [], []
     one.supernet.cells[0].register_forward_hook(lambda *arguments: forwards.append(1))
     original = torch.autograd.grad
@@ -263,7 +263,7 @@ class Twins(Darts):
 @pytest.mark.parametrize("regime", REGIMES)
 def test_gradients_that_share_memory_are_clipped_once(regime: str) -> None:
     real, literal, tolerance = REGIMES[regime]
-    compare(players(method=Twins, clip_architecture=0.1), real, literal, tolerance, steps=2)
+    compare(step_state(method=Twins, clip_architecture=0.1), real, literal, tolerance, steps=2)
 
 
 def test_an_optimiser_is_restored_to_the_ways_of_its_own_device() -> None:

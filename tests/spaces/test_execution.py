@@ -15,7 +15,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.mix import Live
 from softcell.data import Batch
-from softcell.search.child import norms_measured_anew
+from softcell.search.validation import recalibrated
 from softcell.spaces import MixedCell, build_space, execution
 from softcell.spaces._fused_executors import NodeOutputForms, NodeSumForms
 from softcell.spaces.execution import (
@@ -160,7 +160,7 @@ def test_recalibrated_norms_are_plain_means_and_leave_cells_unchanged(
         with torch.no_grad():
             if before:
                 supernet(images[0], mix)
-            with norms_measured_anew(supernet, mix, [Batch(x, torch.zeros(6), torch.arange(6)) for x in images[1:]]):
+            with recalibrated(supernet, mix, [Batch(x, torch.zeros(6), torch.arange(6)) for x in images[1:]]):
                 inside = [b.clone() for b in supernet.buffers()]
             after = supernet(images[0], mix)
         return inside, [b.clone() for b in supernet.buffers()], after

@@ -87,8 +87,9 @@ class Planner:
     """Partial execution: which candidates run at each site in a step.
 
     `reading` returns on the device what the host needs, `plan` makes a plan from a copy of it, and `Method.relax`
-    follows `current()`. Where steps are captured as CUDA graphs the plan is made before the step, from a reading that
-    is one step old (`softcell.search.plans`). A host that decides alone (a random path) returns the plan in `draw`.
+    follows `current()`. Where steps are captured as CUDA graphs the plan is made before the step, from a reading
+    that is one step old (`softcell.search.task.PlanQueue`). A host that decides alone (a random path) returns the plan
+    in `draw`.
 
     Example:
         >>> import torch

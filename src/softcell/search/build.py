@@ -141,7 +141,7 @@ def build_task(
         weights=weights,
         validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,
-        looked=_looked(recipe, method, feeds, dataset, parts, held),
+        selecting=_selecting(recipe, method, feeds, dataset, parts, held),
         judged=_judged(recipe, feeds, dataset, parts) if recipe.select.is_on else None,
         notify=notify,
         resource=resource,
@@ -149,7 +149,7 @@ def build_task(
     )
 
 
-def _looked(
+def _selecting(
     recipe: SearchRecipe, method: Method, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
 ) -> Batches:
     """The validation split as it is, for methods that derive from a pass over it and for evolution."""

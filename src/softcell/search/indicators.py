@@ -33,8 +33,8 @@ from softcell.engine.distributed import World
 from softcell.engine.optim import adam, apply_gradients, rate_at, set_lr, sgd
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
-from softcell.search.child import norms_measured_anew
 from softcell.search.restored import Restored
+from softcell.search.validation import recalibrated
 from softcell.spaces import Supernet
 
 NAMES = ("alpha", "attention", "perturbation", "discretisation")
@@ -190,7 +190,7 @@ def attention(found: Restored, epochs: int, notify: Notify, selector: str = "itn
             continue
         notify("attention, one choice after the other")
         training = found.feeds().training(found.parts["weights"], found.dataset.augment).epoch(0)
-        with norms_measured_anew(supernet, calibration, islice(training, found.recipe.evolution.norm_batches)):
+        with recalibrated(supernet, calibration, islice(training, found.recipe.evolution.norm_batches)):
             _pass(supernet, mix, images)
     return _host(method.probabilities())
 
@@ -371,7 +371,7 @@ def _allowed(layout: Layout, candidates: tuple[str, ...]) -> list[int]:
 def _measured(supernet: Supernet, mix: Mix, batches: list[Batch], norms: list[Batch] | None) -> tuple[float, float]:
     """Accuracy and mean loss of the supernet under `mix`, in float64; `norms`: batch-norm measures over these first."""
     right = loss = count = 0.0
-    with nullcontext() if norms is None else norms_measured_anew(supernet, mix, norms):
+    with nullcontext() if norms is None else recalibrated(supernet, mix, norms):
         for batch in batches:
             logits = supernet(batch.images, mix).double()
             loss += float(F.cross_entropy(logits, batch.labels, reduction="sum"))

@@ -19,7 +19,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -40,9 +40,9 @@ from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_
 from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.nn.objective import Objective
-from softcell.search.child import norms_measured_anew, norms_of_each_batch
 from softcell.search.indicators import Only, Without
 from softcell.search.recipe import SearchRecipe
+from softcell.search.validation import StepContext, batch_statistics, recalibrated
 from softcell.spaces import Bound, Supernet
 
 FILE = "selection.bin"
@@ -52,7 +52,6 @@ Edge = tuple[str, int]
 """A table's name and the number of a choice in it."""
 Decided = dict[Edge, int | None]
 """The candidate that an edge keeps; None: the edge is removed. Edges that are not in it are undecided."""
-Surroundings = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class PerturbationSelection:
     """Decides edge by edge; the supernet's weights change meanwhile and are put back at the end.
 
     weights: augmented training batches that tune the supernet. judged: the validation images that accuracies are
-    measured on. surroundings: entered around every forward pass; recalibrating: around those that recalibrate norms.
+    measured on. in_step: entered around every forward pass.
     """
 
     def __init__(
@@ -140,8 +139,7 @@ class PerturbationSelection:
         *,
         weights: Batches,
         judged: Batches,
-        surroundings: Surroundings,
-        recalibrating: Surroundings,
+        in_step: StepContext,
         notify: Callable[[str], None],
     ) -> None:
         check_perturbable(supernet.layout, method)
@@ -149,7 +147,7 @@ class PerturbationSelection:
         self._supernet, self._method, self._objective = supernet, method, objective
         self._layout = supernet.layout
         self._weights, self._judged = weights, judged
-        self._surroundings, self._recalibrating, self._notify = surroundings, recalibrating, notify
+        self._in_step, self._notify = in_step, notify
         self._rounds = questions(self._layout, recipe.seed)
         self._lr = self._settings.lr or recipe.weights.lr / 10
         w = recipe.weights
@@ -292,7 +290,7 @@ class PerturbationSelection:
         """Loss and accuracy of the supernet under `mix`, over all ranks; nothing is dropped, no statistics change."""
 
         def forward(images: Tensor) -> Tensor:
-            with self._surroundings():
+            with self._in_step():
                 logits: Tensor = self._supernet(images, mix)
                 return logits
 
@@ -304,11 +302,11 @@ class PerturbationSelection:
     def _norms(self, mix: Mix) -> Iterator[None]:
         """What BatchNorm normalises by: statistics of each batch (as the authors), recalibrated or running ones."""
         if self._settings.norms == "batch":
-            with norms_of_each_batch(self._supernet):
+            with batch_statistics(self._supernet):
                 yield
         elif self._settings.norms == "recalibrated":
             batches = islice(self._weights.epoch(0), self._recipe.evolution.norm_batches)
-            with norms_measured_anew(self._supernet, mix, batches, self._recalibrating):
+            with recalibrated(self._supernet, mix, batches, self._in_step):
                 yield
         else:
             yield
@@ -326,7 +324,7 @@ class PerturbationSelection:
 
         def learn(*draft: Tensor) -> None:
             batch = self._weights.finish(*draft)
-            with self._surroundings():
+            with self._in_step():
                 used = self._looking_mix(None) if self._method.selection is not None else mix
                 loss = self._objective(Bound(self._supernet, used), batch.images, batch.labels).loss
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)

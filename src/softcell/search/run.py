@@ -43,7 +43,7 @@ from softcell.search.recipe import Pretrain, SearchRecipe, Select, load_images, 
 from softcell.search.reconstruct import draw_reconstructions
 from softcell.search.resource import Resource
 from softcell.search.task import SearchTask
-from softcell.search.validation import ANEW
+from softcell.search.validation import RECALIBRATED
 from softcell.settings import refuse_changes, without_auto
 from softcell.spaces import build_space
 
@@ -308,7 +308,7 @@ def _conclude(
             "finished",
             stopped=outcome.reason,
             val_accuracy=last.get("best_val_accuracy", last.get("val_accuracy")),  # of the architecture that is taken
-            **{key: last[key] for key in ("val_top5", ANEW) if key in last and "best_val_accuracy" not in last},
+            **{key: last[key] for key in ("val_top5", RECALIBRATED) if key in last and "best_val_accuracy" not in last},
             val_split=recipe.measured_split,
             seconds=sum(row["seconds"] for row in outcome.metrics),
             **results,

@@ -19,7 +19,7 @@ from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_se
 from softcell.engine.task import OnEvent
 from softcell.search.recipe import SearchRecipe
 from softcell.search.run import FIRST, SearchResult, finished_search, search_steps
-from softcell.search.validation import ANEW
+from softcell.search.validation import RECALIBRATED
 
 Keep = Literal["all", "best"]
 
@@ -83,7 +83,7 @@ def search_seeds(
 def figure(results: Iterable[SearchResult]) -> str:
     """The metric that seeds are compared by: accuracy with recalibrated BatchNorm if all finished searches have it."""
     done = [result for result in results if result.genotype is not None]
-    return ANEW if done and all(_last(result, ANEW) is not None for result in done) else "val_accuracy"
+    return RECALIBRATED if done and all(_last(result, RECALIBRATED) is not None for result in done) else "val_accuracy"
 
 
 def score(result: SearchResult, figure: str = "val_accuracy") -> float | None:
@@ -124,7 +124,7 @@ def _write(
                 "folder": seed_folder(folder, seed).name,
                 "status": status,
                 "val_accuracy": None if result is None else score(result),
-                ANEW: None if result is None else _last(result, ANEW),
+                RECALIBRATED: None if result is None else _last(result, RECALIBRATED),
                 "val_loss": None if result is None else loss(result),
                 "error": None if error is None else str(error),
             }

@@ -1,13 +1,15 @@
-"""Selection within a budget by a method's own strengths, where no penalty can push the search towards it.
+"""Selection of an architecture on a trained supernet: by evolution, or by strengths within a budget.
 
-IT-NAS searches ProxylessNAS's chain by single paths and keeps networks under 600M multiply-adds; the paper does not say
-how. Settled: among the architectures within the budget that with the largest sum of attention over its layers.
+Both work for any method. A selection within a budget is for methods whose strengths no penalty can move: IT-NAS
+searches ProxylessNAS's chain by single paths and keeps networks under 600M multiply-adds; the paper does not say how.
+Settled: among the architectures within the budget the one with the largest sum of attention over its layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +17,68 @@ from torch import Tensor
 from softcell.arch import Cell, Genotype, Layout, StrongestEach
 from softcell.arch.choice import Pick
 from softcell.arch.derive import strongest_within
+from softcell.arch.evolve import evolve
 from softcell.arch.rules import rows
+from softcell.data import Batches
+from softcell.engine.distributed import World
 from softcell.errors import UserError
 from softcell.search.budget import Budget, format_cost
+from softcell.search.recipe import SearchRecipe
+from softcell.search.validation import measure_child
+from softcell.spaces import Supernet
+
+
+def evolved(
+    recipe: SearchRecipe,
+    supernet: Supernet,
+    own: Genotype,
+    joins: bool,
+    weights: Batches,
+    held: Batches,
+    budget: Budget | None,
+    world: World,
+    notify: Callable[[str], None],
+) -> tuple[Genotype, dict[str, Any]]:
+    """The best architecture that evolution finds within the budgets, and a record for `run.json` (SPOS, §3.3).
+
+    The score of an architecture is its child's accuracy on the validation split, with BatchNorm recalibrated on some
+    training batches. own: the architecture that the method derives, scored for comparison. joins: whether it is part of
+    the first generation, so that the result is at least as good.
+    """
+    settings = recipe.evolution
+
+    def score(genotype: Genotype) -> float:
+        batches = islice(weights.epoch(0), settings.norm_batches)
+        return measure_child(supernet, genotype, held.epoch(0), world, recalibrate=batches).accuracy
+
+    def allowed(genotype: Genotype) -> bool:
+        return budget is None or budget.is_met(genotype)
+
+    def note(generation: int, best: float, scored: int) -> None:
+        notify(
+            f"evolution, generation {generation + 1} of {settings.generations}: best {best:.2%} of {scored} measured"
+        )
+
+    starts, first = [] if budget is None else budget.cheapest, [own] if joins else []
+    try:
+        found = evolve(supernet.layout, settings, score, allowed, recipe.seed, starts, first, note)
+    except UserError as error:
+        notify(f"{error}; selecting without limits")
+        found = evolve(supernet.layout, settings, score, lambda genotype: True, recipe.seed, (), first, note)
+    about: dict[str, Any] = {
+        "split": "validation",
+        "accuracy": found.score,
+        "accuracy_of_own": found.scored[own] if own in found.scored else score(own),
+        "own": own.to_dict()["cells"],
+        "measured": len(found.scored),
+        "mean_accuracy": sum(found.scored.values()) / len(found.scored),
+        "best_by_generation": list(found.history),
+    }
+    return found.best, {"evolution": about}
 
 
 def check_selectable(layout: Layout, limits: Mapping[str, float]) -> None:
-    """Raises where strengths and costs of single choices do not add up to those of a network, or two budgets hold."""
+    """Raises where strengths and costs of single choices do not add up to those of a network, or with two budgets."""
     if not isinstance(layout.rule, StrongestEach) or len(layout.tables) > 1:
         raise UserError(
             f"a selection within a budget takes one candidate for every edge, but space {layout.space} keeps some of "
@@ -37,7 +94,7 @@ def check_selectable(layout: Layout, limits: Mapping[str, float]) -> None:
 def strongest_within_budget(
     layout: Layout, strengths: Mapping[str, Tensor], own: Genotype, budget: Budget, notify: Callable[[str], None]
 ) -> tuple[Genotype, dict[str, Any]]:
-    """The genotype within the budget of the largest sum of strengths, and what is worth keeping of how it was found.
+    """The genotype within the budget with the largest sum of strengths, and a record for `run.json`.
 
     strengths: of the one table [choices, width]. own: the strongest one without a budget. Costs are those of whole
     networks that differ in one choice, so they add up exactly where a choice's cost depends on itself alone.

@@ -25,8 +25,8 @@ from softcell.spaces import Bound, Supernet
 
 
 @dataclass(slots=True)
-class Players:
-    """Everything a step touches."""
+class StepState:
+    """Everything that a step reads and changes."""
 
     supernet: Supernet
     method: Method
@@ -76,43 +76,43 @@ class Players:
         )
 
 
-def single_level(players: Players, images: Tensor, labels: Tensor) -> Evaluated:
+def single_level(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
     """Weights and architecture from one backward of one loss on one batch."""
-    mix = players.method.relax()
-    result = players.objective(Bound(players.supernet, mix), images, labels)
-    penalty = players.penalty(mix)
+    mix = state.method.relax()
+    result = state.objective(Bound(state.supernet, mix), images, labels)
+    penalty = state.penalty(mix)
     total = result.loss if penalty is None else result.loss + penalty
-    weights, architecture, watched = players.weights(), players.architecture(), players.watched(mix)
+    weights, architecture, watched = state.weights(), state.architecture(), state.watched(mix)
     gradients = torch.autograd.grad(total, [*weights, *architecture, *watched], allow_unused=True)
     learned = len(weights) + len(architecture)
-    players.learn_weights(gradients[: len(weights)])
-    players.learn_architecture(gradients[len(weights) : learned])
-    players.observe(mix, gradients[learned:])
+    state.learn_weights(gradients[: len(weights)])
+    state.learn_architecture(gradients[len(weights) : learned])
+    state.observe(mix, gradients[learned:])
     return _detached(result)
 
 
 def bilevel(
-    players: Players, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
+    state: StepState, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
 ) -> tuple[Evaluated, Evaluated]:
     """First order: the architecture learns from one batch at the present weights, then the weights from another.
 
     Gives what the training batch and the validation batch evaluated to.
     """
-    mix = players.method.relax()
-    held = players.objective(Bound(players.supernet, mix), *validation)
-    penalty = players.penalty(mix)
+    mix = state.method.relax()
+    held = state.objective(Bound(state.supernet, mix), *validation)
+    penalty = state.penalty(mix)
     total = held.loss if penalty is None else held.loss + penalty
-    architecture, watched = players.architecture(), players.watched(mix)
+    architecture, watched = state.architecture(), state.watched(mix)
     # Only α is asked for: the backward pass then never forms the gradients of the convolutions' weights.
     asked = [*architecture, *watched]
     gradients = torch.autograd.grad(total, asked, allow_unused=True) if asked else ()
-    players.learn_architecture(gradients[: len(architecture)])
-    players.observe(mix, gradients[len(architecture) :])
-    return weight_step(players, *train), _detached(held)
+    state.learn_architecture(gradients[: len(architecture)])
+    state.observe(mix, gradients[len(architecture) :])
+    return weight_step(state, *train), _detached(held)
 
 
 def unrolled(
-    players: Players,
+    state: StepState,
     train: tuple[Tensor, Tensor],
     validation: tuple[Tensor, Tensor],
     settings: Unrolling,
@@ -122,12 +122,12 @@ def unrolled(
     All evaluations of it see the same architecture sample, and those of the training batch the same dropped paths, so
     that Eq 8 is a difference of one function. The weight step after it draws its own, as in `bilevel`.
     """
-    loss = _Loss(players)
-    weights, architecture = players.weights(), players.architecture()
+    loss = _Loss(state)
+    weights, architecture = state.weights(), state.architecture()
     if not architecture:
-        return bilevel(players, train, validation)
-    group = players.weight_optimiser.param_groups[0]
-    momenta = [players.weight_optimiser.state.get(p, {}).get("momentum_buffer") for p in weights]
+        return bilevel(state, train, validation)
+    group = state.weight_optimiser.param_groups[0]
+    momenta = [state.weight_optimiser.state.get(p, {}).get("momentum_buffer") for p in weights]
     held: list[Evaluated] = []
 
     def validation_loss(values: Sequence[Tensor]) -> Tensor:
@@ -145,20 +145,20 @@ def unrolled(
         momenta=momenta,
         weight_decay=group["weight_decay"],
         settings=settings,
-        average=lambda tensors: average_(tensors, players.world),
+        average=lambda tensors: average_(tensors, state.world),
     )
-    players.learn_architecture(gradients, averaged=True)
-    return weight_step(players, *train), _detached(held[0])
+    state.learn_architecture(gradients, averaged=True)
+    return weight_step(state, *train), _detached(held[0])
 
 
-def weight_step(players: Players, images: Tensor, labels: Tensor) -> Evaluated:
+def weight_step(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
     """One step of the weights with the architecture held fixed."""
     with torch.no_grad():  # no gradient to α is wanted, so the mix keeps nothing for it
-        mix = players.method.relax()
-    result = players.objective(Bound(players.supernet, mix), images, labels)
-    weights = players.weights()
+        mix = state.method.relax()
+    result = state.objective(Bound(state.supernet, mix), images, labels)
+    weights = state.weights()
     gradients = torch.autograd.grad(result.loss, weights, allow_unused=True)
-    players.learn_weights(gradients)
+    state.learn_weights(gradients)
     return _detached(result)
 
 
@@ -168,18 +168,18 @@ class _Loss(nn.Module):
     Running statistics stay untouched.
     """
 
-    def __init__(self, players: Players) -> None:
+    def __init__(self, state: StepState) -> None:
         super().__init__()
-        self.supernet, self.objective = players.supernet, players.objective
-        self._players = players  # no module: α is no weight, and must not be replaced
+        self.supernet, self.objective = state.supernet, state.objective
+        self._state = state  # no module: α is no weight, and must not be replaced
         self._names = [name for name, p in self.named_parameters() if p.requires_grad]
         self._draws = SharedDraws()
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
         """What the batch evaluates to, and its loss with the method's penalty."""
-        mix = self._players.method.relax()
+        mix = self._state.method.relax()
         result: Evaluated = self.objective(Bound(self.supernet, mix), images, labels)
-        penalty = self._players.penalty(mix)
+        penalty = self._state.penalty(mix)
         return result, result.loss if penalty is None else result.loss + penalty
 
     def at(self, values: Sequence[Tensor], images: Tensor, labels: Tensor, *, batch: str) -> tuple[Evaluated, Tensor]:

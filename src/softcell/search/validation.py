@@ -1,27 +1,40 @@
-"""The accuracy of a supernet under one mix, in steps that are recorded where those of the search are.
+"""Accuracy of a supernet and of its children, and the statistics that BatchNorm normalises by meanwhile.
 
-A pass over the validation split is hundreds of forwards with the same mix. Recorded once, with buffers of its own for
-the mix, it costs the host next to nothing in every later epoch.
+A child is a derived network with the supernet's own weights, without any training. SNAS, Table 1: a child far below its
+supernet shows that the search is biased.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from softcell.arch import Mix
-from softcell.data import Batches
+from softcell.arch import Genotype, Mix
+from softcell.data import Batch, Batches
 from softcell.engine.capture import MAX_GRAPHS, CapturedStep, Engine, prepare_step
 from softcell.engine.distributed import World
-from softcell.engine.metrics import Measured, Meter
-from softcell.spaces import Supernet
+from softcell.engine.metrics import Measured, Meter, measure
+from softcell.nn.stochastic import Dropout, DropPath
+from softcell.spaces import Network, Supernet
+
+StepContext = Callable[[], AbstractContextManager[object]]
+"""A context for forward passes: precision and kind of cells as in a step of the search."""
+
+RECALIBRATED = "val_accuracy_bn"
+"""The metric with BatchNorm recalibrated for the cell that is validated."""
+OVERFIT_RATIO = 3.0
+"""Training accuracy over validation accuracy above which a supernet's validation accuracy is suspicious."""
 
 
 class Validation:
-    """Measures a supernet on `held`; `surroundings` is entered around every forward."""
+    """Measures a supernet on `held`; `in_step` is entered around every forward pass.
+
+    A pass is hundreds of forward passes under the same mix. Captured once as a CUDA graph, with buffers of its own for
+    the mix, it costs the host almost nothing in later epochs.
+    """
 
     def __init__(
         self,
@@ -29,77 +42,166 @@ class Validation:
         held: Batches,
         engine: Engine,
         world: World,
-        surroundings: Callable[[], AbstractContextManager[object]],
+        in_step: StepContext,
         notify: Callable[[str], None],
     ) -> None:
-        self._supernet, self._held, self._world, self._surroundings = supernet, held, world, surroundings
+        self._supernet, self._held, self._world, self._in_step = supernet, held, world, in_step
         self._meter = Meter().to(world.device)
         self._mix: Mix | None = None
         self._kept: dict[Hashable, Mix] = {}
-        self._run = prepare_step(self._look, engine, world, notify)
+        self._run = prepare_step(self._forward, engine, world, notify)
 
     @torch.no_grad()
     def __call__(self, mix: Mix) -> Measured:
         """Loss and accuracy over all images and all ranks, in evaluation mode, under `mix`."""
         self._supernet.eval()
         self._meter.reset()
-        recorded = False
+        captured = False
         self._mix, key = mix, mix.signature()
         if isinstance(self._run, CapturedStep) and key is not None:
-            recorded = self._own(mix, key)
+            captured = self._copy_into_buffers(mix, key)
         size = self._held.batch_size
         for draft in self._held.drafts(0):
-            if recorded and draft[0].shape[0] == size:
+            if captured and draft[0].shape[0] == size:
                 self._run(*draft, key=key)
             elif draft[0].shape[0]:  # a rank's part of a short last batch may be empty
-                self._look(*draft)
+                self._forward(*draft)
         self._mix = None
         self._supernet.train()
         return self._meter.read(self._world)
 
-    def _own(self, mix: Mix, key: Hashable) -> bool:
-        """Puts the mix into the buffers that its recording reads; no recording is begun for more than a few kinds."""
+    def _copy_into_buffers(self, mix: Mix, key: Hashable) -> bool:
+        """Copies the mix into the buffers that its graph reads; False where there are too many kinds to capture."""
         if key not in self._kept:
             if len(self._kept) >= MAX_GRAPHS:
                 return False
-            self._kept[key] = mix.copy()  # for good: a recording goes on reading it
+            self._kept[key] = mix.copy()  # never dropped: the graph keeps reading it
         self._kept[key].take(mix)
         self._mix = self._kept[key]
         return True
 
-    def _look(self, *draft: Tensor) -> None:
+    def _forward(self, *draft: Tensor) -> None:
         batch = self._held.finish(*draft)
         assert self._mix is not None
-        with torch.no_grad(), self._surroundings():
+        with torch.no_grad(), self._in_step():
             logits = self._supernet(batch.images, self._mix)
         self._meter.judge(logits, batch.labels)
 
 
-ANEW = "val_accuracy_bn"
-"""The accuracy once more, with batch-norm's statistics measured anew for the cell that is validated."""
-DOUBTED = 3.0
-"""How many times better in training a supernet must be for its accuracy on the validation split to be doubted."""
+def overfit_warning(trained: float | None, held: float | None, *, many_cells: bool) -> str | None:
+    """A warning where the accuracy on held-out images is far below the one in training, else None.
 
+    None: not measured. many_cells: whether weights learn in other cells than the one that is validated (samples).
 
-def doubt(trained: float | None, held: float | None, *, many: bool) -> str | None:
-    """What to tell of an accuracy on held-out images that is far below the one in training; None where it is not.
-
-    None: it was not measured. many: whether weights learn in other cells than the one that is validated (samples).
-
-    Seen in NAS-Bench-201 with SNAS and EnTranNAS: 62% in training, and 10%, which is guessing, on other images.
+    Seen in NAS-Bench-201 with SNAS and EnTranNAS: 62% in training and 10%, which is chance, on other images.
     """
-    if trained is None or held is None or trained <= DOUBTED * held:
+    if trained is None or held is None or trained <= OVERFIT_RATIO * held:
         return None
     both = f"the supernet is right for {held:.1%} of its validation images, but for {trained:.1%} in training. "
-    if many:
+    if many_cells:
         return both + (
-            "Its method trains many cells, and BatchNorm's running statistics, gathered over all of them, may not fit "
-            "the one that is validated: the figure says little about the search, and what is derived does not depend "
-            "on it. "
-            "After the last epoch it is measured once more, with BatchNorm recalibrated; --keep best goes by that."
+            "Its method trains many cells, and BatchNorm's running statistics, averaged over all of them, may not fit "
+            "the one that is validated: the figure says little about the search, and the derived architecture does not "
+            "depend on it. "
+            "After the last epoch it is measured once more, with BatchNorm recalibrated; --keep best uses that figure."
         )
     return both + (
         "Every step of its method trains all candidates, so either the supernet overfits, or BatchNorm's running "
         "statistics lag behind its weights (few steps, or a high learning rate). More images or a smaller "
         "--set weights.lr may help. Comparing seeds by this figure (--keep best) says little."
     )
+
+
+def make_child(supernet: Supernet, genotype: Genotype) -> Network:
+    """The child. The random numbers that building it draws are restored, so that it changes no search."""
+    with torch.random.fork_rng(devices=[]):
+        return supernet.child(genotype)
+
+
+def measure_child(
+    supernet: Supernet,
+    genotype: Genotype,
+    held: Iterable[Batch],
+    world: World,
+    recalibrate: Iterable[Batch] | None = None,
+) -> Measured:
+    """Loss and accuracy of the child on `held`, with the supernet's running statistics of BatchNorm.
+
+    recalibrate: training batches over which these are averaged first.
+    """
+    child = make_child(supernet, genotype)
+    if recalibrate is not None:
+        recalibrate_(child, recalibrate)
+    child.eval()
+    return measure(child, held, world)
+
+
+@torch.no_grad()
+def recalibrate_(network: nn.Module, batches: Iterable[Batch]) -> None:
+    """Replaces the running statistics of all BatchNorms by their mean over the batches; nothing else changes."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # the plain average over all batches
+    network.train()
+    for batch in batches:
+        network(batch.images)
+
+
+@contextmanager
+def recalibrated(
+    supernet: Supernet, mix: Mix, batches: Iterable[Batch], in_step: StepContext = nullcontext
+) -> Iterator[None]:
+    """Within this context all BatchNorms have the mean of their statistics over `batches` under `mix`.
+
+    Nothing is dropped meanwhile, as in evaluation; random numbers are restored. in_step: entered around these forward
+    passes, so that they have the precision of the evaluation.
+    """
+    norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
+    kept = [({k: v.clone() for k, v in norm.state_dict().items()}, norm.momentum) for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    try:
+        with torch.no_grad(), _training_without_drops(supernet), in_step():
+            for batch in batches:
+                supernet(batch.images, mix)
+        yield
+    finally:
+        for norm, (state, momentum) in zip(norms, kept, strict=True):
+            norm.load_state_dict(state)
+            norm.momentum = momentum
+
+
+@contextmanager
+def batch_statistics(supernet: Supernet) -> Iterator[None]:
+    """Within this context all BatchNorms normalise by the batch itself; running statistics stay as they are.
+
+    Nothing is dropped meanwhile; random numbers are restored.
+    """
+    norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
+    kept = [{k: v.clone() for k, v in norm.state_dict().items()} for norm in norms]
+    try:
+        with _training_without_drops(supernet):
+            yield
+    finally:
+        for norm, state in zip(norms, kept, strict=True):
+            norm.load_state_dict(state)
+
+
+@contextmanager
+def _training_without_drops(supernet: Supernet) -> Iterator[None]:
+    """The supernet in training mode, with nothing dropped; mode, drop rates and random numbers are restored."""
+    drops = [module for module in supernet.modules() if isinstance(module, DropPath | Dropout)]
+    chances = [drop.current.clone() for drop in drops]
+    was_training, device = supernet.training, next(supernet.parameters()).device
+    supernet.train()
+    for drop in drops:
+        drop.set_fraction(0.0)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        supernet.train(was_training)
+        for drop, chance in zip(drops, chances, strict=True):
+            drop.current.copy_(chance)

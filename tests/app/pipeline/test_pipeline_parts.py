@@ -18,7 +18,7 @@ from softcell.engine.task import EpochEnded, Event, Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, Sampler
 from softcell.search import SearchRecipe, resolve
-from softcell.search.validation import doubt
+from softcell.search.validation import overfit_warning
 from softcell.settings import build
 from softcell.spaces import build_space
 
@@ -126,7 +126,7 @@ def test_how_many_images_to_add_is_told() -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_notes_name_no_option_that_a_run_has_not(many: bool) -> None:
-    text = doubt(0.9, 0.1, many=many)
+    text = overfit_warning(0.9, 0.1, many_cells=many)
     assert text is not None and "--keep best" in text
     note = without_foreign_options(Note(text))
     assert isinstance(note, Note) and "--keep" not in note.text

@@ -75,7 +75,7 @@ def top5_of(share: float | None) -> str:
 
 def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """What a search had measured after these epochs, for people to read, under a name that says of what; {} before."""
-    from softcell.search.validation import ANEW
+    from softcell.search.validation import RECALIBRATED
 
     last: Mapping[str, Any] = next((row for row in reversed(rows) if "val_accuracy" in row), {})
     if rows and "best_score" in rows[-1]:
@@ -87,8 +87,8 @@ def searched_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     if "best_val_accuracy" in last:  # architectures that were trained one by one
         return {"accuracy": f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one"}
     share = f"{percent(last['val_accuracy'])}{top5_of(last.get('val_top5'))}"
-    text, anew = f"{share} on the {last['val_split']} split", last.get(ANEW)
-    return {"supernet": text if anew is None else f"{text}, {percent(anew)} with norms measured anew"}
+    text, calibrated = f"{share} on the {last['val_split']} split", last.get(RECALIBRATED)
+    return {"supernet": text if calibrated is None else f"{text}, {percent(calibrated)} with BatchNorm recalibrated"}
 
 
 def show_seeds(out: Console, result: SearchedSeeds) -> None:
@@ -96,12 +96,12 @@ def show_seeds(out: Console, result: SearchedSeeds) -> None:
     import statistics
 
     from softcell.search.seeds import figure, loss, score
-    from softcell.search.validation import ANEW
+    from softcell.search.validation import RECALIBRATED
 
     out.print()
     reached: list[float] = []
     by = figure(result.results.values())
-    where = "on the validation split" + (", norms measured anew" if by == ANEW else "")
+    where = "on the validation split" + (", BatchNorm recalibrated" if by == RECALIBRATED else "")
     for seed, one in result.results.items():
         value = score(one, by)
         if value is not None and one.genotype is not None:
