@@ -1,0 +1,252 @@
+"""`python -m studies.nb201`: every method in NAS-Bench-201 under one recipe, looked up in the table of trained cells.
+
+All searches use the supernet, data, batch size, weight optimiser and length of one recipe (IT-NAS's: 50 epochs, first
+order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
+look-up. `random` trains cells by themselves, as many epochs in sum as a search takes, and keeps the best on the
+validation half; `random cell` and `optimum` come from the table.
+
+Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that a table can be collected by any number of
+commands on any number of machines. Stop a command at any time (or with --minutes); the same command resumes.
+
+python -m studies.nb201 --data-root DIR --table nb201_200epochs.csv.gz --arms snas gdas --seeds 0 1 --minutes 9
+python -m studies.nb201 --table FILE --seeds        # the table of what there is, no search
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from softcell.api import layered
+from softcell.app.report import bench201
+from softcell.app.report.charts import curves_svg
+from softcell.app.report.stats import summarise
+from softcell.arch.notation import from_nb201
+from softcell.engine import RunFolder, resolve_device
+from softcell.engine.files import atomic_write_text
+from softcell.errors import UserError
+from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, SETS, Nb201Table, load_table
+from softcell.evaluate.ranking import mean_tau, taus
+from softcell.search import SearchRecipe, resolve
+from softcell.settings import assignments
+from studies.options import recipe_settings, study_parser
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, run_searches, write_record
+
+PT: dict[str, Any] = {"select": {"by": "perturbation"}}
+ARMS: dict[str, dict[str, Any]] = {
+    "darts": {},
+    "darts-2nd": {"method": "darts", "regime": "unrolled"},
+    "darts-pt": {"method": "darts", **PT},
+    "snas": {},
+    "gdas": {},
+    "drnas": {},
+    "beta-darts": {},
+    "darts-minus": {},
+    "edge-normalised": {},
+    "entrannas": {},
+    "itnas": {},
+    "itnas-post-norm": {"method": "itnas", "method_settings": {"token_norm": False}},
+    "itnas-pt": {"method": "itnas", **PT},
+    "spos": {},
+    "random": {"epochs": 10, "method_settings": {"samples": 10}},
+    "zero-cost": {},
+}
+"""What differs between arms; the method is called as the arm where it is not named."""
+
+SHARED = ("batch_size", "weights", "epochs", "split", "drop_path", "child_every", "resource", "validate_every")
+SEPARATE = ("random", "zero-cost")
+"""Arms without a supernet: they take the data's split and batch size from the recipe, not its length."""
+AT_ONCE = 4
+
+PUBLISHED = {
+    "darts": (54.30, 0.00),
+    "snas": (92.77, 0.83),
+    "gdas": (93.61, 0.09),
+    "drnas": (94.36, 0.00),
+    "beta-darts": (94.36, 0.00),
+    "darts-minus": (93.80, 0.40),
+    "itnas": (93.65, 0.04),
+}
+"""CIFAR-10 test accuracies that the papers print; never ours."""
+
+
+def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
+    """The recipe of an arm: the common one, then what the arm changes, then --set."""
+    own = {"method": arm, **ARMS[arm]}
+    given = {**recipe_settings(options), "space": "nb201", "seed": seed}
+    common = resolve({**given, "method": "itnas"}).to_dict()
+    shared = {key: common[key] for key in SHARED if arm not in SEPARATE or key in ("batch_size", "split", "weights")}
+    if own["method"] == "itnas":  # recomputing saves memory, which is not scarce here
+        own["method_settings"] = {"recompute": False, **own.get("method_settings", {})}
+    elif arm not in SEPARATE:
+        # Validation does not decide what these methods derive: a pass now and then shows their progress.
+        shared["validate_every"] = max(common["validate_every"], 10)
+    return resolve(layered(given, shared, own, assignments(options.set)))
+
+
+def label(arm: str, seed: int, options: argparse.Namespace) -> str:
+    return f"{arm}-{Path(options.data).stem}-{seed}"
+
+
+def row_of(arm: str, seed: int, table: Nb201Table, options: argparse.Namespace) -> dict[str, Any]:
+    """What a finished search found, with all that the table needs once its folder is gone."""
+    folder = options.runs / label(arm, seed, options)
+    manifest = RunFolder.open(folder).manifest
+    (found,) = bench201.bench_runs(table, [folder])
+    epochs = epochs_of(folder)
+    return {
+        "arm": arm,
+        "data": Path(options.data).stem,
+        **bench201.to_dict(found),
+        "seconds": manifest["results"]["seconds"],
+        "seconds_by_epoch": list(accumulate(epoch["seconds"] for epoch in epochs)),
+        "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")} if epochs else {},
+        **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
+    }
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """All rows that were ever measured, in the order of the arms and seeds."""
+    rows = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
+    unknown = sorted({row["arm"] for row in rows} - {*ARMS})
+    if unknown:
+        raise UserError(f"{folder} has rows of arms that this study does not know: {', '.join(unknown)}; remove them")
+    return sorted(rows, key=lambda row: (row["data"], list(ARMS).index(row["arm"]), row["seed"]))
+
+
+def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Per dataset and arm: accuracies, search seconds and the mean Kendall's tau of its indicator, over seeds."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["data"], row["arm"]), []).append(row)
+    found = []
+    for (data, arm), own in groups.items():
+        accuracies = {c: _spread([row["accuracies"][c] for row in own]) for c in COLUMNS}
+        found.append(
+            {
+                **{"data": data, "arm": arm, "n": len(own), "accuracies": accuracies},
+                "seconds": _spread([row["seconds"] for row in own]),
+                "tau": _tau(table, own),
+                "cells": [row["architecture"] for row in own],
+                "published": PUBLISHED.get(arm) if data == "cifar10" else None,
+            }
+        )
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | int | None]:
+    found = summarise(list(values))
+    return {"n": len(values), "mean": found.mean, "std": found.std}
+
+
+def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:
+    """Kendall's tau-b of the methods' own indicators with CIFAR-10 test accuracy, mean over edges and seeds."""
+    ranked = [row for row in rows if row["indicator"] is not None]
+    found = [taus(table, row["indicator"], from_nb201(row["architecture"]), "cifar10_test") for row in ranked]
+    means = [mean_tau(one["derived"]) for one in found]
+    known = [value for value in means if value == value]
+    return sum(known) / len(known) if known else None
+
+
+def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> str:
+    """Accuracy of the cell that each epoch would derive over the seconds of the search, mean and band over seeds."""
+    lines: list[dict[str, float]] = []
+    bands: dict[str, list[tuple[float, float, float]]] = {}
+    arms = list(dict.fromkeys(row["arm"] for row in rows if row["data"] == data))
+    for arm in arms:
+        own = [row for row in rows if row["arm"] == arm and row["data"] == data]
+        steps = min(len(row["trajectory"]) for row in own)
+        for i in range(steps):
+            epoch = int(own[0]["trajectory"][i]["epoch"])
+            seconds = summarise([row["seconds_by_epoch"][epoch] for row in own]).mean
+            one = summarise([row["trajectory"][i][column] for row in own])
+            lines.append({"epoch": seconds, arm: one.mean})
+            if one.std is not None:
+                bands.setdefault(arm, []).append((seconds, one.mean - one.std, one.mean + one.std))
+    lines.sort(key=lambda line: line["epoch"])
+    return curves_svg(lines, arms, f"{column} of the derived cell over search seconds, searched on {data}", bands)
+
+
+def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]) -> None:
+    for data in dict.fromkeys(row["data"] for row in found):
+        shown = Table(title=f"NAS-Bench-201, searched on {data}: accuracy in %, mean ± std", title_justify="left")
+        for head in ("method", "n", *(f"{SETS[c.split('_')[0]]}\n{c.split('_')[1]}" for c in COLUMNS)):
+            shown.add_column(head, justify="left" if head == "method" else "right")
+        for head in ("seconds", "tau", "published\nCIFAR-10 test"):
+            shown.add_column(head, justify="right")
+        for row in (row for row in found if row["data"] == data):
+            cells = [bench201.shown(row["accuracies"][c]["mean"], row["accuracies"][c]["std"]) for c in COLUMNS]
+            tau = "–" if row["tau"] is None else f"{row['tau']:+.2f}"
+            published = "–" if row["published"] is None else bench201.shown(*row["published"])
+            seconds = f"{row['seconds']['mean']:.0f}"
+            shown.add_row(row["arm"], str(row["n"]), *cells, seconds, tau, published)
+        for name, _, values in bench201.accuracy_rows(table, []):
+            shown.add_row(name, "", *(values[c] for c in COLUMNS), "", "", "")
+        console.print(shown)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _options(arguments)
+    table, deadline, kept = load_table(options.table), Deadline(options.minutes), options.out / "rows"
+    wanted = [(arm, seed) for seed in options.seeds for arm in options.arms]
+    left = [pair for pair in wanted if not (kept / f"{label(*pair, options)}.json").is_file()]
+    at_once = options.at_once or (AT_ONCE if resolve_device(options.device).type == "cuda" else 1)
+    jobs = [(recipe_of(*pair, options), options.runs / label(*pair, options)) for pair in left]
+    try:
+        run_searches(jobs, deadline, options.device, at_once)
+    finally:  # whatever stops the searches, those that are done are kept
+        for pair in left:
+            if finished(options.runs / label(*pair, options)):
+                text = json.dumps(row_of(*pair, table, options), indent=1)
+                kept.mkdir(parents=True, exist_ok=True)
+                atomic_write_text(kept / f"{label(*pair, options)}.json", text + "\n")
+    rows = read_rows(kept) if kept.is_dir() else []
+    found = summaries(table, rows)
+    for data in dict.fromkeys(row["data"] for row in rows):
+        atomic_write_text(options.out / f"anytime-{data}.svg", anytime_svg(rows, data, "cifar10_test"))
+    write_record(
+        options.out / "nb201.json",
+        "studies.nb201",
+        summary=found,
+        searches=[{key: row[key] for key in ("arm", "data", "seed", "architecture", "seconds", "git")} for row in rows],
+        optimum=table.optimum(),
+        random=table.chance(),
+    )
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    show(console, table, found)
+    missing = [label(*pair, options) for pair in wanted if not (kept / f"{label(*pair, options)}.json").is_file()]
+    if missing:
+        console.print(f"{NOT_MEASURED}: {', '.join(missing)}")
+    console.print(f"written: {options.out / 'nb201.json'}")
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = study_parser(
+        "studies.nb201",
+        __doc__,
+        *("epochs", "scale", "precision", "engine", "set", "at_once"),
+        runs=Path("runs/nb201"),
+        out=Path("results/nb201"),
+    )
+    parser.add_argument("--table", type=Path, required=True, help="the NAS-Bench-201 table, .csv or .csv.gz")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="which searches")
+    parser.add_argument(
+        "--seeds", nargs="*", type=int, default=[0, 1, 2, 3], metavar="SEED", help="seeds of each arm; none: no search"
+    )
+    found = parser.parse_args(arguments)
+    candidates = recipe_of("darts", 0, found).space_settings.get("candidates")
+    if list(candidates or OPERATIONS) != list(OPERATIONS):
+        raise UserError(f"the table knows the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")
+    return found
+
+
+if __name__ == "__main__":
+    entry(main)
