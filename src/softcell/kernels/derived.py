@@ -69,8 +69,8 @@ class Pooling:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a node adds up: the value of `plane`, scaled per sample by row `path` of drop-path's factors unless NONE."""
+class NodeInput:
+    """One input of a node: the value of `plane`, scaled per sample by row `path` of drop-path's factors unless NONE."""
 
     plane: int
     path: int = NONE
@@ -116,7 +116,7 @@ class Derived:
     paths: int
     preprocess: tuple[Stage, ...]
     rounds: tuple[Round, ...]
-    arrivals: tuple[tuple[Arrival, ...], ...]
+    arrivals: tuple[tuple[NodeInput, ...], ...]
     norms: tuple[Norm, ...]
     eps: float
 
@@ -192,10 +192,10 @@ def derived_cell_reference(
         if program.is_node(plane):
             like = values[0][:, :, :: program.stride, :: program.stride]
             total = torch.zeros_like(like)
-            for arrival in program.arrivals[plane - program.inputs]:
-                value = values[arrival.plane]
-                if factors is not None and arrival.path != NONE:
-                    value = value * factors[arrival.path].to(value.dtype).view(-1, 1, 1, 1)
+            for one in program.arrivals[plane - program.inputs]:
+                value = values[one.plane]
+                if factors is not None and one.path != NONE:
+                    value = value * factors[one.path].to(value.dtype).view(-1, 1, 1, 1)
                 total = total + value
             values[plane] = total
         found = program.round_of(plane)
@@ -286,10 +286,10 @@ def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def consumers(program: Derived) -> dict[int, tuple[int, int]]:
-    """By plane the one node that adds it up and its place among the arrivals; planes of inner stages have none."""
+    """By plane the one node that reads it and its number among the inputs; planes of inner stages have none."""
     return {
-        arrival.plane: (j, i)
-        for j, arrivals in enumerate(program.arrivals)
-        for i, arrival in enumerate(arrivals)
-        if not (arrival.plane < program.inputs or program.is_node(arrival.plane))
+        one.plane: (j, i)
+        for j, inputs in enumerate(program.arrivals)
+        for i, one in enumerate(inputs)
+        if not (one.plane < program.inputs or program.is_node(one.plane))
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softcell.kernels.derived import NONE, Arrival, Derived, Norm, Pooling, Round, Stage, derived_cell
+from softcell.kernels.derived import NONE, Derived, NodeInput, Norm, Pooling, Round, Stage, derived_cell
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
@@ -154,17 +154,17 @@ class _Planner:
         inner = sorted({pick.source for pick in self.picks if pick.source >= self.inputs})
         return [tuple(range(self.inputs)), *((node,) for node in inner)]
 
-    def _node_inputs(self) -> tuple[tuple[tuple[Arrival, ...], ...], int]:
+    def _node_inputs(self) -> tuple[tuple[tuple[NodeInput, ...], ...], int]:
         """The inputs of every inner node. Identities are never dropped (DARTS)."""
         paths = 0
-        found: list[list[Arrival]] = [[] for _ in range(self.nodes)]
+        found: list[list[NodeInput]] = [[] for _ in range(self.nodes)]
         for number, pick in enumerate(self.picks):
             if isinstance(pick.module, nn.Identity):
                 if self._stride(pick.source) != 1:
                     raise Unfit("an identity leaves a node with stride 2")
-                found[pick.target - self.inputs].append(Arrival(pick.source))
+                found[pick.target - self.inputs].append(NodeInput(pick.source))
                 continue
-            found[pick.target - self.inputs].append(Arrival(self.result[number], paths))
+            found[pick.target - self.inputs].append(NodeInput(self.result[number], paths))
             paths += 1
         return tuple(tuple(own) for own in found), paths
 
