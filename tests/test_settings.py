@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from softcell.errors import UserError, nearest
-from softcell.settings import assignments, build, merge, not_negative, positive, to_dict
+from softcell.settings import SettingError, assignments, build, convert, merge, not_negative, positive, to_dict
 
 
 @dataclass(frozen=True)
@@ -157,3 +157,11 @@ def test_a_longer_name_with_the_same_words_is_meant_before_a_similar_one() -> No
 
 def test_a_name_that_is_no_text_has_a_hint_too() -> None:
     assert nearest(5, ["five", "six"]) == "known: five, six"
+
+
+def test_an_error_carries_the_rule_and_the_value_and_names_every_accepted_kind() -> None:
+    with pytest.raises(SettingError, match=r"^x must be a whole number, or x\[1\] must be text, got \[.*\]$") as caught:
+        convert(int | tuple[str, ...] | None, ["a", 2], "x")
+    assert (caught.value.where, caught.value.got) == ("x", "['a', 2]")
+    with pytest.raises(SettingError, match=r"^x must be true or false, or a number, got 'y'$"):
+        convert(bool | float, "y", "x")

@@ -18,6 +18,15 @@ from softcell.reading import parse_yaml
 
 T = TypeVar("T")
 
+
+class SettingError(UserError):
+    """A setting has a wrong value: `where` it is, the `rule` that it breaks, and the value that it `got`."""
+
+    def __init__(self, where: str, rule: str, got: str, way_out: str = "") -> None:
+        super().__init__(f"{where} must be {rule}, got {got}{way_out}")
+        self.where, self.rule, self.got, self.way_out = where, rule, got, way_out
+
+
 _REMOVED: dict[Any, str] = {
     ("engine", "compile"): "; it was removed, since it was never measured to be faster: use auto",
 }
@@ -147,21 +156,21 @@ def convert(kind: Any, value: Any, where: str) -> Any:
     if origin is typing.Literal:
         if value not in arguments:
             removed = _REMOVED.get((where.rpartition(".")[2], str(value)), "")
-            raise UserError(f"{where} must be one of {', '.join(map(str, arguments))}, got {value!r}{removed}")
+            raise SettingError(where, f"one of {', '.join(map(str, arguments))}", repr(value), removed)
         return value
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if isinstance(value, kind):
             return value
         if not isinstance(value, Mapping):
-            raise UserError(f"{where} must be a mapping of settings, got {value!r}")
+            raise SettingError(where, "a mapping of settings", repr(value))
         return build(kind, value, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise UserError(f"{where} must be a list, got {value!r}")
+            raise SettingError(where, "a list", repr(value))
         return tuple(convert(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin in (dict, Mapping) or kind is dict:
         if not isinstance(value, Mapping):
-            raise UserError(f"{where} must be a mapping, got {value!r}")
+            raise SettingError(where, "a mapping", repr(value))
         return dict(value)
     return _convert_plain(kind, value, where)
 
@@ -169,18 +178,17 @@ def convert(kind: Any, value: Any, where: str) -> Any:
 def _convert_union(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in kinds:
         return None
-    errors = []
+    errors: list[SettingError] = []
     for kind in kinds:
         if kind is type(None):
             continue
         try:
             return convert(kind, value, where)
-        except UserError as error:
-            errors.append(str(error))
-    # Several kinds of value would do: all are named, without the setting's name in each.
-    rest = [error.removeprefix(f"{where} ").partition(", got ")[0].removeprefix("must be ") for error in errors[1:]]
-    first, got, value_ = errors[0].partition(", got ")
-    raise UserError(", or ".join([first, *dict.fromkeys(rest)]) + got + value_)
+        except SettingError as error:
+            errors.append(error)
+    # Several kinds of value are accepted: all are named, without repeating the name of the setting.
+    rules = [error.rule if error.where == where else f"{error.where} must be {error.rule}" for error in errors]
+    raise SettingError(where, ", or ".join(dict.fromkeys(rules)), errors[0].got, errors[0].way_out)
 
 
 def _convert_plain(kind: Any, value: Any, where: str) -> Any:
@@ -189,7 +197,7 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         is_seed_setting = where.rpartition(".")[2].startswith("seed")  # seeds have a rule of their own (`is_seed`)
         if abs(value) >= 2**63 and not is_seed_setting:  # which no tensor can hold
-            raise UserError(f"{where} must be a whole number below 2**63, got {str(value)[:30]}")
+            raise SettingError(where, "a whole number below 2**63", str(value)[:30])
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:  # YAML reads 1e-3 as text, so numbers in text are taken too
@@ -198,12 +206,12 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
             pass
         else:
             if not math.isfinite(number):  # nor could a run folder keep it
-                raise UserError(f"{where} must be a finite number, got {value!r}")
+                raise SettingError(where, "a finite number", repr(value))
             return number
     if kind is str and isinstance(value, str):
         return value
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise UserError(f"{where} must be {names.get(kind, kind)}, got {value!r}")
+    raise SettingError(where, str(names.get(kind, kind)), repr(value))
 
 
 def positive(name: str, value: float) -> None:

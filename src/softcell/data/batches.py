@@ -43,6 +43,10 @@ Draft = tuple[Tensor, ...]
 """What a batch is made of, on the device: (index [n], epoch []), of images read from files (pixels, labels) before."""
 
 
+class SmallDataWarning(UserWarning):
+    """There are fewer samples than one batch, so batches are smaller than requested."""
+
+
 class _BatchReader(TorchDataset[Tensor | str]):
     """What worker processes run: item k is the stored pixels of batch k, or the message of a UserError.
 
@@ -244,7 +248,8 @@ def _shrunk(batch_size: int, num_samples: int, world: int) -> int:
             "use fewer ranks or more data"
         )
     warnings.warn(
-        f"batch_size={batch_size} is more than the {num_samples} samples there are: using {size}",
+        f"batch_size={batch_size} is larger than the {num_samples} samples available: using {size}",
+        SmallDataWarning,
         stacklevel=3,
     )
     return size

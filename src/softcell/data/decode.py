@@ -20,6 +20,16 @@ _ORIENTATION = 0x0112  # EXIF tag; values 5 to 8 exchange width and height
 _SWAPPED = range(5, 9)
 
 
+class DecodeError(UserError):
+    """An image file cannot be decoded; `reason` is the type of the decoder's error."""
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        self.reason = type(error).__name__
+        super().__init__(
+            f"every image must be decodable, but {path} is not ({self.reason}: {error}); repair the file or remove it"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What is known of an image without decoding it: its upright size and whether its mode is grey."""
@@ -42,10 +52,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     except Exception as error:
         # Decoders raise nearly every type there is on damaged data (OSError, SyntaxError, struct.error,
         # IndexError, ...): all of them mean the same to the owner of the file.
-        raise UserError(
-            f"every image must be decodable, but {path} is not ({type(error).__name__}: {error}); "
-            "repair the file or remove it"
-        ) from error
+        raise DecodeError(path, error) from error
 
 
 def read_header(path: Path) -> Header:
