@@ -48,7 +48,7 @@ def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyt
         "PROBE_BOUNDS": (0.01, 0.01),
     }.items():
         monkeypatch.setattr(pipeline, name, value)
-    monkeypatch.setattr("softcell.app.pipeline.ending.LATENCY_ROUNDS", 1)
+    monkeypatch.setattr("softcell.app.pipeline.summary.LATENCY_ROUNDS", 1)
     before = torch.get_num_threads()
     names: dict[str, Any] = {"__name__": "tutorial"}
     try:

@@ -71,16 +71,16 @@ def faults_of_runs(workshop: Workshop, numbers: range) -> list[str]:
 
 
 def _counts(file: Path) -> bool:
-    """Whether a file holds something that is read, and not only looked at."""
+    """Whether the content of a file is read, and not only its name."""
     return file.suffix in (".json", ".jsonl", ".bin", ".safetensors")
 
 
-def test_damaged_runs_are_refused_or_make_no_difference(workshop: Workshop) -> None:
+def test_damaged_runs_are_rejected_or_make_no_difference(workshop: Workshop) -> None:
     assert faults_of_runs(workshop, range(SHORT)) == []
 
 
 @pytest.mark.exhaustive
-def test_damaged_runs_are_refused_or_make_no_difference_in_1400_cases(workshop: Workshop) -> None:
+def test_damaged_runs_are_rejected_or_make_no_difference_in_1400_cases(workshop: Workshop) -> None:
     assert faults_of_runs(workshop, range(10_000, 10_000 + WHOLE["runs"])) == []
 
 
@@ -140,12 +140,12 @@ def _damaged_file(place: Path, draw: random.Random, number: int) -> list[str]:
             "9", "--set", "method.samples=1", "--set", "space.channels=2", "--out", "new", "-q"]  # fmt: skip
 
 
-def test_damaged_files_are_refused(workshop: Workshop) -> None:
+def test_damaged_files_are_rejected(workshop: Workshop) -> None:
     assert faults_of_files(workshop, range(SHORT)) == []
 
 
 @pytest.mark.exhaustive
-def test_damaged_files_are_refused_in_400_cases(workshop: Workshop) -> None:
+def test_damaged_files_are_rejected_in_400_cases(workshop: Workshop) -> None:
     assert faults_of_files(workshop, range(20_000, 20_000 + WHOLE["files"])) == []
 
 
@@ -163,7 +163,7 @@ VALUES = ODD | st.text(max_size=8) | st.integers(-3, 10**20).map(str) | st.float
 
 def check_values(workshop: Workshop, key: str, value: str, command: str) -> None:
     workshop.fresh()
-    last = "batch_size=0" if key == "epochs" else "epochs=0"  # refused in the end: no search is to be run here
+    last = "batch_size=0" if key == "epochs" else "epochs=0"  # rejected in the end, so that no search runs
     words = {
         "set": ["search", "--set", f"{key}={value}", "--set", last, "--out", "new", "-q"],
         "info": ["info", "nb201", "--set", f"{key}={value}"],
@@ -184,21 +184,23 @@ QUIET = {"deadline": None, "derandomize": True, "database": None, "suppress_heal
 
 @settings(max_examples=SHORT, **QUIET)
 @given(key=st.sampled_from(SETTINGS), value=VALUES, command=COMMANDS)
-def test_any_value_is_accepted_or_refused_in_words(workshop: Workshop, key: str, value: str, command: str) -> None:
-    check_values(workshop, key, value, command)
-
-
-@pytest.mark.exhaustive
-@settings(max_examples=WHOLE["values"], **QUIET)
-@given(key=st.sampled_from(SETTINGS), value=VALUES, command=COMMANDS)
-def test_any_value_is_accepted_or_refused_in_words_in_200_cases(
+def test_any_value_is_accepted_or_rejected_with_a_message(
     workshop: Workshop, key: str, value: str, command: str
 ) -> None:
     check_values(workshop, key, value, command)
 
 
 @pytest.mark.exhaustive
-def test_processes_end_with_one_line_too(workshop: Workshop) -> None:
+@settings(max_examples=WHOLE["values"], **QUIET)
+@given(key=st.sampled_from(SETTINGS), value=VALUES, command=COMMANDS)
+def test_any_value_is_accepted_or_rejected_with_a_message_in_200_cases(
+    workshop: Workshop, key: str, value: str, command: str
+) -> None:
+    check_values(workshop, key, value, command)
+
+
+@pytest.mark.exhaustive
+def test_processes_also_end_with_one_line(workshop: Workshop) -> None:
     """The same from outside, where a traceback of the interpreter or of a library would be seen."""
     source = str(Path(softcell.__file__).parents[1])
     for number, words in enumerate((["info", "search"], ["export", "train", "--to", "python"], ["report", "train"])):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from softcell.app.cli.results import searched_accuracy
+from softcell.app.cli.results import search_accuracy
 from softcell.arch import Genotype, sample
 from softcell.data import load
 from softcell.data.batches import Feeds
@@ -107,4 +107,4 @@ def test_a_score_depends_on_architecture_and_seed_alone(proxy: Any) -> None:
 @pytest.mark.parametrize(("best", "shown"), [(1234.5678, "1234.6"), (None, "not finite")])
 def test_the_best_score_is_shown_after_a_search_even_where_it_is_not_finite(best: float | None, shown: str) -> None:
     rows = [{"epoch": 0, "best_score": best, "networks": 12}]
-    assert searched_accuracy(rows) == {"score": f"{shown}, the best of 12 untrained networks"}
+    assert search_accuracy(rows) == {"score": f"{shown}, the best of 12 untrained networks"}

@@ -1,4 +1,4 @@
-"""Random architectures trained like the found one: the yardstick without which an accuracy says little."""
+"""Random architectures trained with the same recipe as a searched one, to compare it with."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from softcell.search.genotypes import run_of
 from softcell.search.recipe import SearchRecipe, load_images, resolve
 from softcell.settings import MOST_RANDOM, at_most
 from softcell.spaces import Shape, build_space
+from softcell.text import count_of
 
 STRIDE = 1_000_003  # large and odd: the architectures of neighbouring seeds stay apart
 APART = STRIDE // 2
-"""Random search draws from `seed * STRIDE` on, too: beside what it found, baselines begin so much later."""
+"""Offset of the baselines of a random search, which itself draws from `seed * STRIDE` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Trainings of random architectures; `exit_code` is not 0 where a signal ended them early."""
+    """Trainings of random architectures; `exit_code` is not 0 if a signal interrupted them."""
 
     results: list[TrainResult]
     split: str
@@ -63,8 +64,8 @@ def random_baseline(
 ) -> Baseline:
     """Trains `count` random architectures of the space of `like`, each in a folder `out`/random-<k> with k from 1.
 
-    All are trained by `recipe` with its seed, hence on the same splits and batches; what differs is the architecture.
-    drawn: what `draw_random` gave for the same settings, where that was asked before.
+    All are trained with the seed of `recipe`, on the same splits and batches; only the architecture differs.
+    drawn: the result of `draw_random` for the same settings, if it was called before.
     """
     others = draw_random(like, recipe, count) if drawn is None else drawn
     results: list[TrainResult] = []
@@ -85,17 +86,17 @@ def random_baseline(
             if result.exit_code:
                 return Baseline(results, result.split, result.exit_code)
         if is_main() and (Path(out) / MANIFEST).is_file():
-            write_report([out], Path(out) / REPORT)  # now with the random ones beside it
+            write_report([out], Path(out) / REPORT)  # now with the random architectures
     return Baseline(results, results[0].split, 0)
 
 
 def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotype]:
-    """`count` random architectures to stand beside `like`: the same ones whenever the same seed is used.
+    """`count` random architectures to compare with `like`: always the same ones for the same seed.
 
-    They are `sample` of the recipe's space with `seed * STRIDE + k` for k = 1, 2, ... in this order, and beyond `APART`
-    where random search found `like`, which would else be compared with what it has drawn itself. Where `like` was
-    searched under a budget, those that miss it are passed over, since larger networks would prove nothing about the
-    search; they are counted as the search counted its own, whatever size they are trained at.
+    They are `sample` of the recipe's space with `seed * STRIDE + k` for k = 1, 2, ... in this order. If random search
+    found `like`, `APART` is added, because it would otherwise be compared with its own samples. If `like` was searched
+    under a budget, architectures that miss it are skipped, because larger networks would prove nothing about the
+    search; costs are counted as in the search, whatever size the networks are trained at.
     """
     if count < 1:
         raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")
@@ -112,10 +113,10 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     known = stated_budget(like)
     if known is None:
         return [draw(number) for number in range(count)]
-    # What it says of the architecture found is not true of these.
+    # `found` describes `like`, not these.
     about = {key: value for key, value in like.about[ABOUT].items() if key != "found"}
     budget, found, last = known.budget(like.space), list[Genotype](), -1
-    if known.missed() is not None:  # nobody has shown yet that it can be met
+    if known.missed() is not None:  # it is not known yet whether the budget can be met
         budget.find_cheapest(layout, known.costs(space), None)
     for have in range(count):
         last, other = next_within(budget, draw, last + 1, have, "leave out --random, or search with a higher budget")
@@ -124,10 +125,10 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
 
 
 def with_budget(genotype: Genotype, source: str | Path | Genotype | None, recipe: TrainRecipe) -> Genotype:
-    """`genotype` with the budget of the search run that `source` names, where it does not bring that along itself.
+    """`genotype` with the budget of the search run that `source` names, unless it contains a budget itself.
 
-    What an epoch of a search had derived does not, nor do genotypes that earlier versions wrote. recipe: of the
-    training, which knows best where the data lie now.
+    Genotypes of single epochs and of older versions do not. recipe: that of the training, which has the current path of
+    the data.
     """
     folder = None if isinstance(source, Genotype) else run_of(source)
     if folder is None or ABOUT in genotype.about:
@@ -143,10 +144,10 @@ def with_budget(genotype: Genotype, source: str | Path | Genotype | None, recipe
 
 
 def _images(searched: SearchRecipe, manifest: Mapping[str, Any], recipe: TrainRecipe) -> tuple[Shape, int]:
-    """Shape and number of classes of a search's images; runs of older versions do not tell, so they are looked at."""
-    told = manifest["results"].get("data")
-    if told is not None:
-        return tuple(told["shape"]), told["num_classes"]
+    """Shape and number of classes of a search's images; for runs of older versions the images are loaded."""
+    stored = manifest["results"].get("data")
+    if stored is not None:
+        return tuple(stored["shape"]), stored["num_classes"]
     if searched.data == recipe.data:
         searched = replace(searched, data_root=recipe.data_root)
     dataset = load_images(searched)
@@ -154,7 +155,7 @@ def _images(searched: SearchRecipe, manifest: Mapping[str, Any], recipe: TrainRe
 
 
 def missed_budget(genotype: Genotype) -> str | None:
-    """That the network was found under a budget and misses it, in words; None where there is nothing to say."""
+    """A sentence if the network was found under a budget and misses it; None otherwise."""
     known = stated_budget(genotype)
     missed = None if known is None else known.missed()
     return (
@@ -163,7 +164,7 @@ def missed_budget(genotype: Genotype) -> str | None:
 
 
 def within_budget(genotype: Genotype) -> str | None:
-    """What budget random architectures beside `genotype` are held to, and at which size; None without one."""
+    """The budget for random architectures beside `genotype`, and the size it is counted at; None without one."""
     known = stated_budget(genotype)
     if known is None:
         return None
@@ -179,7 +180,7 @@ def check_same_form(genotype: Genotype, layout: Layout) -> None:
         for table in layout.tables:
             if set(genotype.cells[table.name].output) != set(table.output):
                 raise UserError(
-                    f"the {table.name} cell ends in nodes {sorted(genotype.cells[table.name].output)}, those of the "
+                    f"the {table.name} cell ends in nodes {sorted(genotype.cells[table.name].output)}, but that of the "
                     f"space in {sorted(table.output)}"
                 )
     except UserError as error:
@@ -190,14 +191,15 @@ def check_same_form(genotype: Genotype, layout: Layout) -> None:
 
 
 def verdict(accuracy: float, baseline: Baseline) -> str:
-    """What the comparison shows and what it does not, in one sentence."""
+    """What the comparison shows, in one sentence."""
     difference, n = accuracy - baseline.mean, len(baseline.accuracies)
-    points = f"{abs(difference) * 100:.1f} points {'above' if difference >= 0 else 'below'} the mean of {n} random"
+    side = "above" if difference >= 0 else "below"
+    points = f"{abs(difference) * 100:.1f} points {side} the mean of {count_of(n, 'random architecture')}"
     if baseline.std is None:
-        return f"{points}; one random architecture has no spread to compare with, so nothing follows from this."
+        return f"{points}; one random architecture has no spread to compare with, so this proves nothing."
     if abs(difference) <= baseline.std:
         return f"{points}, within their spread of {baseline.std * 100:.1f}: no difference can be claimed."
     return (
         f"{points}, more than their spread of {baseline.std * 100:.1f}: a hint, not a proof, with one seed and "
-        f"{n} architectures."
+        f"{count_of(n, 'architecture')}."
     )

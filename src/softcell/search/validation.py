@@ -103,12 +103,12 @@ def overfit_warning(trained: float | None, held: float | None, *, many_cells: bo
             "Its method trains many cells, and BatchNorm's running statistics, averaged over all of them, may not fit "
             "the one that is validated: the figure says little about the search, and the derived architecture does not "
             "depend on it. "
-            "After the last epoch it is measured once more, with BatchNorm recalibrated; --keep best uses that figure."
+            "After the last epoch it is measured once more, with BatchNorm recalibrated; seeds are compared by that."
         )
     return both + (
         "Every step of its method trains all candidates, so either the supernet overfits, or BatchNorm's running "
         "statistics lag behind its weights (few steps, or a high learning rate). More images or a smaller "
-        "--set weights.lr may help. Comparing seeds by this figure (--keep best) says little."
+        "--set weights.lr may help. Do not compare seeds by this figure."
     )
 
 

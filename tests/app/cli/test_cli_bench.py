@@ -1,4 +1,4 @@
-"""`softcell bench` on a made table: what is printed and written, and what is refused."""
+"""`softcell bench` with an artificial table: its output, its files and its errors."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def test_a_method_is_searched_with_several_seeds_and_reported(
         (["--table", "TABLE"], "nothing to look up"),
         ([ARCH, "--table", "TABLE", "--column", "accuracy"], "--column must be one of"),
         (["--table", "TABLE", "--proxy", "magic"], "--proxy must be one of naswot, synflow"),
-        (["--table", "TABLE", "--convert", "absent"], "exists already"),
+        (["--table", "TABLE", "--convert", "absent"], "already exists"),
         (["--table", "new.csv", "--convert", "absent"], "--convert takes"),
     ],
 )
-def test_what_cannot_be_done_is_told(
+def test_impossible_requests_are_rejected(
     arguments: list[str], message: str, table: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["bench", "nb201", *(table if word == "TABLE" else word for word in arguments)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_run_of_another_space_is_refused(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_another_space_is_rejected(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = {"cells": 3, "channels": 2, "nodes": 1}
     search("darts", space="s2", data="digits", epochs=1, batch_size=512, space_settings=small, out=tmp_path / "run")
     assert run(["bench", "nb201", str(tmp_path / "run"), "--table", table]) == 2
@@ -105,7 +105,7 @@ SMALL_SEARCH = [
 ]
 
 
-def test_cells_of_another_shape_are_refused_before_anything_is_printed(
+def test_cells_of_another_shape_are_rejected_before_any_output(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"cells_per_stage": 1, "channels": 2, "nodes": 3}
@@ -127,10 +127,10 @@ def test_cells_of_another_shape_are_refused_before_anything_is_printed(
         (["--method", "darts", SMALLER], "ends in 2"),
         (["--method", "darts", "EMPTY"], "holds no run"),
         (["--method", "darts", "--proxy", "magic"], "--proxy must be one of"),
-        (["--method", "darts", "--csv", "TABLE"], "exists already"),
+        (["--method", "darts", "--csv", "TABLE"], "already exists"),
     ],
 )
-def test_what_will_not_be_found_is_not_searched_for(
+def test_a_search_outside_the_table_is_rejected_before_it_starts(
     given: list[str], message: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -142,7 +142,7 @@ def test_what_will_not_be_found_is_not_searched_for(
     assert message in error and out == "" and not folder.exists()
 
 
-def test_groups_repeats_and_trainings_are_told_apart(
+def test_groups_repeats_and_trainings_are_distinguished(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "sweep"
@@ -165,14 +165,14 @@ def test_groups_repeats_and_trainings_are_told_apart(
     assert "must be a finished search in space nb201, but it is a train run" in capsys.readouterr().err
 
 
-def test_a_table_that_is_too_wide_goes_on_below(
+def test_a_table_that_is_too_wide_continues_below(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     for i, method in enumerate(("darts", "entrannas", "snas", "itnas", "spos")):
         make_search(tmp_path / method, method=method, seed=i)
     assert run(["bench", "nb201", str(tmp_path), "--table", table]) == 0
-    accuracies = capsys.readouterr().out.split("of the cell that each epoch derives")[0].splitlines()
+    accuracies = capsys.readouterr().out.split("of the cell derived after each epoch")[0].splitlines()
     rows = [line.split()[2:] for line in accuracies if line.startswith("cifar10 test")]
     numbers = [word for row in rows for word in row if word != "±"]
     assert len(rows) > 1 and len(numbers) == 5 + 2 + 1, "five methods, chance with its deviation, optimum"

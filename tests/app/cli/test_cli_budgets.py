@@ -33,7 +33,7 @@ LIMIT = 85_000
 ALLOWED = [genotype for genotype in DRAWS if parameters(genotype) <= LIMIT]
 LATER = [sample(COUNTED.layout(), APART + number) for number in range(1, 20)]
 BESIDE = [genotype for genotype in LATER if parameters(genotype) <= LIMIT]
-"""What stands beside the findings of random search."""
+"""Compared with the findings of random search."""
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,11 @@ def test_a_random_search_says_that_it_met_its_budget(call: Softcell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "told"), [(("--max-params", "100"), "out of reach"), (("--resource", "mild"), "has none")]
+    ("option", "expected"), [(("--max-params", "100"), "out of reach"), (("--resource", "mild"), "has none")]
 )
-def test_what_random_search_cannot_do_is_refused(option: tuple[str, str], told: str, call: Softcell) -> None:
+def test_options_that_random_search_lacks_are_rejected(option: tuple[str, str], expected: str, call: Softcell) -> None:
     answer = call("search", "random", *TINY, "--epochs", "1", *option, "--out", "run")
-    assert answer.code == 2 and told in answer.error
+    assert answer.code == 2 and expected in answer.error
     assert not Path("run").exists()
 
 
@@ -84,7 +84,7 @@ def test_random_architectures_beside_a_trained_one_meet_the_budget_of_its_search
     assert Genotype.load("out/random-3") == BESIDE[2]
 
 
-def test_random_architectures_without_a_budget_are_what_they_always_were(call: Softcell) -> None:
+def test_random_architectures_without_a_budget_are_unchanged(call: Softcell) -> None:
     answer = call("train", CELL, *TINY_TRAIN, "--random", "2", "--seed", "2", "--out", "out")
     assert answer.code == 0 and "budget" not in answer.out
     layout = build_space("nb201", {"channels": 2}).layout()
@@ -113,7 +113,7 @@ def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recip
         assert Genotype.load("out").about["budget"]["found"] == {"parameters": parameters(Genotype.load("out"))}
 
 
-def test_a_network_that_misses_the_budget_of_its_search_is_told(call: Softcell, tmp_path: Path) -> None:
+def test_a_network_that_misses_the_budget_of_its_search_is_noted(call: Softcell, tmp_path: Path) -> None:
     about = {"max_params": 1000, "input": [1, 8, 8], "classes": 10, "network": {"cells_per_stage": 1, "channels": 16}}
     found = {"budget": {**about, "found": {"parameters": parameters(DRAWS[0])}}}
     Genotype("nb201", DRAWS[0].cells, DRAWS[0].settings, found).save("found.json")
@@ -121,14 +121,14 @@ def test_a_network_that_misses_the_budget_of_its_search_is_told(call: Softcell, 
     assert plain.code == 0
     assert "note: this network misses the budget of its search: it has " in plain.out
     assert "over the budget of 1k parameters, as counted there\n" in plain.out
-    refused = call("train", "found.json", *TINY_TRAIN, "--random", "1", "--out", "beside")
-    assert refused.code == 2
-    assert "out of reach of random architectures" in refused.error and "leave out --random" in refused.error
+    rejected = call("train", "found.json", *TINY_TRAIN, "--random", "1", "--out", "beside")
+    assert rejected.code == 2
+    assert "out of reach of random architectures" in rejected.error and "leave out --random" in rejected.error
     assert not Path("beside").exists(), "before the first training, not after it"
 
 
 @pytest.mark.parametrize("method", ["darts", "snas"])
-def test_a_budget_that_no_architecture_meets_is_refused_at_once(method: str, call: Softcell) -> None:
+def test_a_budget_that_no_architecture_meets_is_rejected_at_once(method: str, call: Softcell) -> None:
     answer = call("search", method, *TINY, "--epochs", "1", "--out", "run", "--max-params", "1k")
     assert answer.code == 2
     assert "no architecture meets a budget of 1k parameters: the smallest network has" in answer.error
@@ -148,22 +148,22 @@ def test_a_budget_is_counted_for_images_of_another_size(call: Softcell) -> None:
         counts[name] = results["derived_flops"]
     assert counts["larger"] > 3 * counts["own"]
     assert call("train", "larger", *TINY_TRAIN, "--out", "trained").code == 0
-    refused = call("search", "darts", *TINY, "--at-size", "16")
-    assert refused.code == 2
-    assert "state one too (--max-params, --max-flops)" in refused.error
+    rejected = call("search", "darts", *TINY, "--at-size", "16")
+    assert rejected.code == 2
+    assert "state one too (--max-params, --max-flops)" in rejected.error
 
 
-def test_an_empty_cell_is_reported_and_trained_only_when_asked_for(call: Softcell) -> None:
+def test_an_empty_cell_is_reported_and_trained_only_on_request(call: Softcell) -> None:
     """A penalty that leaves nothing but `none`."""
     strong = ("--set", "resource.weight=1000", "--set", "architecture.lr=5", "--epochs", "2")
     answer = call("search", "snas", *TINY, *strong, "--out", "run")
     assert answer.code == 0
     assert "cell 'cell' is empty: all paths from its inputs to its output are `none`" in answer.out + answer.error
     assert trained(Path("run"))["empty_cells"] == ["cell"]
-    refused = call("train", "run", *TINY_TRAIN, "--out", "trained")
-    assert refused.code == 2
-    assert "must lead from an input to its output" in refused.error
-    assert "--set allow_empty=true" in refused.error
+    rejected = call("train", "run", *TINY_TRAIN, "--out", "trained")
+    assert rejected.code == 2
+    assert "must lead from an input to its output" in rejected.error
+    assert "--set allow_empty=true" in rejected.error
     assert call("train", "run", *TINY_TRAIN, "--out", "trained", "--seeds", "2").code == 2
     assert not Path("trained").exists()
     with pytest.raises(UserError, match="allow_empty"):
@@ -171,25 +171,23 @@ def test_an_empty_cell_is_reported_and_trained_only_when_asked_for(call: Softcel
     assert call("train", "run", *TINY_TRAIN, "--out", "trained", "--set", "allow_empty=true").code == 0
 
 
-def test_a_missed_budget_that_can_be_met_is_met_by_the_random_ones(call: Softcell, tmp_path: Path) -> None:
+def test_random_architectures_meet_a_budget_that_the_found_one_missed(call: Softcell, tmp_path: Path) -> None:
     about = {"max_params": LIMIT, "input": [1, 8, 8], "classes": 10, "network": {"cells_per_stage": 1, "channels": 16}}
     large = max(DRAWS, key=parameters)
     found = {"budget": {**about, "found": {"parameters": parameters(large)}}}
     Genotype("nb201", large.cells, large.settings, found).save("large.json")
     answer = call("train", "large.json", *TINY_TRAIN, "--random", "1", "--out", "out")
     assert answer.code == 0
-    assert (
-        "note: this network misses the budget" in answer.out and "random architectures beside it meet it" in answer.out
-    )
+    assert "note: this network misses the budget" in answer.out and "the random architectures meet it" in answer.out
     assert Genotype.load("out/random-1") == ALLOWED[0]
 
 
-def test_no_random_architectures_are_no_baseline() -> None:
+def test_a_baseline_needs_random_architectures() -> None:
     with pytest.raises(UserError, match="count=0"):
         draw_random(DRAWS[0], resolve(DRAWS[0], {}), 0)
 
 
-def test_random_search_is_not_compared_with_what_it_has_drawn_itself(call: Softcell) -> None:
+def test_random_search_is_not_compared_with_its_own_samples(call: Softcell) -> None:
     few = ("--set", "method.samples=6", "--epochs", "1", "--out", "drawn", "-q")
     assert call("search", "random", *TINY, *few).code == 0
     rows = [json.loads(line)["genotype"] for line in Path("drawn/architecture.jsonl").read_text().splitlines()]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from softcell.app.cli import demo
+from softcell.app.cli import run as run_command
 from softcell.evaluate.recipe import RECIPES
 from softcell.methods.darts import Darts
 from softcell.spaces.darts import DartsSpace
@@ -19,7 +19,7 @@ def test_the_demo_goes_from_search_to_a_comparison_with_three_random_cells(
     monkeypatch.setattr(DartsSpace, "evaluation", {"small": size})
     monkeypatch.setattr(Darts, "recipes", {"small": {"epochs": 1, "batch_size": 256}})
     monkeypatch.setitem(RECIPES, "small", {"batch_size": 512, "auxiliary": 0.0})
-    monkeypatch.setattr(demo, "EPOCHS", 1)
+    monkeypatch.setattr(run_command, "EPOCHS", 1)
     answer = call("demo", "--threads", "1")
     assert answer.code == 0
     assert "concat(2, 3)" in answer.out  # the cell, drawn
@@ -28,14 +28,16 @@ def test_the_demo_goes_from_search_to_a_comparison_with_three_random_cells(
     assert "mean ± std (n=3)" in answer.out
     assert "accuracy on the test split" in answer.out
 
-    # The same folder resumes: here everything is finished, after an interruption the rest would run.
+    # The same folder is resumed: here both parts are finished already.
     again = call("demo", "--threads", "1", "--out", "runs/demo-1")
     assert again.code == 0
-    assert again.out.count("is finished already") >= 2
+    assert again.out.count("is already finished") >= 2
     assert "mean ± std (n=3)" in again.out
 
 
-def test_a_demo_that_is_stopped_says_how_to_resume(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_demo_prints_the_command_that_resumes_it(
+    call: Softcell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from softcell import api
 
     class Stopped:

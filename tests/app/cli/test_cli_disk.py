@@ -105,7 +105,7 @@ def test_a_search_on_a_disk_that_fills_up_resumes_bit_for_bit(call: Softcell, tm
         assert without_time(disk / "run") == without_time(Path("whole"))
 
 
-def test_a_run_says_that_it_failed_on_a_disk_that_others_have_filled(tmp_path: Path) -> None:
+def test_a_run_on_a_disk_filled_by_others_records_that_it_failed(tmp_path: Path) -> None:
     """Where not one byte is left when it fails: the lock has kept some."""
 
     def fill(event: object) -> None:
@@ -130,16 +130,14 @@ def test_a_run_says_that_it_failed_on_a_disk_that_others_have_filled(tmp_path: P
         assert api.search(out=disk / "run", resume=True).genotype is not None
 
 
-def test_a_disk_without_any_space_is_said_before_a_run_begins(call: Softcell, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_a_run_starts(call: Softcell, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "16k") as disk:
         answer = call(*SEARCH, "--out", disk / "run")
         assert answer.code == 2 and "No space left" in answer.error and answer.error.count("\n") == 1
         assert list(disk.iterdir()) == []
 
 
-def test_an_export_to_a_full_disk_leaves_nothing_and_ends_in_order(
-    call: Softcell, trained: Path, tmp_path: Path
-) -> None:
+def test_an_export_to_a_full_disk_leaves_no_files_and_one_error(call: Softcell, trained: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "76k") as disk:
         (disk / "out").mkdir()
         # In a process of its own: torch aborts the one that writes a program to a full disk.
@@ -153,7 +151,7 @@ def test_an_export_to_a_full_disk_leaves_nothing_and_ends_in_order(
             assert list((disk / "out").iterdir()) == []
 
 
-def test_an_export_whose_second_file_fails_leaves_no_first(call: Softcell, trained: Path, full: set[str]) -> None:
+def test_an_export_whose_second_file_fails_removes_the_first(call: Softcell, trained: Path, full: set[str]) -> None:
     for kind, name in (("python", "model.py"), ("safetensors", "model.json")):
         full.add(name)
         answer = call("export", trained, "--to", kind, "--out", "out")
@@ -164,7 +162,7 @@ def test_an_export_whose_second_file_fails_leaves_no_first(call: Softcell, train
 
 
 @pytest.mark.exhaustive
-def test_a_folder_in_use_is_refused_by_every_command_and_named(call: Softcell, tmp_path: Path) -> None:
+def test_every_command_rejects_a_folder_in_use_and_names_it(call: Softcell, tmp_path: Path) -> None:
     first = process("search", *TINY, "--epochs", "100000", "--out", "run", "-q", cwd=tmp_path)
     try:
         until = time.monotonic() + 120
@@ -201,8 +199,8 @@ def test_ranks_of_torchrun_respect_a_lock(tmp_path: Path) -> None:
     assert other.stdout is not None
     other.stdout.readline()
     command = ["search", *TINY, "--epochs", "1", "--device", "cpu", "--out", "run", "-q"]
-    refused = subprocess.run([*start, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert refused.returncode != 0 and f"in use by process {other.pid}" in refused.stderr
+    rejected = subprocess.run([*start, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert rejected.returncode != 0 and f"in use by process {other.pid}" in rejected.stderr
     assert not (tmp_path / "run" / "run.json").exists()
     other.communicate()
 
@@ -227,7 +225,7 @@ def test_overwriting_several_seeds_touches_no_folder_of_others(call: Softcell) -
     assert [path.name for path in Path("mine").iterdir()] == ["genotype.json"]
 
 
-def test_overwriting_spares_and_names_what_the_run_did_not_make(call: Softcell) -> None:
+def test_overwriting_keeps_and_names_files_of_others(call: Softcell) -> None:
     assert call("search", *TINY, "--epochs", "1", "--out", "run", "-q").code == 0
     made = {path.name for path in Path("run").iterdir()}
     assert made == files.listed_files(Path("run")), "everything is listed"

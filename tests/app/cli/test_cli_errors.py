@@ -1,4 +1,4 @@
-"""What a user may get wrong: one line that says what is right, exit code 2, no traceback."""
+"""Bad input gives one line that says what is right, exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import softcell.engine.files
 from softcell.app.cli import main
 from softcell.app.cli.main import run
+from softcell.data.batches import SmallDataWarning
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher
 from softcell.search import resolve
@@ -62,8 +63,8 @@ WRONG: list[tuple[str, str]] = [
     ("search --out full --space nb201", "--resume"),
     ("search --out full --space nb201 --overwrite", "is not a run"),
     ("search --out /proc/nowhere/run --space nb201", "another --out"),
-    ("search --keep best", "--keep best is about searches with several seeds: give --seeds K too"),
-    ("search --at-once 2", "--at-once 2 is about searches with several seeds: give --seeds K too"),
+    ("search --keep best", "--keep best requires --seeds K"),
+    ("search --at-once 2", "--at-once 2 requires --seeds K"),
     ("search --resume", "needs the folder"),
     ("search --resume --out empty", "run.json"),
     ("search --resume missing/run", "run.json"),
@@ -118,20 +119,20 @@ def files(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(("line", "told"), WRONG, ids=[line for line, _ in WRONG])
-def test_bad_input_gets_one_line_and_exit_code_2(line: str, told: str, call: Softcell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "expected"), WRONG, ids=[line for line, _ in WRONG])
+def test_bad_input_gets_one_line_and_exit_code_2(line: str, expected: str, call: Softcell, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     answer = call(*line.split())
     assert answer.code == 2
     assert answer.error.startswith("error: ")
     assert answer.error.count("\n") == 1
-    assert told in answer.error
+    assert expected in answer.error
     assert "Traceback" not in answer.error
     assert sorted(tmp_path.rglob("*")) == before  # nothing is left behind
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("Genotype(normal=[('sep_conv_3x3', 0", "not a valid Genotype"),
         ("Genotype(normal=[])", "needs exactly"),
@@ -140,9 +141,9 @@ def test_bad_input_gets_one_line_and_exit_code_2(line: str, told: str, call: Sof
         ("{", "not valid JSON"),
     ],
 )
-def test_a_wrong_notation_says_what_is_wrong_in_it(text: str, told: str, call: Softcell) -> None:
+def test_a_wrong_notation_says_what_is_wrong_in_it(text: str, expected: str, call: Softcell) -> None:
     answer = call("show", text)
-    assert (answer.code, told in answer.error) == (2, True)
+    assert (answer.code, expected in answer.error) == (2, True)
 
 
 def test_cuda_without_a_device_names_the_way_out(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +152,7 @@ def test_cuda_without_a_device_names_the_way_out(call: Softcell, monkeypatch: py
     assert (answer.code, "'cpu' or 'auto'" in answer.error) == (2, True)
 
 
-def test_a_full_disk_is_told_in_one_line(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_in_one_line(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -170,23 +171,24 @@ def test_our_own_bugs_keep_their_traceback(call: Softcell, monkeypatch: pytest.M
         call("show", CELL)
 
 
-def test_other_ranks_say_who_they_are(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_other_ranks_name_the_rank(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     assert call("show", "nothing").error.startswith("error: rank 3: ")
 
 
-def test_warnings_of_ours_are_one_line_and_others_come_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_warnings_are_one_line_and_those_of_others_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     passed: list[object] = []
-    main._warn(lambda *given: passed.append(given[0]), "too few images", UserWarning, main.__file__, 3)
+    ours = softcell.engine.files.__file__
+    main._show_warning(lambda *given: passed.append(given[0]), "too few images", SmallDataWarning, ours, 3)
     assert capsys.readouterr().err == "warning: too few images\n" and not passed
-    main._warn(lambda *given: passed.append(given[0]), "of torch", UserWarning, "/elsewhere/torch/nn.py", 3)
+    main._show_warning(lambda *given: passed.append(given[0]), "of torch", UserWarning, "/elsewhere/torch/nn.py", 3)
     assert passed == ["of torch"] and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["search", "train", "teacher"])
-def test_the_setting_that_help_gives_as_an_example_is_one(command: str, call: Softcell) -> None:
+def test_the_example_setting_in_the_help_exists(command: str, call: Softcell) -> None:
     words = " ".join(call(command, "--help").out.replace("│", " ").split())
-    (example,) = re.findall(r"Any other setting, as (\S+=\S+);", words)
+    (example,) = re.findall(r"Any other setting, such as (\S+=\S+);", words)
     readers: dict[str, Callable[..., object]] = {
         "search": resolve,
         "train": partial(resolve_training, read_genotype(CELL)),

@@ -1,4 +1,4 @@
-"""Memory that runs out, too many threads and a process that dies: one sentence each, never a library's traceback."""
+"""Out of memory, too many threads and a lost process: one sentence each, never a library's traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 import softcell
 from softcell.app.cli import train as train_command
-from softcell.app.cli.failures import explain
+from softcell.app.cli.main import explain_failure
 from softcell.engine import session
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 
@@ -26,7 +26,7 @@ def test_a_network_that_does_not_fit_into_memory(call: Softcell) -> None:
     assert "not enough free memory" in line and "--batch-size" in line and "channels" in line
 
 
-def test_memory_of_a_gpu(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_out_of_memory(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object, **named: object) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of")
 
@@ -34,7 +34,7 @@ def test_memory_of_a_gpu(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> Non
     answer = call("train", CELL)
     assert answer.code == 2
     (line,) = answer.error.splitlines()
-    assert "the GPU has not enough free memory" in line and "--batch-size" in line
+    assert "not enough free GPU memory" in line and "--batch-size" in line
 
 
 def test_bugs_keep_their_traceback(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_bugs_keep_their_traceback(call: Softcell, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train_command, "run_train", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         call("train", CELL)
-    assert explain(ValueError("not enough memory")) is None
+    assert explain_failure(ValueError("not enough memory")) is None
 
 
 def test_threads_beyond_the_cores(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_threads_beyond_the_cores(call: Softcell, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_dead_process_is_one_sentence_of_the_other(tmp_path: Path, victim: int) -> None:
+def test_a_lost_process_is_reported_in_one_sentence_by_the_other(tmp_path: Path, victim: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -93,4 +93,4 @@ def test_a_dead_process_is_one_sentence_of_the_other(tmp_path: Path, victim: int
             rank.wait()
     assert ranks[1 - victim].returncode == 2
     lines = [line for line in error.splitlines() if "warning" not in line.lower()]
-    assert len(lines) == 1 and "another process of this run has ended" in lines[0] and "--resume" in lines[0], error
+    assert len(lines) == 1 and "another process of this run ended" in lines[0] and "--resume" in lines[0], error

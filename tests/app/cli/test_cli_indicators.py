@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from softcell.app.cli.gradcam import _pictures
 from softcell.app.cli.main import run
+from softcell.app.cli.supernet import _pictures
 from softcell.search.restored import restore
 from tests.helpers.cli_calls import TINY, Softcell
 
@@ -33,13 +33,13 @@ def test_indicators_are_compared_and_written(call: Softcell, found: Path, tmp_pa
     assert set(record["values"]) == {"attention", "perturbation", "perturbation_loss"}
     assert len(record["values"]["attention"]["cell"]) == 6
     assert record["images"] == record["baseline"]["images"] == 32
-    assert f"{record['baseline']['accuracy']:.1%} of 32 images, with norms measured anew" in answer.out
+    assert f"{record['baseline']['accuracy']:.1%} of 32 images, BatchNorm recalibrated" in answer.out
     again = call("indicators", found, "--out", "i.json")
     assert again.code == 2
-    assert "exists already" in again.error
+    assert "already exists" in again.error
 
 
-def test_ties_and_a_supernet_at_chance_are_told(call: Softcell, tmp_path: Path) -> None:
+def test_ties_and_a_supernet_at_chance_are_noted(call: Softcell, tmp_path: Path) -> None:
     few = ("--set", "split.weights=128", "--set", "split.validation=64")
     nothing = ("--set", "weights.lr=1e-9", "--set", "weights.lr_min=0")
     searched = call("search", "spos", *TINY, *few, *nothing, "--epochs", "1", "--out", "spos", "--quiet")
@@ -48,8 +48,8 @@ def test_ties_and_a_supernet_at_chance_are_told(call: Softcell, tmp_path: Path) 
     assert answer.code == 0, answer.error
     lines = [line.split("  ") for line in answer.out.splitlines() if line.startswith("cell ")]
     assert [[word.strip() for word in line if word.strip()][1:] for line in lines] == [["tie of 5", "–", "–"]] * 6
-    assert "`tied` in the JSON names them" in answer.out
-    assert " of 64 images, with norms measured anew" in answer.out and "perturbation says nothing" in answer.out
+    assert "`tied` in the JSON lists them" in answer.out
+    assert " of 64 images, BatchNorm recalibrated" in answer.out and "perturbation is meaningless" in answer.out
     record = json.loads((tmp_path / "spos/indicators.json").read_text())
     assert record["baseline"]["at_chance"] and record["images"] == 64, "512 were asked for"
     assert record["saying_nothing"] == ["perturbation", "perturbation_loss"]
@@ -68,7 +68,7 @@ def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path
         assert drawn.width > 5 * 128
     answer = call("gradcam", found, "--picture", "grey.png", "--out", "new/deep/c.png")
     assert answer.code == 0, answer.error
-    assert "new/deep/c.png (the folder new is new)" in answer.out
+    assert "new/deep/c.png (created the folder new)" in answer.out
     assert (tmp_path / "new" / "deep" / "c.png").is_file()
 
 
@@ -85,7 +85,7 @@ def test_gradcam_draws_attentions_and_kernels_of_a_second_tier(call: Softcell, t
 
 
 @pytest.mark.parametrize(("scaled", "whole"), [(None, False), ((10, 10), False), ((8, 8), True), ((10, 10), True)])
-def test_a_picture_is_prepared_as_the_dataset_is(
+def test_a_picture_is_prepared_like_the_dataset(
     found: Path, tmp_path: Path, scaled: tuple[int, int] | None, whole: bool
 ) -> None:
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 20), dtype=np.uint8))

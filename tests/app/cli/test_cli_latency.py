@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from softcell import api
-from softcell.app.cli.latency import _searched_with
+from softcell.app.cli.latency import _search_options
 from softcell.app.cli.main import run
 from softcell.evaluate import latency as subject
 from softcell.spaces import build_space
@@ -66,7 +66,7 @@ def test_a_training_is_measured_as_its_own_network(call: Softcell, trained: Path
         (("--recipe", "cifar", "--channels", "2", "--input", "1x8x8"), "cells_per_stage 5, channels 2"),
     ],
 )
-def test_options_change_what_they_name_of_a_training(
+def test_options_override_single_settings_of_a_training(
     call: Softcell, trained: Path, options: tuple[str, ...], network: str
 ) -> None:
     answer = call("latency", trained, *FAST, *options)
@@ -74,7 +74,7 @@ def test_options_change_what_they_name_of_a_training(
     assert network in answer.out
 
 
-def test_a_search_is_measured_as_what_would_be_trained_of_it(call: Softcell, searched: Path) -> None:
+def test_a_search_is_measured_as_the_network_that_would_be_trained(call: Softcell, searched: Path) -> None:
     answer = call("latency", searched, *FAST)
     assert answer.code == 0, answer.error
     expected = api.train_recipe(str(searched), {})[1].space_settings
@@ -84,33 +84,31 @@ def test_a_search_is_measured_as_what_would_be_trained_of_it(call: Softcell, sea
     assert "input 3x8x8" in call("latency", searched, "--input", "3x8x8", *FAST).out
 
 
-def test_a_search_is_measured_at_the_size_of_a_recipe_that_is_named(call: Softcell, searched: Path) -> None:
+def test_a_search_is_measured_at_the_size_of_a_given_recipe(call: Softcell, searched: Path) -> None:
     assert "channels 16, nodes 4, input 1x8x8" in call("latency", searched, "--recipe", "small", *FAST).out
     assert "cells_per_stage 5" in call("latency", searched, "--recipe", "cifar", "--input", "3x8x8", *FAST).out
 
 
 @pytest.mark.parametrize("option", [("--out", "x.yaml"), ("--networks", "3")])
-def test_options_about_a_table_are_refused_for_a_network(call: Softcell, option: tuple[str, str]) -> None:
+def test_options_of_a_table_are_rejected_for_a_network(call: Softcell, option: tuple[str, str]) -> None:
     answer = call("latency", CELL, *option)
     assert answer.code == 2
-    assert f"{option[0]} is about the table of a space" in answer.error
+    assert f"{option[0]} applies to the table of a space" in answer.error
 
 
-def test_new_folders_are_named_and_what_cannot_be_written_is_told_before_anything_is_measured(
-    call: Softcell, tmp_path: Path
-) -> None:
+def test_new_folders_are_named_and_output_paths_are_checked_before_measuring(call: Softcell, tmp_path: Path) -> None:
     small = ("latency", "nb201", "--recipe", "small", "--channels", "2", "--networks", "0", *FAST)
     (tmp_path / "my plugin.py").touch()
     answer = call(*small, "--plugin", "my plugin.py", "--out", "new/deep/a.yaml")
     assert answer.code == 0, answer.error
     assert next_of(answer.out)[-6:-4] == ["--plugin", "my plugin.py"]
-    assert "new/deep/a.yaml (the folder new is new)" in answer.out
+    assert "new/deep/a.yaml (created the folder new)" in answer.out
     assert "is new" not in call(*small, "--out", "new/deep/b.yaml").out
     (tmp_path / "file").touch()
     for out, reason in (
-        ("new/deep/a.yaml", "exists already"),
+        ("new/deep/a.yaml", "already exists"),
         ("new", "is a folder"),
-        ("file/a.yaml", "file is no folder"),
+        ("file/a.yaml", "file is not a folder"),
     ):
         answer = call(*small, "--out", out)
         assert answer.code == 2
@@ -133,7 +131,7 @@ def next_of(text: str) -> list[str]:
         ("--input", "3x6x6", "--set", "space.nodes=3", "--channels", "2"),
     ],
 )
-def test_the_search_that_comes_next_is_for_the_network_that_was_measured(
+def test_the_suggested_search_is_for_the_measured_network(
     call: Softcell, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     rng = np.random.default_rng(0)
@@ -153,12 +151,12 @@ def test_the_search_that_comes_next_is_for_the_network_that_was_measured(
     assert network["data"] == ("photos" if "3x6x6" in options else "digits")
 
 
-def test_the_search_that_comes_next_names_data_of_the_right_shape() -> None:
+def test_the_suggested_search_names_data_of_the_right_shape() -> None:
     cifar = build_space("nb201", {"cells_per_stage": 5, "channels": 16})
     placeholder = ("--space", "nb201", "--data", "IMAGES-WITH-CLASSES")
-    assert _searched_with(cifar, (3, 32, 32), None) == (*placeholder, "--image-size", "32")
-    assert _searched_with(cifar, (3, 24, 32), None) == placeholder
+    assert _search_options(cifar, (3, 32, 32), None) == (*placeholder, "--image-size", "32")
+    assert _search_options(cifar, (3, 24, 32), None) == placeholder
     large = build_space("darts", {"cells": 14, "channels": 48, "stem": "imagenet"})
-    assert _searched_with(large, (3, 224, 224), "imagenet") == ("--space", "darts", "--data", "imagenet")
-    assert _searched_with(large, (3, 64, 64), "imagenet")[5:8] == ("64", "--set", "resource.network.cells=14")
-    assert "resource.network.stem=imagenet" in _searched_with(large, (3, 64, 64), "imagenet")
+    assert _search_options(large, (3, 224, 224), "imagenet") == ("--space", "darts", "--data", "imagenet")
+    assert _search_options(large, (3, 64, 64), "imagenet")[5:8] == ("64", "--set", "resource.network.cells=14")
+    assert "resource.network.stem=imagenet" in _search_options(large, (3, 64, 64), "imagenet")

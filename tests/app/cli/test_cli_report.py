@@ -36,14 +36,18 @@ def test_bad_folders_are_one_line(call: Softcell, tmp_path: Path) -> None:
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "run.json").write_text("{")
     for command in ("report", "compare"):
-        for folder, told in (("nowhere", "no such folder"), ("empty", "holds no run"), ("damaged", "readable JSON")):
+        for folder, expected in (
+            ("nowhere", "no such folder"),
+            ("empty", "holds no run"),
+            ("damaged", "readable JSON"),
+        ):
             answer = call(command, folder)
-            assert (answer.code, answer.error.count("\n"), told in answer.error) == (2, 1, True)
+            assert (answer.code, answer.error.count("\n"), expected in answer.error) == (2, 1, True)
     assert "no such folder" in call("watch", "nowhere").error
     assert call("report", "damaged", "--out", ".").code == 2
 
 
-def test_compare_speaks_three_languages(call: Softcell, searched: Path, tmp_path: Path) -> None:
+def test_compare_writes_tables_markdown_and_csv(call: Softcell, searched: Path, tmp_path: Path) -> None:
     table = call("compare", searched)
     assert table.code == 0
     assert "accuracy of supernet, validation split, data digits" in table.out
@@ -60,7 +64,7 @@ def test_compare_speaks_three_languages(call: Softcell, searched: Path, tmp_path
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT])
-def test_watch_serves_until_it_is_stopped(searched: Path, tmp_path: Path, how: signal.Signals) -> None:
+def test_watch_serves_until_interrupted(searched: Path, tmp_path: Path, how: signal.Signals) -> None:
     running = process("watch", searched, "--port", "0", cwd=tmp_path)
     assert running.stdout is not None and running.stderr is not None
     try:
@@ -71,14 +75,14 @@ def test_watch_serves_until_it_is_stopped(searched: Path, tmp_path: Path, how: s
         assert "Architecture weights" in connection.getresponse().read().decode()
         running.send_signal(how)
         assert running.wait(timeout=30) == 0
-        assert "stopped; the runs go on" in running.stdout.read()
+        assert "Stopped watching; the runs continue." in running.stdout.read()
         assert running.stderr.read() == ""
     finally:
         running.kill()
         running.wait()
 
 
-def test_tensorboard_is_logged_for_every_run_or_refused_before_it_starts(
+def test_tensorboard_is_logged_for_every_run_or_rejected_before_it_starts(
     call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as without:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from softcell.app.cli.search import _on
+from softcell.app.cli.search import _training_data
 from softcell.engine import loop
 from softcell.search.recipe import resolve
 from tests.helpers.cli_calls import TINY, Softcell, process
@@ -55,7 +55,7 @@ def test_each_epoch_is_one_line_and_accuracies_name_their_split(call: Softcell) 
 
 
 @pytest.mark.parametrize(("limit", "verdict"), [("90M", "within 90M parameters"), ("74k", "NOT within 74k parameters")])
-def test_a_budget_is_shown_with_what_came_out(limit: str, verdict: str, call: Softcell) -> None:
+def test_a_budget_is_shown_with_the_cost_found(limit: str, verdict: str, call: Softcell) -> None:
     answer = call("search", "darts", *TINY, "--epochs", "1", "--max-params", limit, "--set", "child_every=1")
     assert answer.code == 0
     (line,) = [line for line in answer.out.splitlines() if line.startswith("budget")]
@@ -87,7 +87,7 @@ def test_a_later_setting_wins_over_the_configuration(call: Softcell, searched: P
     assert (recipe["seed"], recipe["epochs"], recipe["space_settings"]["channels"]) == (5, 1, 2)
 
 
-def test_yaml_may_say_space_and_its_settings_in_short(call: Softcell, tmp_path: Path) -> None:
+def test_yaml_accepts_short_settings_of_the_space(call: Softcell, tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("space: nb201\nspace_settings: {channels: 2}\nepochs: 1\nbatch_size: 128\n")
     assert call("search", "--config", "my.yaml", "--set", "space.nodes=3", "--out", "run", "-q").code == 0
     recipe = json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]
@@ -99,21 +99,21 @@ def test_resuming_a_finished_run_shows_its_result(call: Softcell, searched: Path
     for arguments in (("--resume", searched), ("--resume", "--out", searched)):
         answer = call("search", *arguments)
         assert answer.code == 0
-        assert "finished already" in answer.out
+        assert "already finished" in answer.out
         assert str(searched / "genotype.json") in answer.out
     assert (searched / "run.json").read_bytes() == before
 
 
-def test_a_resumed_run_refuses_other_settings(call: Softcell, searched: Path) -> None:
+def test_a_resumed_run_rejects_other_settings(call: Softcell, searched: Path) -> None:
     answer = call("search", "--resume", searched, "--seed", "3")
     assert (answer.code, "seed: 0 -> 3" in answer.error) == (2, True)
 
 
-def test_an_existing_run_is_overwritten_only_when_asked(call: Softcell, tmp_path: Path) -> None:
+def test_an_existing_run_is_overwritten_only_on_request(call: Softcell, tmp_path: Path) -> None:
     first = ("search", *TINY, "--epochs", "1", "--out", "run", "-q")
     assert call(*first).code == 0
-    refused = call(*first, "--seed", "1")
-    assert (refused.code, "another --out" in refused.error) == (2, True)
+    rejected = call(*first, "--seed", "1")
+    assert (rejected.code, "another --out" in rejected.error) == (2, True)
     assert call(*first, "--seed", "1", "--overwrite").code == 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 1
 
@@ -173,16 +173,14 @@ def test_several_seeds_are_searched_compared_and_resumed(call: Softcell, tmp_pat
     assert (tmp_path / "several" / "seed-1" / "genotype.svg").exists()
     again = call("search", "--resume", tmp_path / "several")
     assert again.code == 0 and "mean ± std (n=2)" in again.out
-    refused = call("search", "--seeds", "0", *TINY)
-    assert refused.code == 2 and "--seeds must be at least 1" in refused.error
-    refused = call("search", "--seeds", "2", "--at-once", "0", *TINY)
-    assert refused.code == 2 and "--at-once must be at least 1, but is 0" in refused.error
+    rejected = call("search", "--seeds", "0", *TINY)
+    assert rejected.code == 2 and "--seeds must be at least 1" in rejected.error
+    rejected = call("search", "--seeds", "2", "--at-once", "0", *TINY)
+    assert rejected.code == 2 and "--at-once must be at least 1, but is 0" in rejected.error
     assert call(*asked).code == 2, "the folder is taken"
 
 
-def test_seeds_that_were_stopped_say_how_to_go_on(
-    call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_seeds_print_how_to_resume(call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop._Loop, "_emit_step", lambda self, steps: os.kill(os.getpid(), signal.SIGTERM))
     asked = ("--seeds", "2", "--keep", "best", "--at-once", "2", "--epochs", "1", *TINY)
     answer = call("search", *asked, "--out", tmp_path / "several")
@@ -191,7 +189,7 @@ def test_seeds_that_were_stopped_say_how_to_go_on(
     assert expected.replace(" ", "") in "".join(answer.out.split())
 
 
-def test_what_comes_next_after_a_search_without_labels(call: Softcell, tmp_path: Path) -> None:
+def test_the_suggested_training_after_a_search_without_labels(call: Softcell, tmp_path: Path) -> None:
     """The same data where it has classes, images with classes where it has none."""
     answer = call("search", "--set", "objective=context", "--epochs", "1", *TINY, "--out", tmp_path / "digits")
     assert answer.code == 0, answer.error
@@ -200,7 +198,7 @@ def test_what_comes_next_after_a_search_without_labels(call: Softcell, tmp_path:
         (tmp_path / place).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / place / "1.png")
     unsorted = resolve({"objective": "context", "data": str(tmp_path / "any")})
-    assert _on(unsorted) == ("--data", "IMAGES-WITH-CLASSES")
+    assert _training_data(unsorted) == ("--data", "IMAGES-WITH-CLASSES")
     for folder in ("sorted", "split"):
         own = resolve({"objective": "context", "data": folder, "data_root": str(tmp_path)})
-        assert _on(own) == (), "taken over from the search"
+        assert _training_data(own) == (), "taken over from the search"

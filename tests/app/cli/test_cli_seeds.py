@@ -1,4 +1,4 @@
-"""Seeds that no generator takes are refused in words, wherever one can be given or is derived from another."""
+"""Seeds that no generator accepts are rejected with a message, wherever one is given or derived from another."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ RULE = "`0 <= seed < 2**63` must hold, but got seed="
     ],
     ids=lambda words: " ".join(map(str, (words[0], *words[-2:]))),
 )
-def test_a_seed_out_of_range_is_refused(words: tuple[Any, ...], call: Softcell, tmp_path: Path) -> None:
+def test_a_seed_out_of_range_is_rejected(words: tuple[Any, ...], call: Softcell, tmp_path: Path) -> None:
     answer = call(*map(str, words))
     assert answer.code == 2
     assert RULE in answer.error and answer.error.count("\n") == 1
     assert not list(tmp_path.iterdir()), "nothing is left behind"
 
 
-def test_a_number_of_seeds_that_is_a_seed_is_refused(call: Softcell, tmp_path: Path) -> None:
+def test_a_number_of_seeds_that_looks_like_a_seed_is_rejected(call: Softcell, tmp_path: Path) -> None:
     answer = call("search", *TINY, "--seeds", str(2**64))
     assert answer.code == 2 and "--seeds is how many" in answer.error
     assert not list(tmp_path.iterdir())
 
 
-def test_python_is_told_too(tmp_path: Path) -> None:
+def test_python_calls_raise_too(tmp_path: Path) -> None:
     genotype = read_genotype(CELL)
     for seed in (-1, SEEDS, 2**70):
         for ask in (
@@ -68,7 +68,7 @@ def test_python_is_told_too(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_largest_seed_is_taken_by_every_generator(call: Softcell) -> None:
+def test_every_generator_accepts_the_largest_seed(call: Softcell) -> None:
     is_seed("seed", LAST)
     assert resolve({"seed": LAST}).seed == resolve_training(read_genotype(CELL), {"seed": LAST}).seed == LAST
     state = torch.get_rng_state()

@@ -36,7 +36,7 @@ def test_a_teacher_is_trained_and_guides_a_search(call: Softcell, tmp_path: Path
     assert wrong.code == 2 and "teacher run" in wrong.error
 
 
-def test_what_cannot_be_a_teacher_is_told(call: Softcell) -> None:
+def test_unknown_teachers_are_rejected(call: Softcell) -> None:
     for arguments, message in (
         (("teacher", "resnet19"), "no built-in classifier 'resnet19'"),
         (("teacher", "pyramidnet", "--set", "classifier.depth=100"), "9n + 2"),
@@ -52,7 +52,7 @@ def test_what_cannot_be_a_teacher_is_told(call: Softcell) -> None:
         assert answer.code == 2 and message in answer.error, answer.error
 
 
-def test_files_that_hold_no_teacher_are_told(call: Softcell, tmp_path: Path) -> None:
+def test_files_without_a_teacher_are_rejected(call: Softcell, tmp_path: Path) -> None:
     (tmp_path / "junk.pt").write_text("hello")
     (tmp_path / "junk.pt2").write_text("x")
     for arguments, message in (
@@ -73,7 +73,7 @@ def build(spec):
 """
 
 
-def test_a_teacher_takes_operations_of_a_plugin(
+def test_a_teacher_accepts_operations_of_a_plugin(
     call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(candidates._REGISTRY)
@@ -95,7 +95,7 @@ def test_a_teacher_takes_operations_of_a_plugin(
     assert again.code == 0, again.error
 
 
-def test_the_study_leaves_the_papers_numbers_out_for_other_networks(call: Softcell) -> None:
+def test_the_study_omits_the_papers_numbers_for_other_networks(call: Softcell) -> None:
     for arguments in (("--width", "32"), ("--classes", "100")):
         out = call("study", *arguments).out
         assert "ours" in out and "555.42M" not in out and "4.63/22.63" not in out

@@ -11,13 +11,11 @@ import pytest
 from rich.console import Console
 
 import softcell
-from softcell.app.cli.main import app
-from softcell.app.cli.progress import Display, clock, epoch_line
+from softcell.app.cli.main import COMMANDS, load_command
+from softcell.app.cli.progress import Display, epoch_line
 from softcell.engine.task import EpochEnded, Finished, Note, Started, Stepped
 from tests.helpers.cli_calls import CELL, Softcell, process
 from tests.reference.published_genotypes import DARTS_V2
-
-COMMANDS = tuple(str(command.name) for command in app.registered_commands)
 
 
 def test_every_notation_survives_a_round_trip(call: Softcell) -> None:
@@ -43,7 +41,7 @@ def test_convert_reads_a_line_of_python_as_papers_publish_it(call: Softcell, tmp
     assert json.loads(call("convert", "genotypes.txt").out)["space"] == "darts"
 
 
-def test_of_a_file_with_several_genotypes_one_is_chosen_by_name(call: Softcell, tmp_path: Path) -> None:
+def test_a_name_selects_one_of_several_genotypes_in_a_file(call: Softcell, tmp_path: Path) -> None:
     other = DARTS_V2.replace("max_pool_3x3", "avg_pool_3x3")
     (tmp_path / "genotypes.py").write_text(f"MINE = {other}\nDARTS_V2 = {DARTS_V2}\n")
     answer = call("convert", "genotypes.py")
@@ -65,7 +63,7 @@ def test_show_draws_in_the_terminal_and_as_svg(call: Softcell, searched: Path, t
     ET.parse(tmp_path / "cell.svg")
 
 
-def test_commands_take_the_architecture_of_an_epoch(call: Softcell, searched: Path) -> None:
+def test_commands_accept_the_architecture_of_an_epoch(call: Softcell, searched: Path) -> None:
     found = json.loads(call("convert", f"{searched}@last", "--to", "json").out)
     assert found["cells"] == json.loads((searched / "genotype.json").read_text())["cells"]
     assert call("show", f"{searched}@1").code == call("info", f"{searched}@1").code == 0
@@ -97,13 +95,13 @@ def test_random_architectures_repeat_and_differ(call: Softcell, tmp_path: Path) 
     assert [json.loads(line)["about"]["seed"] for line in lines] == [0, 1]
 
 
-def test_list_names_everything(call: Softcell) -> None:
+def test_list_shows_everything_available(call: Softcell) -> None:
     out = call("list").out
     assert all(f"  {name}" in out for name in ("darts", "random", "nb201", "digits", "cifar10", "train imagenet"))
     assert "nb201" not in call("list", "methods").out
 
 
-def test_version_is_the_packages(call: Softcell) -> None:
+def test_version_is_that_of_the_package(call: Softcell) -> None:
     assert call("--version").out.strip() == f"softcell {softcell.__version__}"
 
 
@@ -119,14 +117,23 @@ def test_help_has_examples_fits_80_columns_and_documents_every_option(
     assert max(len(line) for line in answer.out.splitlines()) <= 80
 
 
-def test_help_does_not_load_torch() -> None:
-    code = "import softcell.app.cli.main as m, sys; m.run(['search', '--help']); print('torch' in sys.modules)"
+@pytest.mark.parametrize("argument", ["--help", "--version", "nothing"])
+def test_the_list_of_commands_imports_no_command_and_no_torch(argument: str) -> None:
+    imported = "print(sorted(m for m in sys.modules if m == 'torch' or m.startswith('softcell.app.cli.')))"
+    code = f"import sys; from softcell.app.cli.main import run; run(['{argument}']); {imported}"
     source = str(Path(softcell.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": source})
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert done.stdout.splitlines()[-1] == "['softcell.app.cli.main', 'softcell.app.cli.process']", done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
+def test_the_list_of_commands_shows_the_first_sentence_of_each_command(call: Softcell) -> None:
+    shown = " ".join(call("--help").out.replace("│", " ").split())
+    for name, (_, about) in COMMANDS.items():
+        assert load_command(name).help.partition("\n")[0] == about
+        assert f"{name} {about}" in shown
+
+
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     running = process("random", "--space", "nb201", "--to", "nb201", "--count", "200000", cwd=tmp_path)
     assert running.stdout is not None and running.stderr is not None
     running.stdout.readline()
@@ -143,10 +150,6 @@ def test_an_epochs_line_is_complete_and_fits_a_terminal() -> None:
     assert line == "epoch  99/600  loss 0.500  train 25.0%  holdout  100%  entropy 1.234  2:02:05 left"
     assert len(epoch_line({**METRICS, "val_split": "validation", "entropy": 1.5}, 50, 65.0)) <= 80
     assert "none" in epoch_line({**METRICS, "train_loss": None}, 2, None)
-
-
-def test_time_is_read_like_a_clock() -> None:
-    assert [clock(s) for s in (0.2, 59.6, 3600)] == ["0:00", "1:00", "1:00:00"]
 
 
 def _shown(terminal: bool, quiet: bool = False) -> str:

@@ -19,13 +19,13 @@ def manifest(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_found_stands_beside_random_ones_and_everything_names_the_test_split(
+def test_the_found_network_is_compared_with_random_ones_on_the_test_split(
     call: Softcell, searched: Path, tmp_path: Path
 ) -> None:
     answer = call("train", searched, *TINY_TRAIN, "--random", "2", "--out", "out")
     assert answer.code == 0
     assert "on the test split (450 images)" in answer.out
-    assert "accuracy on the test split, all trained alike (seed 0)" in answer.out
+    assert "accuracy on the test split, all trained with the same recipe (seed 0)" in answer.out
     assert "mean ± std (n=2)" in answer.out
     runs = [manifest(tmp_path / "out" / name) for name in ("", "random-1", "random-2")]
     assert len({json.dumps(run["recipe"]) for run in runs}) == 1  # trained alike, seed included
@@ -34,7 +34,7 @@ def test_found_stands_beside_random_ones_and_everything_names_the_test_split(
 
     again = call("train", "--resume", "out", "--random", "2")
     assert again.code == 0
-    assert "finished already" in again.out
+    assert "already finished" in again.out
     assert answer.out.splitlines()[-3:] == again.out.splitlines()[-3:]
 
 
@@ -70,7 +70,7 @@ def test_a_plugin_of_the_search_is_known_to_the_training(call: Softcell, tmp_pat
     assert "cli_test_bias" in call("list", "candidates").out
 
 
-def test_an_unfinished_search_is_no_genotype(call: Softcell, searched: Path, tmp_path: Path) -> None:
+def test_an_unfinished_search_has_no_genotype(call: Softcell, searched: Path, tmp_path: Path) -> None:
     state = {**unsealed(manifest(searched)), "status": "interrupted"}
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "run.json").write_text(json.dumps(state))
@@ -78,7 +78,7 @@ def test_an_unfinished_search_is_no_genotype(call: Softcell, searched: Path, tmp
     assert (answer.code, "softcell search --resume half" in answer.error) == (2, True)
 
 
-def test_train_does_not_take_a_searchs_recipe(call: Softcell, searched: Path) -> None:
+def test_train_rejects_the_recipe_of_a_search(call: Softcell, searched: Path) -> None:
     answer = call("train", CELL, "--config", searched)
     assert (answer.code, "is a search run" in answer.error) == (2, True)
 
@@ -99,15 +99,21 @@ def test_the_spread_is_the_sample_deviation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "others", "told"),
+    ("accuracy", "others", "expected"),
     [
-        (0.94, (0.90, 0.92, 0.97), "1.0 points above the mean of 3 random, within their spread of 3.6: no difference"),
-        (0.80, (0.90, 0.92, 0.97), "13.0 points below the mean of 3 random, more than their spread"),
-        (0.99, (0.90,), "nothing follows"),
+        (
+            0.94,
+            (0.90, 0.92, 0.97),
+            "1.0 points above the mean of 3 random architectures, within their spread of 3.6: no difference",
+        ),
+        (0.80, (0.90, 0.92, 0.97), "13.0 points below the mean of 3 random architectures, more than their spread"),
+        (0.99, (0.90,), "proves nothing"),
     ],
 )
-def test_the_verdict_claims_no_more_than_the_numbers_say(accuracy: float, others: tuple[float, ...], told: str) -> None:
-    assert told in verdict(accuracy, _baseline(*others))
+def test_the_verdict_claims_no_more_than_the_numbers_say(
+    accuracy: float, others: tuple[float, ...], expected: str
+) -> None:
+    assert expected in verdict(accuracy, _baseline(*others))
 
 
 @pytest.fixture
@@ -121,7 +127,7 @@ def own_data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_training_takes_the_data_of_its_search_and_the_network_of_its_budget(
+def test_a_training_uses_the_data_of_its_search_and_the_network_of_its_budget(
     call: Softcell, own_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`softcell train RUN` is what a search says comes next: that network on those images, typed from anywhere."""
@@ -148,8 +154,8 @@ def test_a_training_takes_the_data_of_its_search_and_the_network_of_its_budget(
     assert (recipe["data"], recipe["data_root"], recipe["image_size"]) == ("digits", None, None)
 
 
-def test_settings_of_a_supernet_are_none_of_a_training(call: Softcell, searched: Path, tmp_path: Path) -> None:
-    """Or trainings of one architecture would be told apart by what none of them has."""
+def test_settings_of_a_supernet_are_not_used_in_training(call: Softcell, searched: Path, tmp_path: Path) -> None:
+    """Otherwise trainings of one architecture would differ in settings that none of them uses."""
     shared = ("--set", "space.share_features=true")
     assert call("search", *TINY, *shared, "--epochs", "1", "--out", "found", "-q").code == 0
     for name, source in (("a", "found"), ("b", searched)):
@@ -158,7 +164,7 @@ def test_settings_of_a_supernet_are_none_of_a_training(call: Softcell, searched:
     assert first == second
 
 
-def test_info_tells_what_a_search_had_after_an_epoch(call: Softcell, searched: Path) -> None:
+def test_info_shows_the_accuracy_of_a_search_after_an_epoch(call: Softcell, searched: Path) -> None:
     rows = [json.loads(line)["val_accuracy"] for line in (searched / "metrics.jsonl").read_text().splitlines()]
     assert rows[0] != rows[1]
     for source, value in ((searched, rows[1]), (f"{searched}@1", rows[0]), (f"{searched}@last", rows[1])):
@@ -167,7 +173,7 @@ def test_info_tells_what_a_search_had_after_an_epoch(call: Softcell, searched: P
         assert "on the validation split" in shown
 
 
-def test_of_architectures_trained_one_by_one_the_best_is_told(call: Softcell, tmp_path: Path) -> None:
+def test_info_shows_the_best_of_architectures_trained_one_by_one(call: Softcell, tmp_path: Path) -> None:
     few = ("--set", "method.samples=3", "--epochs", "1", "--seed", "1", "--out", "drawn", "-q")
     assert call("search", "random", *TINY, *few).code == 0
     rows = [json.loads(line) for line in (tmp_path / "drawn" / "architecture.jsonl").read_text().splitlines()]
@@ -180,7 +186,7 @@ def test_of_architectures_trained_one_by_one_the_best_is_told(call: Softcell, tm
     assert call("show", "drawn@last").out == call("show", "drawn").out
 
 
-def test_folders_of_several_runs_stand_for_one_of_them(call: Softcell, searched: Path, tmp_path: Path) -> None:
+def test_a_folder_of_several_runs_asks_for_one_of_them(call: Softcell, searched: Path, tmp_path: Path) -> None:
     shutil.copytree(searched, tmp_path / "whole" / "search")
     (tmp_path / "whole" / "plan.json").write_text("{}")
     assert call("show", "whole").out == call("show", "whole@last").out == call("show", searched).out
@@ -194,6 +200,6 @@ def test_a_run_that_has_no_architecture_says_why(call: Softcell, searched: Path,
     for name, change in (("teacher", {"kind": "teacher"}), ("lost", {})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps({**unsealed(manifest(searched)), **change}))
-    assert "is a teacher run, which has no architecture" in call("train", "teacher").error
+    assert "is a teacher run, which has no genotype" in call("train", "teacher").error
     assert "genotype.json of this search is gone" in call("train", "lost").error
     assert "must name an epoch of a search" in call("show", "teacher@1").error

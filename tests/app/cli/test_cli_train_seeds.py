@@ -56,7 +56,7 @@ def test_every_seed_is_the_training_it_would_be_alone(call: Softcell, tmp_path: 
     assert "name one of the folders" in call("info", "out").error
 
 
-def test_seeds_that_are_stopped_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+def test_interrupted_seeds_are_resumed_bit_for_bit(tmp_path: Path) -> None:
     chosen, wanted, recipe, _ = api.train_seeds_recipe(CELL, {**SMALL, "epochs": 2}, seeds=2, out=tmp_path)
     train_seeds(wanted, recipe, tmp_path / "whole", chosen)
 
@@ -88,9 +88,7 @@ def test_seeds_that_are_stopped_are_resumed_bit_for_bit(tmp_path: Path) -> None:
         (("--seeds", "2", "--at-once", "0"), "--at-once must be at least 1"),
     ],
 )
-def test_seeds_that_make_no_sense_are_refused(
-    words: tuple[str, ...], said: str, call: Softcell, tmp_path: Path
-) -> None:
+def test_nonsensical_seeds_are_rejected(words: tuple[str, ...], said: str, call: Softcell, tmp_path: Path) -> None:
     answer = call("train", CELL, *TINY_TRAIN, *words)
     assert answer.code == 2 and said in answer.error
     assert not list(tmp_path.iterdir())
@@ -157,7 +155,7 @@ def test_a_run_that_starts_from_another_is_resumed_without_it(first: TrainResult
     assert content(tmp_path / "broken", "run.json")["results"]["init"]["run"] == str(gone)
 
 
-def test_weights_that_fit_nowhere_are_refused(
+def test_weights_that_fit_no_layer_are_rejected(
     first: TrainResult, call: Softcell, searched: Path, tmp_path: Path
 ) -> None:
     wide = ("--batch-size", "128", "--epochs", "1", "--channels", "3", "--from", first.folder, "--out", "out")

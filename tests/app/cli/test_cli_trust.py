@@ -77,7 +77,7 @@ READING = (
 
 
 @pytest.mark.parametrize("command", RUNNING)
-def test_code_of_a_foreign_folder_does_not_run_unasked(command: str, call: Softcell, foreign: Path) -> None:
+def test_code_of_a_foreign_folder_does_not_run_without_trust(command: str, call: Softcell, foreign: Path) -> None:
     answer = call(*command.split())
     assert answer.code == 2 and not (foreign / "ran").exists()
     assert str(foreign / "evil.py") in answer.error and "--trust" in answer.error
@@ -103,7 +103,7 @@ def test_info_shows_what_the_files_say_and_how_to_see_more(call: Softcell, forei
     assert (foreign / "ran").exists() and "MB in float32" in more.out
 
 
-def test_to_agree_once_is_enough_until_the_content_changes(
+def test_trust_is_remembered_until_the_content_changes(
     call: Softcell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = call("export", foreign / "train", "--to", "safetensors", "--trust", "-q")
@@ -121,7 +121,7 @@ def test_to_agree_once_is_enough_until_the_content_changes(
 
 
 @pytest.mark.exhaustive
-def test_a_run_made_here_is_gone_on_with_unasked(
+def test_a_run_made_here_is_resumed_without_asking(
     call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOFTCELL_STATE", str(tmp_path / "state"))
@@ -131,7 +131,7 @@ def test_a_run_made_here_is_gone_on_with_unasked(
     assert done.wait() == 0, done.communicate()[1]
 
 
-def test_a_run_whose_plugin_is_on_another_machine_takes_a_copy(call: Softcell, foreign: Path) -> None:
+def test_a_copy_replaces_a_plugin_on_another_machine(call: Softcell, foreign: Path) -> None:
     for name in ("train", "stopped"):
         text = (foreign / name / "run.json").read_text()
         (foreign / name / "run.json").write_text(text.replace(str(foreign / "evil.py"), "/another/machine/evil.py"))
@@ -167,7 +167,7 @@ def test_in_a_terminal_the_user_is_asked(
 
 
 def test_python_calls_agree_by_an_argument(foreign: Path, tmp_path: Path) -> None:
-    for refused in (
+    for rejected in (
         lambda: api.load_network(foreign / "train"),
         lambda: api.Network.from_pretrained(foreign / "train"),
         lambda: api.export(foreign / "train", "safetensors", tmp_path / "out"),
@@ -176,14 +176,14 @@ def test_python_calls_agree_by_an_argument(foreign: Path, tmp_path: Path) -> Non
         lambda: api.compare_indicators(foreign / "search"),
     ):
         with pytest.raises(UntrustedError):
-            refused()
+            rejected()
     assert not (foreign / "ran").exists()
     api.load_network(foreign / "train", trust=True)
     assert (foreign / "ran").exists()
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_that_was_agreed_to_hands_that_on_to_its_jobs(
+def test_a_trusted_sweep_passes_its_trust_to_its_jobs(
     call: Softcell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where its jobs cannot see the store, as on a cluster."""
@@ -198,7 +198,7 @@ def test_a_sweep_that_was_agreed_to_hands_that_on_to_its_jobs(
     plan = yaml.safe_load((foreign / "sweep.yaml").read_text())
     plan["search"] = {"epochs": 1, "batch_size": 256, "space": {"channels": 2}, "method": {"samples": 1}}
     (foreign / "sweep.yaml").write_text(yaml.safe_dump(plan))
-    monkeypatch.setattr("softcell.app.sweep.work.subprocess.Popen", popen)
+    monkeypatch.setattr("softcell.app.sweep.launch.subprocess.Popen", popen)
     source = str(Path(api.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", source)
     answer = call("sweep", foreign / "sweep.yaml", "--out", "swept", "--retries", "0", "--trust")
@@ -207,7 +207,7 @@ def test_a_sweep_that_was_agreed_to_hands_that_on_to_its_jobs(
 
 
 @pytest.mark.exhaustive
-def test_ranks_of_torchrun_agree_together(foreign: Path, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_share_trust(foreign: Path, tmp_path: Path) -> None:
     source = str(Path(api.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "softcell"]
@@ -241,7 +241,7 @@ def program(file: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["recipe", "run"])
-def test_trust_that_a_file_claims_for_itself_does_not_count(by: str, call: Softcell, foreign: Path) -> None:
+def test_a_file_cannot_trust_itself(by: str, call: Softcell, foreign: Path) -> None:
     program(foreign / "teacher.pt2", foreign / "ran")
     guide = {"teacher": str(foreign / "teacher.pt2"), "trust": True}
     if by == "recipe":
@@ -258,14 +258,14 @@ def test_trust_that_a_file_claims_for_itself_does_not_count(by: str, call: Softc
 
 
 @pytest.mark.parametrize("agreed", [("--trust",), ("--set", "guide.trust=true")])
-def test_the_command_line_can_agree_to_a_program(agreed: tuple[str, ...], call: Softcell, foreign: Path) -> None:
+def test_the_command_line_can_trust_a_program(agreed: tuple[str, ...], call: Softcell, foreign: Path) -> None:
     program(foreign / "teacher.pt2", foreign / "ran")
     answer = call("search", *TINY, "--guide", foreign / "teacher.pt2", *agreed, "--out", "new")
     assert answer.code == 2 and "cannot be read as an exported program" in answer.error
     assert (foreign / "ran").exists(), "reading such a file does run code: the test would see it"
 
 
-def test_a_sweep_file_cannot_hand_commands_to_a_cluster(call: Softcell, foreign: Path) -> None:
+def test_a_sweep_file_cannot_pass_commands_to_a_cluster(call: Softcell, foreign: Path) -> None:
     plan = {"methods": ["random"], "spaces": ["nb201"], "seeds": 1}
     for cluster in ({"slurm_setup": ["rm -r x"]}, {"slurm_partition": "gpu\nrm -r x"}, {"slurm_python": "sh"}):
         (foreign / "sweep.yaml").write_text(yaml.safe_dump({**plan, "cluster": cluster}))

@@ -22,7 +22,7 @@ DEEP = "[" * 5000 + "]" * 5000
 LONG = "1" * 5000
 
 
-def refused(call: Softcell, *words: str | Path) -> str:
+def error_of(call: Softcell, *words: str | Path) -> str:
     """The one line that a command says."""
     answer = call(*words)
     assert answer.code == 2, answer
@@ -39,7 +39,7 @@ def old(searched: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("text", [DEEP, LONG, "{", "[]", "3", '{"epoch": ' + LONG + "}", "\x00", ""])
 def test_damaged_metrics_of_a_finished_run(call: Softcell, old: Path, text: str) -> None:
     (old / "metrics.jsonl").write_text(text + "\n")
-    assert "metrics.jsonl" in refused(call, "search", "--resume", old)
+    assert "metrics.jsonl" in error_of(call, "search", "--resume", old)
     assert call("compare", old).code == 0  # the score is in run.json
     assert call("report", old).code == 0
 
@@ -48,7 +48,7 @@ def test_damaged_metrics_of_a_finished_run(call: Softcell, old: Path, text: str)
 def test_run_json_beyond_all_limits(call: Softcell, old: Path, text: str) -> None:
     (old / "run.json").write_text(text)
     for words in (("info", old), ("show", old), ("report", old), ("train", old), ("search", "--resume", old)):
-        refused(call, *words)
+        error_of(call, *words)
 
 
 WRONG: list[Any] = [None, [], {}, "text", -1, True, 1e308, [[None]], 10**30]
@@ -81,14 +81,14 @@ def test_fields_of_wrong_types(call: Softcell, old: Path, field: str) -> None:
         ("data: 2001-99-99", "2001-99-99"),
     ],
 )
-def test_odd_yaml_is_refused_in_files_and_on_the_command_line(
+def test_odd_yaml_is_rejected_in_files_and_on_the_command_line(
     call: Softcell, tmp_path: Path, text: str, why: str
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    assert re.search(why, refused(call, "search", "--config", "recipe.yaml", "--out", "out"))
+    assert re.search(why, error_of(call, "search", "--config", "recipe.yaml", "--out", "out"))
     key, _, value = text.partition(": ")
     if len(value) < 10_000:
-        assert re.search(why, refused(call, "search", "--set", f"{key}={value}", "--out", "out"))
+        assert re.search(why, error_of(call, "search", "--set", f"{key}={value}", "--out", "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -103,8 +103,8 @@ def test_odd_yaml_is_refused_in_files_and_on_the_command_line(
         ("space.nodes=5000", "space.nodes <= 100"),
     ],
 )
-def test_settings_that_mean_nothing_or_never_end_are_refused(call: Softcell, setting: str, why: str) -> None:
-    assert why in refused(call, "search", "--set", setting, "--out", "out")
+def test_meaningless_or_endless_settings_are_rejected(call: Softcell, setting: str, why: str) -> None:
+    assert why in error_of(call, "search", "--set", setting, "--out", "out")
 
 
 def cell_json(change: Callable[[dict[str, Any]], None]) -> str:
@@ -126,28 +126,28 @@ def cell_json(change: Callable[[dict[str, Any]], None]) -> str:
         (lambda data: data["cells"]["cell"]["edges"].append([0, 10**6, "none"]), "a number up to 100"),
     ],
 )
-def test_genotypes_with_parts_that_would_be_ignored_are_refused(
+def test_genotypes_with_parts_that_would_be_ignored_are_rejected(
     call: Softcell, tmp_path: Path, change: Any, why: str
 ) -> None:
     (tmp_path / "cell.json").write_text(cell_json(change))
-    assert why in refused(call, "info", "cell.json")
-    refused(call, "train", "cell.json", "--epochs", "1", "--out", "out")
+    assert why in error_of(call, "info", "cell.json")
+    error_of(call, "train", "cell.json", "--epochs", "1", "--out", "out")
 
 
 @pytest.mark.parametrize("count", ["99999999999999", "1001"])
-def test_random_architectures_are_bounded(call: Softcell, count: str) -> None:
-    assert "random <= 1,000" in refused(call, "train", CELL, "--random", count, "--out", "out")
+def test_the_number_of_random_architectures_is_bounded(call: Softcell, count: str) -> None:
+    assert "random <= 1,000" in error_of(call, "train", CELL, "--random", count, "--out", "out")
     if len(count) > 4:
-        assert "count <= 1,000,000" in refused(call, "random", "--count", count)
+        assert "count <= 1,000,000" in error_of(call, "random", "--count", count)
 
 
-def test_a_label_of_a_billion_is_refused(call: Softcell, tmp_path: Path) -> None:
+def test_a_label_of_a_billion_is_rejected(call: Softcell, tmp_path: Path) -> None:
     labels = np.array([0, 1, 0, 1, 10**9])
     np.savez(tmp_path / "data.npz", images=np.zeros((5, 8, 8), np.uint8), labels=labels)
-    assert "every class present" in refused(call, "search", *TINY, "--data", "data.npz", "--out", "out")
+    assert "every class present" in error_of(call, "search", *TINY, "--data", "data.npz", "--out", "out")
 
 
-def test_a_pipe_among_images_is_no_image(call: Softcell, tmp_path: Path) -> None:
+def test_a_pipe_among_images_is_rejected(call: Softcell, tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / "images" / name).mkdir(parents=True)
         for i in range(4):
@@ -157,7 +157,7 @@ def test_a_pipe_among_images_is_no_image(call: Softcell, tmp_path: Path) -> None
         assert call("search", *TINY, "--data", "images", "--epochs", "1", "--out", "out", "-q").code == 0
 
 
-def test_one_bad_genotype_is_one_damaged_row_of_the_live_page(
+def test_a_bad_genotype_is_one_damaged_row_of_the_live_page(
     searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("good", "bad"):
@@ -182,8 +182,8 @@ def test_one_bad_genotype_is_one_damaged_row_of_the_live_page(
     assert page.count("<svg") > 3, "the other one is drawn"
 
 
-def test_a_plugin_that_is_no_python_file(call: Softcell, tmp_path: Path) -> None:
+def test_a_plugin_that_is_not_a_python_file(call: Softcell, tmp_path: Path) -> None:
     (tmp_path / "passwd").write_text("root:x:0:0:root:/root:/bin/bash\n")
-    assert "must name a Python file" in refused(call, "list", "methods", "--plugin", "passwd")
+    assert "must name a Python file" in error_of(call, "list", "methods", "--plugin", "passwd")
     (tmp_path / "broken.py").write_text("root:x:0:0:root:/root:/bin/bash\n")
-    assert "SyntaxError" in refused(call, "list", "methods", "--plugin", "broken.py")
+    assert "SyntaxError" in error_of(call, "list", "methods", "--plugin", "broken.py")

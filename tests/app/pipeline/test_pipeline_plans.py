@@ -1,4 +1,4 @@
-"""Choices, budgets, forecasts and verdicts, each for itself."""
+"""Parts of a run: choices, budgets, forecasts and verdicts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import Plan, Wishes, pace, parse_time
-from softcell.app.pipeline.choose import SIZES, Choice, cheaper, choose, fit, plain_network
+from softcell.app.pipeline import Plan, RunRequest, parse_time, time_budget
+from softcell.app.pipeline.choose import SIZES, Choice, cheaper, choose, fit, plain_network, search_recipe
 from softcell.app.pipeline.inspect import Inspection, inspect_dataset
-from softcell.app.pipeline.pace import Pace, probe
-from softcell.app.pipeline.recipes import search_recipe
 from softcell.app.pipeline.run import ENDING, MOST_RESERVED, SAFE, _Run
 from softcell.app.pipeline.summary import Row, Summary, verdict
+from softcell.app.pipeline.time_budget import JobTime, measure_job
 from softcell.arch import sample
 from softcell.data import load
 from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
@@ -29,7 +28,7 @@ def test_times_are_read(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "m", "-3m", "0s", "1.2.3m", "soon"])
-def test_wrong_times_are_refused(text: str) -> None:
+def test_wrong_times_are_rejected(text: str) -> None:
     with pytest.raises(UserError, match="30m"):
         parse_time(text)
 
@@ -40,21 +39,21 @@ def images(side: int = 100, count: int = 1000) -> Inspection:
 
 def test_a_choice_is_explained_in_two_lines_and_survives_its_file() -> None:
     for is_gpu in (False, True):
-        made = choose(images(), Wishes("x"), is_gpu=is_gpu, is_resizable=True)
+        made = choose(images(), RunRequest("x"), is_gpu=is_gpu, is_resizable=True)
         assert len(made.why) == 2 and all(made.why)
         assert Choice.from_dict(made.to_dict()) == made
         assert made.image_size in SIZES
 
 
-def test_images_are_never_enlarged_and_wishes_win() -> None:
-    assert choose(images(26), Wishes("x"), is_gpu=True, is_resizable=True).image_size == 24
-    asked = Wishes("x", space="darts", method="random", image_size=40)
+def test_images_are_never_enlarged_and_requests_win() -> None:
+    assert choose(images(26), RunRequest("x"), is_gpu=True, is_resizable=True).image_size == 24
+    asked = RunRequest("x", space="darts", method="random", image_size=40)
     made = choose(images(), asked, is_gpu=False, is_resizable=True)
     assert (made.space, made.method, made.shape) == ("darts", "random", (3, 40, 40))
 
 
 def test_cheaper_choices_end() -> None:
-    made: Choice | None = choose(images(), Wishes("x"), is_gpu=False, is_resizable=True)
+    made: Choice | None = choose(images(), RunRequest("x"), is_gpu=False, is_resizable=True)
     seen = []
     while made is not None:
         seen.append((made.shape[1], made.search_space["channels"]))
@@ -65,9 +64,9 @@ def test_cheaper_choices_end() -> None:
 
 @pytest.mark.parametrize(("space", "seeds"), [("nb201", 3), ("darts", 1)])
 def test_every_network_meets_the_budget(space: str, seeds: int) -> None:
-    wishes = Wishes("x", max_params="40k", max_flops="3M", space=space)
-    made = choose(images(), wishes, is_gpu=False, is_resizable=True)
-    limits = wishes.limits()
+    request = RunRequest("x", max_params="40k", max_flops="3M", space=space)
+    made = choose(images(), request, is_gpu=False, is_resizable=True)
+    limits = request.limits()
     for seed in range(seeds):
         genotype = sample(build_space(space, made.network).layout(), seed)
         settings = fit(made, genotype, 2, limits)
@@ -82,9 +81,9 @@ def test_every_network_meets_the_budget(space: str, seeds: int) -> None:
     assert own.parameters <= 40_000 and own.multiply_adds <= 3e6
 
 
-def test_a_budget_that_nothing_meets_is_refused() -> None:
-    with pytest.raises(UserError, match="as small as 10 parameters"):
-        choose(images(), Wishes("x", max_params="10"), is_gpu=False, is_resizable=True)
+def test_a_budget_that_no_network_meets_is_rejected() -> None:
+    with pytest.raises(UserError, match="fits 10 parameters"):
+        choose(images(), RunRequest("x", max_params="10"), is_gpu=False, is_resizable=True)
 
 
 @pytest.mark.parametrize("parameters", [3_000, 50_000, 1_000_000])
@@ -94,16 +93,16 @@ def test_the_plain_network_is_of_similar_size(parameters: int) -> None:
     assert abs(found.parameters / parameters - 1) < 0.15
 
 
-def test_wishes_are_checked() -> None:
+def test_requests_are_checked() -> None:
     for wrong in ({"random": 1}, {"max_params": "many"}, {"time": 0.0}, {"seed": -1}):
         with pytest.raises(UserError):
-            Wishes("x", **wrong)  # type: ignore[arg-type]
+            RunRequest("x", **wrong)  # type: ignore[arg-type]
 
 
-def test_a_pace_is_measured_from_steps_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_time_is_measured_from_steps_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(pace.time, "perf_counter", lambda: now[0])
-    told: list[str] = []
+    monkeypatch.setattr(time_budget.time, "perf_counter", lambda: now[0])
+    ended: list[str] = []
 
     def job(folder: Path, watch: OnEvent) -> None:
         folder.mkdir()
@@ -114,19 +113,19 @@ def test_a_pace_is_measured_from_steps_and_nothing_is_left(tmp_path: Path, monke
                 now[0] += 5.0 if epoch == step == 0 else 0.5  # the first step is slow
                 watch(Stepped(epoch, step + 1, 4, 0.0, None))
             now[0] += 1.0
-            told.append("epoch")
+            ended.append("epoch")
             watch(EpochEnded(epoch, {}))
 
-    found = probe(job, tmp_path / "scratch", 6.0, evaluated=9.0, tested=1.0)
+    found = measure_job(job, tmp_path / "scratch", 6.0, evaluated=9.0, tested=1.0)
     assert found.startup == pytest.approx(8.0)
     assert found.epoch == pytest.approx(4 * 0.5 + 1.0)
-    assert len(told) < 5 and not (tmp_path / "scratch").exists()
-    short = probe(job, tmp_path / "scratch", 0.6, evaluated=1.0, tested=0.0)  # no end of an epoch was seen
-    assert short.epoch == pytest.approx(4 * 0.5 * (1 + pace.EVALUATION))
+    assert len(ended) < 5 and not (tmp_path / "scratch").exists()
+    short = measure_job(job, tmp_path / "scratch", 0.6, evaluated=1.0, tested=0.0)  # no epoch ended
+    assert short.epoch == pytest.approx(4 * 0.5 * (1 + time_budget.EVALUATION))
 
 
 def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan.create(tmp_path / "run", Wishes("digits", time=120.0))
+    plan = Plan.create(tmp_path / "run", RunRequest("digits", time=120.0))
     monkeypatch.setattr("time.perf_counter", lambda: plan.began + 20.0)
     usable = []
     for used in (20.0, 10.0, 40.0, 1e-9):  # of the processor
@@ -139,7 +138,7 @@ def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: p
 
 
 def test_a_finished_run_spends_no_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan.create(tmp_path / "run", Wishes("digits"))
+    plan = Plan.create(tmp_path / "run", RunRequest("digits"))
     monkeypatch.setattr("time.perf_counter", lambda: plan.began + 20.0)
     plan.finish()
     monkeypatch.setattr("time.perf_counter", lambda: plan.began + 50.0)
@@ -149,7 +148,7 @@ def test_a_finished_run_spends_no_more_time(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_epochs_that_fit_never_exceed_the_time() -> None:
-    found = Pace(2.0, 3.0, 1.0)
+    found = JobTime(2.0, 3.0, 1.0)
     for seconds in (0.0, 3.0, 5.9, 6.0, 100.0):
         epochs = found.epochs_in(seconds)
         assert epochs == 0 or found.total(epochs) <= seconds < found.total(epochs + 1)
@@ -159,7 +158,7 @@ class Silent:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, *lines: str) -> None:
+    def print(self, *lines: str) -> None:
         self.lines += lines
 
 
@@ -174,17 +173,17 @@ class Silent:
         ("train", 2000.0, False),
     ],
 )
-def test_a_random_architecture_that_does_not_fit_is_left_out_and_two_stay(
+def test_a_random_architecture_that_does_not_fit_is_skipped_but_two_are_kept(
     tmp_path: Path, name: str, used: float, is_late: bool
 ) -> None:
-    plan, screen = Plan.create(tmp_path / "run", Wishes("digits", time=1000.0, random=4)), Silent()
+    plan, screen = Plan.create(tmp_path / "run", RunRequest("digits", time=1000.0, random=4)), Silent()
     plan.seconds = used
     run = _Run(plan, screen)  # type: ignore[arg-type]
-    assert run._comes_too_late({"name": name, "expected": 80.0}) is is_late
+    assert run._is_too_late({"name": name, "expected": 80.0}) is is_late
     assert len(screen.lines) == is_late
     (plan.folder / name).mkdir()
     (plan.folder / name / "run.json").write_text("{}")
-    assert not run._comes_too_late({"name": name, "expected": 80.0})  # what was begun is finished
+    assert not run._is_too_late({"name": name, "expected": 80.0})  # a started training is finished
 
 
 def row(name: str, accuracy: float) -> Row:
@@ -207,29 +206,29 @@ def test_a_search_was_worth_it_only_beyond_chance() -> None:
     assert not worth and "runs/x/random-1" in lines[-1]
 
 
-def test_a_network_that_learned_nothing_is_told() -> None:
+def test_the_verdict_says_that_a_network_learned_nothing() -> None:
     guessing = dataclasses.replace(made(0.5, (0.5, 0.5), 0.5), most_frequent=0.5)
     assert "nothing useful" in verdict(guessing)[1][-1]
 
 
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "random-1/x", None])
 def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: Path) -> None:
-    plan = Plan.create(tmp_path / "run", Wishes(data="digits"))
+    plan = Plan.create(tmp_path / "run", RunRequest(data="digits"))
     plan.training = {"epochs": 1, "jobs": [{"name": name}]}
     plan.save()
     with pytest.raises(UserError, match="random-N"):
         Plan.open(tmp_path / "run")
 
 
-def test_a_plan_of_others_runs_no_plugin_unasked(
+def test_a_foreign_plan_runs_no_plugin_without_trust(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SOFTCELL_STATE", str(tmp_path / "state"))
     (tmp_path / "evil_plan.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    wishes = Wishes(data="digits", device="cpu")
-    plan = Plan.create(tmp_path / "run", wishes)
+    request = RunRequest(data="digits", device="cpu")
+    plan = Plan.create(tmp_path / "run", request)
     inspection = inspect_dataset(load("digits"))
-    choice = choose(inspection, wishes, is_gpu=False, is_resizable=False)
+    choice = choose(inspection, request, is_gpu=False, is_resizable=False)
     plan.inspection, plan.choice, plan.data = inspection.to_dict(), choice.to_dict(), "digits"
     recipe = {**search_recipe(plan, choice, 1).to_dict(), "plugins": [str(tmp_path / "evil_plan.py")]}
     plan.search = {"recipe": recipe, "expected": 1.0}

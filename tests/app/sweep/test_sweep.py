@@ -1,4 +1,4 @@
-"""Sweeps: what a file means, what is run, retried, left alone and reported."""
+"""Sweeps: the meaning of a file, and which jobs are run, retried, skipped and reported."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import pytest
 
 import softcell
 from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
-from softcell.app.sweep.launch import Local, Ray, make_launcher
-from softcell.app.sweep.work import LOG, commands, last_error
+from softcell.app.sweep.launch import LOG, Local, Ray, commands, last_error, make_launcher
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.lock import LOCK, announce
@@ -51,38 +50,41 @@ def test_a_file_becomes_methods_times_spaces_times_seeds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"methods": ["dart"]}, "did you mean 'darts'"),
         ({"spaces": ["nb2"]}, "no space 'nb2'"),
         ({"methods": []}, "at least one"),
-        ({"seeds": [1, 1]}, "twice"),
+        ({"seeds": [1, 1]}, "duplicate entry 1 in `seeds`"),
         ({"seeds": 0}, "at least one"),
         ({"seeds": [-1]}, r"`0 <= seed < 2\*\*63` must hold, but got seed=-1"),
         ({"seeds": [2**63]}, "but got seed=9223372036854775808"),
-        ({"seeds": 20261116}, r"is how many, at most 10,000, but got 20261116; write \[20261116\]"),
+        ({"seeds": 20261116}, r"must be at most 10,000, but got 20261116; write \[20261116\]"),
         ({"random": -1, "train": True}, "`random` must not be negative"),
         ({"search": {"method": "snas"}}, r"sweep\.search: `method` .* `methods: \[snas\]` at the top"),
         ({"search": {"space": "nos"}}, r"sweep\.search: `space` .* `spaces: \[nos\]` at the top"),
         ({"search": {"seed": 4}}, r"sweep\.search: `seed` .* `seeds: \[4\]` at the top"),
         ({"train": {"seed": 0}}, r"sweep\.train: `seed` .* `seeds: \[0\]` at the top"),
         ({"only": {"darts": {"space": "darts"}}}, r"sweep\.only\.darts: `space` .* `spaces: \[darts\]`"),
-        ({"plugins": ["a.py"], "search": {"plugins": ["b.py"]}}, r"sweep\.search: `plugins` is at the top"),
+        (
+            {"plugins": ["a.py"], "search": {"plugins": ["b.py"]}},
+            r"sweep\.search: `plugins` is already given at the top",
+        ),
         ({"method": ["darts"]}, "did you mean 'methods'"),
         ({"search": {"epoch": 3}}, "did you mean 'epochs'"),
         ({"train": {"lr": "fast"}}, "must be a number"),
-        ({"only": {"snas": {}}}, "none of the methods"),
+        ({"only": {"snas": {}}}, "not a method or space"),
         ({"only": {"darts": 3}}, "must be a mapping"),
-        ({"random": 2}, "`train` must be given"),
+        ({"random": 2}, "requires `train`"),
     ],
 )
-def test_a_wrong_file_is_refused_before_anything_runs(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_wrong_file_is_rejected_before_anything_runs(tmp_path: Path, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         jobs_of(read_plan(plan(tmp_path, **settings)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_of_a_method_and_of_a_space_stand_under_their_names(tmp_path: Path) -> None:
+def test_settings_of_a_method_or_space_are_given_under_its_name(tmp_path: Path) -> None:
     search = {**TINY, "method": {}, "space": {"channels": 4}}
     file = plan(tmp_path, search=search, only={"nb201": {"space": {"channels": 6}}})
     (job,) = jobs_of(read_plan(file), tmp_path / "out")
@@ -154,17 +156,17 @@ def jobs(tmp_path: Path, count: int = 3) -> list[Job]:
     return [Job(tmp_path / f"job{k}", {}, None, 0) for k in range(count)]
 
 
-def test_failed_jobs_are_retried_and_named_with_their_last_error(tmp_path: Path) -> None:
-    fake, told = Fake({"job0": 1, "job1": 9}), []
+def test_failed_jobs_are_retried_and_listed_with_their_last_error(tmp_path: Path) -> None:
+    fake, notified = Fake({"job0": 1, "job1": 9}), []
     outcome = run_sweep(
-        jobs(tmp_path), fake, retries=2, poll=0, notify=lambda *what: told.append((what[0], what[1].name))
+        jobs(tmp_path), fake, retries=2, poll=0, notify=lambda *what: notified.append((what[0], what[1].name))
     )
     assert fake.submitted.count("job0") == 2
     assert fake.submitted.count("job1") == 3
     assert {job.name for job in outcome.finished} == {"job0", "job2"}
     (job, attempts, error) = outcome.failed["job1"]
     assert (job.name, attempts, error) == ("job1", 3, "error: it broke")
-    assert told.count(("retry", "job1")) == 2 and ("failed", "job1") in told
+    assert notified.count(("retry", "job1")) == 2 and ("failed", "job1") in notified
 
 
 def test_finished_jobs_are_never_repeated_whatever_else_happens(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_finished_jobs_are_never_repeated_whatever_else_happens(tmp_path: Path) 
     assert run_sweep(every, again, poll=0).finished == [] and again.submitted == []
 
 
-def test_no_more_jobs_than_asked_for_run_at_once(tmp_path: Path) -> None:
+def test_the_number_of_concurrent_jobs_is_limited(tmp_path: Path) -> None:
     for limit in (1, 2):
         fake = Fake()
         run_sweep(jobs(tmp_path / str(limit), 5), fake, at_once=limit, poll=0)
@@ -197,7 +199,7 @@ def test_a_process_that_claims_success_without_a_run_has_failed(tmp_path: Path) 
     assert "without finishing" in outcome.failed["job0"][2]
 
 
-def test_ctrl_c_stops_the_running_and_leaves_the_rest_to_do(tmp_path: Path) -> None:
+def test_ctrl_c_stops_running_jobs_and_leaves_the_rest_open(tmp_path: Path) -> None:
     stopped = []
 
     class Slow(Fake):
@@ -214,7 +216,7 @@ def test_ctrl_c_stops_the_running_and_leaves_the_rest_to_do(tmp_path: Path) -> N
     assert outcome.interrupted and [job.name for job in outcome.open] == ["job0", "job1", "job2"]
 
 
-def test_commands_go_on_where_a_run_has_begun(tmp_path: Path) -> None:
+def test_commands_resume_a_started_run(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text("{}")
     search, train = str(tmp_path / "search"), str(tmp_path / "train")
     assert [words[:3] for words in commands(tmp_path, 1)] == [
@@ -232,7 +234,7 @@ def test_commands_go_on_where_a_run_has_begun(tmp_path: Path) -> None:
     assert commands(tmp_path, 1) == []
 
 
-def test_other_settings_than_those_of_a_run_are_refused(tmp_path: Path) -> None:
+def test_settings_that_differ_from_a_run_are_rejected(tmp_path: Path) -> None:
     from softcell.recipes import search_recipe
 
     file = plan(tmp_path)
@@ -247,7 +249,7 @@ def test_other_settings_than_those_of_a_run_are_refused(tmp_path: Path) -> None:
         jobs_of(read_plan(defaults), tmp_path / "out")
 
 
-def test_a_job_is_never_worked_on_twice_at_a_time(tmp_path: Path) -> None:
+def test_a_job_is_never_run_twice_at_a_time(tmp_path: Path) -> None:
     import fcntl
 
     job = Job(tmp_path / "job", TINY, None, 0)
@@ -260,7 +262,7 @@ def test_a_job_is_never_worked_on_twice_at_a_time(tmp_path: Path) -> None:
     assert not (job.folder / "search").exists()
 
 
-def test_the_log_tells_the_last_error(tmp_path: Path) -> None:
+def test_the_last_error_is_read_from_the_log(tmp_path: Path) -> None:
     assert last_error(tmp_path) == "no log was written"
     (tmp_path / LOG).write_text("error: old\n$ softcell search\nValueError: new\nended with exit code 1\n")
     assert last_error(tmp_path) == "ValueError: new; ended with exit code 1"
@@ -274,14 +276,14 @@ def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.Monke
     assert int(Local(3)._environment(0)["OMP_NUM_THREADS"]) >= 1
 
 
-def test_launchers_that_are_not_installed_or_refuse_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_that_are_missing_or_cannot_start_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"softcell\[slurm\]"):
         make_launcher("slurm", tmp_path, None, {})
     with pytest.raises(UserError, match=r"softcell\[ray\]"):
         make_launcher("ray", tmp_path, None, {})
-    with pytest.raises(UserError, match="--cluster belongs"):
+    with pytest.raises(UserError, match="--cluster requires"):
         make_launcher("local", tmp_path, None, {"num_gpus": 1})
 
 
@@ -327,8 +329,8 @@ def start(*words: str | Path, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
-    """The whole of it as a user has it: one job was finished before, and Ctrl-C comes while the other searches."""
+def test_a_sweep_is_interrupted_and_resumed(tmp_path: Path) -> None:
+    """As a user runs it: one job was finished before, and Ctrl-C comes while the other searches."""
     from softcell.recipes import search_recipe
 
     file = plan(tmp_path, search={**TINY, "epochs": 4000}, methods=["random", "darts"])
@@ -340,19 +342,19 @@ def test_a_sweep_runs_stops_and_goes_on(tmp_path: Path) -> None:
     while not begun.exists() and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     has_begun = begun.exists()
-    running.send_signal(signal.SIGINT)  # in any case: a sweep that is left alone goes on for ever
+    running.send_signal(signal.SIGINT)  # in any case, or the sweep would run for ever
     out, error = running.communicate(timeout=120)
     assert has_begun, error
     assert (running.returncode, error) == (130, "")
-    assert "1 finished before and are left alone" in out and "random-nb201-seed0 started" not in out
-    assert "1 of 2 jobs to do; go on with:\n  softcell sweep runs/plan" in out
+    assert "1 job already finished" in out and "random-nb201-seed0 started" not in out
+    assert "Interrupted; 1 of 2 jobs left. Resume with:\n  softcell sweep runs/plan" in out
     assert json.loads((begun.parent / "run.json").read_text())["status"] == "interrupted"
     assert commands(begins.folder, 0)[0][1] == "--resume"
-    assert "random in nb201" in (tmp_path / "runs" / "plan" / "report.html").read_text()
+    assert "random in the nb201 space" in (tmp_path / "runs" / "plan" / "report.html").read_text()
 
 
-def test_what_a_run_decided_for_itself_is_no_other_setting(tmp_path: Path) -> None:
-    """A real run, since only those write down what "auto" became."""
+def test_a_choice_made_by_the_run_is_not_a_changed_setting(tmp_path: Path) -> None:
+    """A real run, because only those record what "auto" became."""
     from softcell.api import search_recipe, search_with
 
     file = plan(tmp_path)
@@ -365,7 +367,7 @@ def test_what_a_run_decided_for_itself_is_no_other_setting(tmp_path: Path) -> No
         jobs_of(read_plan(plan(tmp_path, search={**TINY, "batch_size": 128})), tmp_path / "out")
 
 
-def test_submitit_carries_jobs_and_their_exit_codes(tmp_path: Path) -> None:
+def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed (the slurm extra)")
     done, lost = jobs(tmp_path, 2)
     done.write()
@@ -375,7 +377,7 @@ def test_submitit_carries_jobs_and_their_exit_codes(tmp_path: Path) -> None:
     assert [handle.result() for handle in handles] == [0, 1]  # nothing left to do; no folder to work in
     assert all(handle.done() for handle in handles)
     for options in ({"cluster": "local", "no_such_option": 1}, {}):  # without Slurm on this machine
-        with pytest.raises(UserError, match="submitit refuses"):
+        with pytest.raises(UserError, match="submitit cannot start"):
             make_launcher("slurm", tmp_path / "out", None, options)
 
 

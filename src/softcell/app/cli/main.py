@@ -1,8 +1,8 @@
-"""`softcell`: collects the commands, and turns what goes wrong into one line and an exit code."""
+"""`softcell`: the commands by name, imported one at a time, and every failure as one line and an exit code."""
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
 import sys
 import warnings
@@ -11,62 +11,97 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from softcell import __version__
-from softcell.app.cli import (
-    bench,
-    compare,
-    convert,
-    demo,
-    export,
-    gradcam,
-    indicators,
-    info,
-    latency,
-    list_,
-    process,
-    random_,
-    report,
-    run_,
-    search,
-    show,
-    study,
-    sweep,
-    teacher,
-    train,
-    watch,
-)
-from softcell.app.cli.failures import explain
-from softcell.app.cli.patience import patience
+import softcell
+from softcell.app.cli.process import enter, notice_when_slow
 from softcell.errors import UserError
 from softcell.trust import asking
 
 USAGE = 2
-INTERRUPTED = 130  # what shells report for an end by Ctrl-C
+INTERRUPTED = 130  # what shells report after Ctrl-C
+
+COMMANDS = {
+    "demo": ("run", "Search a cell on handwritten digits and train it beside 3 random cells, in under 3 minutes."),
+    "run": ("run", "Go from a folder of images to a trained and exported network, in a given time and budget."),
+    "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
+    "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
+    "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
+    "export": ("export", "Export a trained network and check the result against the original."),
+    "latency": ("latency", "Measure the latency of candidates and networks on this machine, in milliseconds."),
+    "report": ("report", "Write one self-contained HTML page about one or more runs."),
+    "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
+    "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),
+    "sweep": ("sweep", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
+    "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
+    "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
+    "bench": ("bench", "Look up searches and architectures in the NAS-Bench-201 table."),
+    "show": ("genotypes", "Draw an architecture in the terminal or as SVG."),
+    "info": ("info", "Count the parameters, multiply-adds and size of a network, or describe a space."),
+    "study": ("info", "NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1)."),
+    "convert": (
+        "genotypes",
+        "Convert an architecture between softcell JSON, DARTS notation and NAS-Bench-201 strings.",
+    ),
+    "random": ("genotypes", "Sample architectures uniformly from a space; the same seed always gives the same one."),
+    "list": ("info", "List the available methods, spaces, datasets, recipes and candidate operations."),
+}
+"""Module and one-line help of each command. The help is repeated here because importing the modules loads torch."""
 
 # What is wrong with the command line itself. Typer brings its own copy of click or uses an installed one, depending on
 # its version, and exports only this subclass of the common base.
 _UsageError: Any = typer.BadParameter.__bases__[0].__bases__[0]
 
+
+class _InterruptedError(Exception):
+    """Ctrl-C inside a command. Typer would turn KeyboardInterrupt into a bare exit code."""
+
+
+class LazyGroup(TyperGroup):
+    """Imports the module of a command when that command is run or its own help is asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name=name, help=about) for name, (_, about) in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        name, _, rest = super().resolve_command(ctx, args)
+        assert name is not None
+        return name, load_command(name), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _InterruptedError from error
+
+
+def load_command(name: str) -> Any:
+    """The command itself, ready to parse its arguments."""
+    module = importlib.import_module(f"softcell.app.cli.{COMMANDS[name][0]}")
+    return typer.main.get_group(module.commands).commands[name]
+
+
 app = typer.Typer(
     name="softcell",
+    cls=LazyGroup,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Begin with [bold]softcell demo[/bold]; `softcell COMMAND --help` has examples for every command.",
+    epilog="Start with [bold]softcell demo[/bold]. `softcell COMMAND --help` shows examples of each command.",
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"softcell {__version__}")
+def _version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"softcell {softcell.__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def softcell(
+def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -74,116 +109,93 @@ def softcell(
     """Differentiable neural architecture search: search, train, report, compare, draw, count, convert."""
 
 
-app.command(name="demo", epilog=demo.EPILOG)(demo.demo)
-app.command(name="run", epilog=run_.EPILOG)(run_.run)
-app.command(name="search", epilog=search.EPILOG)(search.search)
-app.command(name="train", epilog=train.EPILOG)(train.train)
-app.command(name="teacher", epilog=teacher.EPILOG)(teacher.teacher)
-app.command(name="export", epilog=export.EPILOG)(export.export)
-app.command(name="latency", epilog=latency.EPILOG)(latency.latency)
-app.command(name="report", epilog=report.EPILOG)(report.report)
-app.command(name="watch", epilog=watch.EPILOG)(watch.watch)
-app.command(name="compare", epilog=compare.EPILOG)(compare.compare)
-app.command(name="sweep", epilog=sweep.EPILOG)(sweep.sweep)
-app.command(name="indicators", epilog=indicators.EPILOG)(indicators.indicators)
-app.command(name="gradcam", epilog=gradcam.EPILOG)(gradcam.gradcam)
-app.command(name="bench", epilog=bench.EPILOG)(bench.bench)
-app.command(name="show", epilog=show.EPILOG)(show.show)
-app.command(name="info", epilog=info.EPILOG)(info.info)
-app.command(name="study", epilog=study.EPILOG)(study.study)
-app.command(name="convert", epilog=convert.EPILOG)(convert.convert)
-app.command(name="random", epilog=random_.EPILOG)(random_.random)
-app.command(name="list", epilog=list_.EPILOG)(list_.list_)
-
-
-class _StoppedError(Exception):
-    """Ctrl-C inside a command. Typer would turn KeyboardInterrupt into a bare exit code."""
-
-
-def _stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(command)
-    def run_it(*given: Any, **named: Any) -> Any:
-        try:
-            return command(*given, **named)
-        except KeyboardInterrupt as error:
-            raise _StoppedError from error
-
-    return run_it
-
-
-for _registered in app.registered_commands:
-    assert _registered.callback is not None
-    _registered.callback = _stoppable(_registered.callback)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The entry point: exits with 0, with 2 for bad input, with 128 + n after signal n; bugs keep a traceback."""
-    process.enter()
-    shown = warnings.showwarning
-    warnings.showwarning = lambda *given, **named: _warn(shown, *given, **named)
+    enter()
+    show = warnings.showwarning
+    warnings.showwarning = lambda *given, **named: _show_warning(show, *given, **named)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
-def _warn(
-    shown: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *rest: Any, **named: Any
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *rest: Any, **named: Any
 ) -> None:
-    """A warning of ours on one line; those of other packages as they come."""
-    if category is UserWarning and Path(filename).is_relative_to(Path(__file__).parents[1]):
+    """Softcell's own warnings on one line; those of other packages unchanged."""
+    if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(softcell.__file__).parent):
         print(f"warning: {message}", file=sys.stderr)
     else:
-        shown(message, category, filename, *rest, **named)
+        show(message, category, filename, *rest, **named)
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command and gives its exit code."""
+    """Runs one command and returns its exit code."""
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    name = "softcell" if command is None else f"softcell {command}"
     try:
-        with patience(f"softcell {_command(arguments)}".strip()), asking(_ask_user(), _notify):
+        with notice_when_slow(name), asking(_question(), lambda text: print(text, file=sys.stderr)):
             code = app(arguments, prog_name="softcell", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except UserError as error:
-        return _print_error(str(error))
+        return _fail(str(error))
     except _UsageError as error:
         text = str(error.format_message())
-        return _print_error(f"{text.rstrip('.')}; see `softcell {_command(arguments)}--help`") if text else USAGE
-    except (KeyboardInterrupt, _StoppedError, typer.Abort):
-        print("stopped; nothing half-written was left, and the same command starts again", file=sys.stderr)
+        return _fail(f"{text.rstrip('.')}; see `{name} --help`") if text else USAGE
+    except (KeyboardInterrupt, _InterruptedError, typer.Abort):
+        print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more when it flushes at its end.
+        # The reader (head, less) has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         # The machine's side: a full disk, a folder without permission.
-        place = f"{error.filename}: " if error.filename else ""
-        return _print_error(f"{place}{error.strerror or error}")
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
-        said = explain(error)
-        if said is None:
+        reason = explain_failure(error)
+        if reason is None:
             raise
-        return _print_error(said)
+        return _fail(reason)
 
 
-def _ask_user() -> Callable[[str], bool] | None:
-    """Puts a question to the user in a terminal; None where nobody would answer, as under torchrun."""
+def _question() -> Callable[[str], bool] | None:
+    """Asks the user in a terminal; None if nobody would answer, as under torchrun."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    return (
-        (lambda text: typer.confirm(text, err=True)) if alone and sys.stdin.isatty() and sys.stderr.isatty() else None
-    )
+    is_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    return (lambda text: typer.confirm(text, err=True)) if alone and is_terminal else None
 
 
-def _notify(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _print_error(text: str) -> int:
-    """Shows an error on one line; under torchrun it says on which rank it happened."""
+def _fail(text: str) -> int:
+    """Prints an error on one line, with the rank under torchrun."""
     rank = os.environ.get("RANK")
     where = f"rank {rank}: " if rank not in (None, "0") else ""
     print(f"error: {where}{' '.join(text.split())}", file=sys.stderr)
     return USAGE
 
 
-def _command(arguments: list[str]) -> str:
-    known = [command.name for command in app.registered_commands]
-    return f"{arguments[0]} " if arguments and arguments[0] in known else ""
+# PyTorch raises a plain RuntimeError for both, so its words are the only sign.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+_LOST_PROCESS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
+_REDUCE = (
+    "reduce --batch-size, --image-size, or the size of the network (--channels and --cells, or --set space.channels=N)"
+)
+
+
+def explain_failure(error: BaseException) -> str | None:
+    """One sentence for failures that are neither bugs nor bad input: out of memory, a lost process. None otherwise."""
+    text = " ".join(str(error).split())
+    torch = sys.modules.get("torch")  # an error raised by torch comes from a torch that is loaded
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return f"not enough free GPU memory for this run; {_REDUCE}; with --seeds also --at-once"
+    is_runtime_error = isinstance(error, RuntimeError)
+    if isinstance(error, MemoryError) or (is_runtime_error and any(part in text for part in _OUT_OF_MEMORY)):
+        return f"not enough free memory for this run; {_REDUCE}"
+    if torch is not None and torch.distributed.is_available():
+        is_distributed = isinstance(error, torch.distributed.DistError)
+        if is_distributed or (is_runtime_error and any(part in text for part in _LOST_PROCESS)):
+            return (
+                "another process of this run ended or cannot be reached; see its own error for the cause. Restart all "
+                "processes with the same command and --resume."
+            )
+    return None

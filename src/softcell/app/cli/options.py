@@ -1,65 +1,88 @@
-"""Options that several commands share, said once."""
+"""Options that several commands share, each declared once, and the settings that they stand for."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from softcell import registry
+from softcell.api import layered, trust_named
+from softcell.data import datasets
+from softcell.errors import UserError
+from softcell.settings import assignments
+from softcell.trust import allow
+
 Data = Annotated[
     str | None,
-    typer.Option(help="Dataset: a name from `softcell list datasets`, a folder of class/image files, or an .npz file."),
+    typer.Option(help="Dataset: a name from `softcell list datasets`, a folder of CLASS/IMAGE files, or an .npz file."),
 ]
 DataRoot = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="Where named datasets are looked for; else $SOFTCELL_DATA, else ./data."),
+    typer.Option(metavar="DIR", help="Folder that holds named datasets. Default: $SOFTCELL_DATA, else ./data."),
 ]
 ImageSize = Annotated[
-    int | None, typer.Option(metavar="PIXELS", help="Scale images to this square (image folders and imagenet).")
+    int | None, typer.Option(metavar="PIXELS", help="Resize images to this square size (image folders and imagenet).")
 ]
-Epochs = Annotated[int | None, typer.Option(metavar="N", help="Number of epochs; else the recipe's.")]
-BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per step over all processes.")]
-Seed = Annotated[int | None, typer.Option(metavar="K", help="Seed of everything random; 0 unless given.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; auto takes CUDA where there is one.")]
+Epochs = Annotated[int | None, typer.Option(metavar="N", help="Number of epochs. Default: set by the recipe.")]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per step, over all processes.")]
+Seed = Annotated[int | None, typer.Option(metavar="K", help="Random seed. Default: 0.")]
+Seeds = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Run with K seeds, counting up from --seed; on a GPU all at the same time."),
+]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="With --seeds: how many runs share the device. Default: all on a GPU, else one."),
+]
+Cells = Annotated[int | None, typer.Option(metavar="N", help="Depth of the network. Default: set by the recipe.")]
+Channels = Annotated[
+    int | None, typer.Option(metavar="N", help="Initial width of the network. Default: set by the recipe.")
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; auto uses CUDA if available.")]
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16", "float64"] | None,
-    typer.Option(help="Numbers networks compute in; auto times float32 and bfloat16 on a GPU, once."),
+    typer.Option(help="Compute precision; auto picks the faster of float32 and bfloat16, timed once on a GPU."),
 ]
 Engine = Annotated[
     Literal["auto", "eager", "graph"] | None,
-    typer.Option(help="How steps run: graph records them on CUDA, auto does where it can."),
+    typer.Option(help="How steps run: graph records them as CUDA graphs, auto does so where possible."),
 ]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Repeatable bit by bit on a GPU too (on a CPU it always is).")
+    bool, typer.Option("--deterministic", help="Bit-for-bit repeatable on a GPU too (on a CPU it always is).")
 ]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads per operation; else torch's choice.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads per operation. Default: set by PyTorch.")]
 Config = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Settings from YAML or JSON, or an earlier run (its run.json or folder)."),
+    typer.Option(
+        metavar="FILE", help="Settings from a YAML or JSON file, or from an earlier run (folder or run.json)."
+    ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, as weights.lr=0.1; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, such as weights.lr=0.1; repeatable."),
 ]
 SetTraining = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, as lr=0.1; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Any other setting, such as lr=0.1; repeatable."),
 ]
 SetSpace = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Settings of the space, as space.cells=5; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Settings of the space, such as space.cells=5; repeatable."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the earlier run in --out.")]
-OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace files that exist.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run in --out; it keeps its recipe.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
+OverwriteFile = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 Plugin = Annotated[
     list[Path] | None,
-    typer.Option(metavar="FILE", help="Python file with your own spaces, methods or candidates; may be repeated."),
+    typer.Option(metavar="FILE", help="Python file with your own spaces, methods or candidates; repeatable."),
 ]
 Tensorboard = Annotated[
-    bool, typer.Option("--tensorboard", help="Also log to the run's folder for TensorBoard (extra tensorboard).")
+    bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to the run folder (extra `tensorboard`).")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress; only warnings and the result.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only warnings and the result.")]
 Architecture = Annotated[
     str,
     typer.Argument(
@@ -71,9 +94,7 @@ Architecture = Annotated[
 Notation = Literal["json", "darts", "nb201"]
 
 
-def _agree(given: bool) -> bool:
-    from softcell.trust import allow
-
+def _trust(given: bool) -> bool:
     if given:
         allow()
     return given
@@ -83,42 +104,55 @@ Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        callback=_agree,
-        help="Run the code that a run, recipe or sweep brings along (plugins, .pt2 programs); asked once per content.",
+        callback=_trust,
+        help="Run code that comes with a run, recipe or sweep (plugins, .pt2 programs); remembered per file content.",
     ),
 ]
 
+SHARED = (
+    *("data", "data_root", "image_size", "epochs", "batch_size", "seed"),
+    *("device", "deterministic", "threads", "precision", "engine"),
+)
+"""Options of `search`, `train` and `teacher` that have the name of the recipe's setting."""
 
-def settings(set_: list[str] | None, plugin: list[Path] | None, **options: Any) -> dict[str, Any]:
-    """What was given on the command line as settings of a recipe; an option that was left out is no setting."""
-    from softcell.api import layered, trust_named
-    from softcell.settings import assignments
 
-    named = {key: value for key, value in options.items() if value is not None and value is not False}
-    if plugin:
+def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """The settings of a recipe that were given on the command line; an option that was left out is no setting.
+
+    options: a command's parameters (its `locals()`); `SHARED`, `set_` and `plugin` are read from it.
+    own: settings that only this command has.
+    """
+    named = {**{key: options.get(key) for key in SHARED}, **own}
+    named = {key: value for key, value in named.items() if value is not None and value is not False}
+    if options.get("plugin"):
         # Absolute, so that the run can be resumed and repeated from any folder.
-        named["plugins"] = [str(path.resolve()) for path in plugin]
-    if "data_root" not in named and _lies_here(named.get("data")):
+        named["plugins"] = [str(path.resolve()) for path in options["plugin"]]
+    data = named.get("data")
+    is_own = data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
+    if is_own and "data_root" not in named:
         named["data_root"] = str(Path.cwd())  # likewise
-    given = layered(named, assignments(set_ or ()))
+    given = layered(named, assignments(options.get("set_") or ()))
     trust_named(given)
     return given
 
 
-def _lies_here(data: str | None) -> bool:
-    """Whether this is a folder or file of the user's, named from where the command is typed."""
-    from softcell.data import datasets
-
-    return data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
+def space_settings(set_: list[str] | None) -> dict[str, Any]:
+    """Settings of a space from `--set space.KEY=VALUE`; anything else is an error."""
+    given = assignments(set_ or ())
+    unknown = sorted(set(given) - {"space"})
+    if unknown:
+        raise UserError(f"--set accepts only settings of the space here, such as space.nodes=3, but got {unknown[0]!r}")
+    space = given.get("space", {})
+    if not isinstance(space, dict):
+        raise UserError(f"--set space.KEY=VALUE sets one value of the space, but got space={space!r}")
+    return space
 
 
 def load_plugins(plugin: list[Path] | None) -> None:
-    from softcell import registry
-
     for path in plugin or ():
         registry.load_plugin(path)
 
 
 def examples(*lines: str) -> str:
-    """An epilog; each line stands for itself in the help."""
+    """The examples below a command's help, one per line."""
     return "\n\n".join(("Examples:", *(f"  {line}" for line in lines)))

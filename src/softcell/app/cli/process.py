@@ -1,11 +1,18 @@
-"""When this process began: whoever states a time starts counting at the return key."""
+"""The process of a command: when it started, and a notice in a terminal while it shows no progress."""
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+NOTICE_AFTER = 2.0
+"""Seconds without output before a person in a terminal would wonder."""
+_displays = [0]  # how many progress displays are open
 _entered: list[float] = []
 
 
@@ -14,13 +21,13 @@ def enter() -> None:
     _entered[:] = [time.perf_counter() - age()]
 
 
-def began() -> float:
-    """On the clock of `perf_counter`; now, where a command is called from within another program."""
+def start_time() -> float:
+    """On the clock of `perf_counter`; now, if a command is called from within another program."""
     return _entered[0] if _entered else time.perf_counter()
 
 
 def age() -> float:
-    """Seconds since the system started this process; 0 where it does not tell."""
+    """Seconds since the system started this process; 0 if unknown."""
     try:
         # The 22nd field, in ticks since the machine started; the second is a name that may hold spaces.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -28,3 +35,33 @@ def age() -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
+
+
+@contextmanager
+def showing_progress() -> Iterator[None]:
+    """Inside this context a display shows progress, so no notice is needed."""
+    _displays[0] += 1
+    try:
+        yield
+    finally:
+        _displays[0] -= 1
+
+
+@contextmanager
+def notice_when_slow(what: str) -> Iterator[None]:
+    """After two seconds, prints once on standard error that `what` is still running, if that is a terminal."""
+
+    def notice() -> None:
+        if not _displays[0]:
+            print(f"{what} is running; press Ctrl-C to stop it", file=sys.stderr)
+
+    if not sys.stderr.isatty():
+        yield
+        return
+    timer = threading.Timer(NOTICE_AFTER, notice)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

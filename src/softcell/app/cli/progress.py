@@ -1,4 +1,4 @@
-"""What a running search or training shows: a live bar in a terminal, one line per epoch anywhere else."""
+"""Progress of a search or training: a live bar in a terminal, one line per epoch anywhere else."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from softcell.app.cli.console import percent
-from softcell.app.cli.patience import SECONDS, showing
+from softcell.app.cli.process import NOTICE_AFTER, showing_progress
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
+from softcell.text import clock, count_of
 
 PREPARING = "preparing: data, networks and the first step"
 
 
 @contextmanager
 def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
-    """Says that something without measurable steps is going on: alive in a terminal, one line anywhere else."""
+    """Shows that something without countable steps is running: a spinner in a terminal, one line anywhere else."""
     if quiet or console.quiet:
         yield
     elif console.is_terminal:
-        with showing(), console.status(what):
+        with showing_progress(), console.status(what):
             yield
     else:
         console.print(Text(f"{what} ..."))
@@ -35,14 +36,13 @@ def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
 
 @contextmanager
 def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """Gives a function of (done, total, what comes next): a bar in a terminal, elsewhere a line, and every ten
-    seconds another."""
+    """Yields a function of (done, total, next item): a bar in a terminal, else a line every ten seconds."""
     if quiet or console.quiet:
         yield lambda done, total, next_: None
         return
     if not console.is_terminal:
         last = [time.monotonic()]
-        waiting = threading.Timer(SECONDS, lambda: console.print(Text(f"{what} ...")))
+        waiting = threading.Timer(NOTICE_AFTER, lambda: console.print(Text(f"{what} ...")))
         waiting.daemon = True
         waiting.start()
 
@@ -62,7 +62,7 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
         BarColumn(bar_width=30),
         TextColumn("{task.description}"),
     )
-    with showing(), Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    with showing_progress(), Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("", total=None)  # a pulse until there is something to count
         yield lambda done, total, next_: bar.update(
             task, completed=done, total=total, description=f"{done}/{total} {next_}"
@@ -70,11 +70,11 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
 
 
 class Display:
-    """A context that takes the events of one run; `beside` gives listeners for others at the same time."""
+    """A context that shows the events of one run; `beside` adds listeners for concurrent runs."""
 
     def __init__(self, console: Console, heading: str, quiet: bool = False) -> None:
         self._console, self._quiet = console, quiet
-        self.heading = heading  # shown when the run really starts, so that an error stands alone
+        self.heading = heading  # shown when the run starts, so that an earlier error is printed alone
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._label = ""
@@ -85,7 +85,7 @@ class Display:
         self._waiting: threading.Timer | None = None
 
     def beside(self, label: str, heading: str) -> Display:
-        """A listener for one of several runs: its lines begin with `label`, its bar stands below the others."""
+        """A listener for one of several runs: its lines begin with `label`, and its bar is below the others."""
         other = Display(self._console, heading, self._quiet)
         other._label, other._bar = f"{label}  ", self._bar
         if self._bar is not None and self._task is not None:  # each has a bar of its own
@@ -104,11 +104,11 @@ class Display:
                 console=self._console,
                 transient=True,
             )
-            self._open.enter_context(showing())
+            self._open.enter_context(showing_progress())
             self._bar.start()
             self._task = self._bar.add_task(PREPARING, total=None, left="", steps="")
         elif not self._quiet and not self._console.quiet:
-            self._waiting = threading.Timer(SECONDS, lambda: self._console.print(Text(f"{PREPARING} ...")))
+            self._waiting = threading.Timer(NOTICE_AFTER, lambda: self._console.print(Text(f"{PREPARING} ...")))
             self._waiting.daemon = True
             self._waiting.start()
         return self
@@ -130,7 +130,7 @@ class Display:
                 self._num_epochs = event.num_epochs
                 self._say(self.heading)
                 if (event.epoch or event.step) and event.epoch < event.num_epochs:
-                    self._say(f"going on at epoch {event.epoch + 1} of {event.num_epochs}, step {event.step}")
+                    self._say(f"resuming at epoch {event.epoch + 1} of {event.num_epochs}, step {event.step}")
             case Stepped():
                 self._step(event)
             case EpochEnded():
@@ -138,13 +138,13 @@ class Display:
             case Note():
                 self._console.print(Text(f"{self._label}note: {event.text}", "yellow"))
             case Finished():
-                if self._bar is not None and self._task is not None:  # measuring, drawing and writing come after it
+                if self._bar is not None and self._task is not None:  # measuring, drawing and writing follow
                     self._bar.update(self._task, description=f"{self._label}finishing", total=None, steps="", left="")
                 if event.reason is not None:
-                    text = f"{self._label}stopped after {event.num_epochs} epochs: {event.reason}"
+                    text = f"{self._label}stopped after {count_of(event.num_epochs, 'epoch')}: {event.reason}"
                     self._console.print(Text(text, "yellow"))
             case Interrupted():
-                pass  # the command itself tells how to go on
+                pass  # the command itself prints how to resume
 
     def _started(self) -> None:
         if self._waiting is not None:
@@ -176,7 +176,7 @@ class Display:
 
 
 def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
-    """One epoch in one line; every accuracy stands behind the name of its split."""
+    """One epoch in one line; every accuracy follows the name of its split."""
     digits = len(str(num_epochs))
     parts = [f"epoch {metrics['epoch'] + 1:>{digits}}/{num_epochs}"]
     if "architecture" in metrics:
@@ -184,7 +184,10 @@ def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) 
     if "train_loss" in metrics:
         parts.append(f"loss {_number(metrics['train_loss'], '.3f')}")
     if "best_score" in metrics:
-        parts.append(f"best score {_number(metrics['best_score'], '.5g')} of {metrics['networks']} untrained networks")
+        parts.append(
+            f"best score {_number(metrics['best_score'], '.5g')} of "
+            f"{count_of(metrics['networks'], 'untrained network')}"
+        )
     if "train_accuracy" in metrics:
         parts.append(f"train {_share(metrics['train_accuracy'])}")
     elif "val_loss" in metrics:
@@ -198,13 +201,6 @@ def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) 
     if left is not None and metrics["epoch"] + 1 < num_epochs:
         parts.append(f"{clock(left)} left")
     return "  ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """`0:07`, `12:30`, `3:02:10`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _number(value: float | None, form: str) -> str:

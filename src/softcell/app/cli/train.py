@@ -1,38 +1,51 @@
-"""`softcell train`"""
+"""`softcell train` and `teacher`: networks of a searched or of a fixed architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from softcell import api
+from softcell.app.baseline import draw_random, missed_budget, random_baseline, with_budget, within_budget
 from softcell.app.cli import options as o
+from softcell.app.cli import results
+from softcell.app.cli.console import command, console, percent, print_fields
+from softcell.app.cli.inputs import from_stdin
+from softcell.app.cli.progress import Display
+from softcell.app.cli.search import absolute, check_at_once, listen, listen_to_seed, resumed_folder
+from softcell.app.report.tensorboard import TensorBoard
+from softcell.arch import Genotype
+from softcell.engine import RunFolder
+from softcell.engine.seeds import SEEDS
 from softcell.errors import UserError
+from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 
-if TYPE_CHECKING:
-    from softcell.arch import Genotype
+commands = typer.Typer()
 
-EPILOG = o.examples(
-    "softcell train runs/darts-darts-digits-1",
-    "softcell train runs/darts-darts-digits-1 --random 3",
-    "softcell train runs/darts-darts-digits-1 --seeds 3",
-    "softcell train cell.json --data cub200 --from runs/train-darts-imagenet-1",
-    "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
-    "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
-    "softcell train --resume runs/train-darts-digits-1",
-    "softcell train --config runs/train-darts-digits-1 --out again",
+
+@commands.command(
+    "train",
+    epilog=o.examples(
+        "softcell train runs/darts-darts-digits-1",
+        "softcell train runs/darts-darts-digits-1 --random 3",
+        "softcell train runs/darts-darts-digits-1 --seeds 3",
+        "softcell train cell.json --data cub200 --from runs/train-darts-imagenet-1",
+        "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
+        "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
+        "softcell train --resume runs/train-darts-digits-1",
+        "softcell train --config runs/train-darts-digits-1 --out again",
+    ),
 )
-
-
 def train(
     genotype: Annotated[
         str | None,
         typer.Argument(
             metavar="GENOTYPE",
             help="A genotype file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation, a NAS-Bench-201 string, or - "
-            "for standard input; with --resume, the training's own folder.",
+            "for standard input; with --resume, the folder of the training.",
         ),
     ] = None,
     data: o.Data = None,
@@ -40,31 +53,28 @@ def train(
     image_size: o.ImageSize = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="small, cifar, imagenet, ... (`softcell list recipes`); else the one that suits the data."),
+        typer.Option(help="small, cifar, imagenet, ... (`softcell list recipes`). Default: chosen by the data."),
     ] = None,
     task: Annotated[
         Literal["classify", "retrieve"] | None,
-        typer.Option(help="classify, or retrieve: embed the first half of the classes, look up images of the second."),
+        typer.Option(
+            help="classify, or retrieve: learn from the first half of the classes, retrieve images of the rest."
+        ),
     ] = None,
     epochs: o.Epochs = None,
     batch_size: o.BatchSize = None,
-    cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network; else the recipe's.")] = None,
-    channels: Annotated[int | None, typer.Option(metavar="N", help="Width at the start; else the recipe's.")] = None,
+    cells: o.Cells = None,
+    channels: o.Channels = None,
     seed: o.Seed = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option(metavar="K", help="Train K times, with seeds from --seed on; on a GPU all at the same time."),
-    ] = None,
-    at_once: Annotated[
-        int | None, typer.Option(metavar="N", help="With --seeds: how many share the device; all on a GPU, else one.")
-    ] = None,
+    seeds: o.Seeds = None,
+    at_once: o.AtOnce = None,
     from_: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Start from the weights of a finished training instead of random ones, wherever they fit: all but the "
-            "classifier where the number of classes differs.",
+            help="Start from the weights of a finished training; the classifier stays random if the number of classes "
+            "differs.",
         ),
     ] = None,
     device: o.Device = None,
@@ -74,15 +84,16 @@ def train(
             metavar="N",
             min=0,
             help="Also train N random architectures of the space with the same recipe and seed (in OUT/random-1, ...) "
-            "and compare.",
+            "and compare them.",
         ),
     ] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Run folder; else runs/train-SPACE-DATA-N with the next free N.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Run folder. Default: runs/train-SPACE-DATA-N with the next free N."),
     ] = None,
     config: o.Config = None,
     set_: o.SetTraining = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out; its recipe is kept.")] = False,
+    resume: o.Resume = False,
     overwrite: o.Overwrite = False,
     deterministic: o.Deterministic = False,
     threads: o.Threads = None,
@@ -93,37 +104,17 @@ def train(
     tensorboard: o.Tensorboard = False,
     quiet: o.Quiet = False,
 ) -> int:
-    """Train the network of an architecture from scratch; the test set is read once, at the end."""
-    from softcell.app.cli.inputs import from_stdin
-    from softcell.app.cli.search import SEEDS, resumed_folder, teacher_path
-
+    """Train the network of an architecture from scratch and test it once, at the end."""
     if resume:
         out, genotype = resumed_folder("train", genotype, out)
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
-    given = o.settings(
-        set_,
-        plugin,
-        data=data,
-        data_root=data_root,
-        image_size=image_size,
-        recipe=recipe,
-        task=task,
-        epochs=epochs,
-        batch_size=batch_size,
-        space=size or None,
-        seed=seed,
-        device=device,
-        deterministic=deterministic,
-        threads=threads,
-        precision=precision,
-        engine=engine,
-        init=None if from_ is None else teacher_path(from_),
-    )
+    init = None if from_ is None else absolute(from_)
+    given = o.settings(locals(), recipe=recipe, task=task, space=size or None, init=init)
     if seeds is not None or (resume and out is not None and (out / SEEDS).is_file()):
         if random:
             raise UserError(
-                "--random trains other architectures with one seed and --seeds one architecture with several: run the "
-                "two commands one after the other, and `softcell compare` both folders"
+                "--random trains several architectures with one seed and --seeds one architecture with several: run "
+                "the two commands separately, and `softcell compare` both folders"
             )
         return run_seeds(
             from_stdin(genotype),
@@ -138,7 +129,7 @@ def train(
             tensorboard=tensorboard,
         )
     if at_once is not None:
-        raise UserError(f"--at-once {at_once} is about trainings with several seeds: give --seeds K too")
+        raise UserError(f"--at-once {at_once} requires --seeds K")
     return run_train(
         from_stdin(genotype),
         given,
@@ -165,16 +156,8 @@ def run_seeds(
     quiet: bool,
     tensorboard: bool,
 ) -> int:
-    """Trains one architecture with several seeds; shows what each reached, mean and standard deviation."""
-    from softcell import api
-    from softcell.app.cli import results
-    from softcell.app.cli.console import console
-    from softcell.app.cli.progress import Display
-    from softcell.app.cli.search import logged
-    from softcell.engine.seeds import seed_folder
-
-    if at_once is not None and at_once < 1:
-        raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out for the device's own number")
+    """Trains one architecture with several seeds; prints the accuracy of each, mean and standard deviation."""
+    check_at_once(at_once)
     chosen, wanted, recipe, folder = api.train_seeds_recipe(
         genotype, given, config=config, seeds=seeds, out=out, resume=resume
     )
@@ -194,9 +177,7 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: logged(
-                display.beside(f"seed {seed}", str(seed_folder(folder, seed))), seed_folder(folder, seed), tensorboard
-            ),
+            on_event=lambda seed: listen_to_seed(display, folder, seed, tensorboard),
         )
     results.show_trained_seeds(screen, result)
     if any(one.exit_code for one in result.results.values()):
@@ -218,38 +199,29 @@ def run_train(
     tensorboard: bool = False,
     again: Sequence[str] | None = None,
 ) -> int:
-    """Trains the architecture, then the random ones, and compares; `again` is the command that goes on."""
-    from softcell import api
-    from softcell.app.baseline import draw_random, missed_budget, random_baseline, with_budget, within_budget
-    from softcell.app.cli import results
-    from softcell.app.cli.console import console
-    from softcell.app.cli.progress import Display
-    from softcell.app.cli.search import logged
-    from softcell.app.report.tensorboard import TensorBoard
-    from softcell.engine import RunFolder
-
+    """Trains the architecture, then the random ones, and compares them; `again` is the command that resumes it."""
     chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
     if not resume:
         api.check_trainable(chosen, recipe)
     if random and recipe.task == "retrieve":
-        raise UserError("--random compares accuracies of classifiers; train the random architectures on their own")
+        raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
     if random and not resume:
         chosen = with_budget(chosen, genotype, recipe)
-    others = draw_random(chosen, recipe, random) if random else []  # what is wrong is told before the first training
+    others = draw_random(chosen, recipe, random) if random else []  # raises before the first training
     screen = console()
     missed, within = missed_budget(chosen), within_budget(chosen) if random else None
     if missed is not None:
-        compared = "; random architectures beside it meet it" if random else ""
+        compared = "; the random architectures meet it" if random else ""
         screen.print(f"note: {missed}{compared}", style="yellow", markup=False)
 
     with api.joined(recipe.device, recipe.deterministic) as world:
         folder = api.agreed_folder(out, world, "train", chosen.space, recipe.data)
-        results.already(screen, folder, resume)
+        results.already_finished(screen, folder, resume)
         heading = (
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, seed {recipe.seed}: {folder}"
         )
         with Display(screen, heading, quiet) as display:
-            listener = logged(display, folder, tensorboard)
+            listener = listen(display, folder, tensorboard)
             result = api.train_with(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
         again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
@@ -262,7 +234,7 @@ def run_train(
         if within is not None and world.is_main:
             screen.print(f"\nrandom architectures are drawn within the budget of the search: {within}", markup=False)
         with Display(screen, "", quiet) as display:
-            listener = logged(display, folder, tensorboard)
+            listener = listen(display, folder, tensorboard)
 
             def begin(number: int, _: Genotype, place: Path) -> None:
                 display.heading = f"\nrandom architecture {number} of {random}: {place}"
@@ -284,4 +256,76 @@ def run_train(
         results.interrupted(screen, *again)
         return baseline.exit_code
     results.show_comparison(screen, result, baseline)
+    return 0
+
+
+@commands.command(
+    "teacher",
+    epilog=o.examples(
+        "softcell teacher pyramidnet --data cifar10 --data-root ~/data --out teachers/pyramidnet",
+        "softcell search nos --data cifar10 --data-root ~/data --guide teachers/pyramidnet",
+        "softcell teacher resnet18 --set classifier.width=16 --epochs 5",
+        "softcell teacher resnet18 --set classifier.operation=dynamic_conv_3x3 --data cifar10",
+        "softcell teacher --resume teachers/pyramidnet",
+    ),
+)
+def teacher(
+    name: Annotated[
+        str | None, typer.Argument(help="pyramidnet (NOS's) or resnet18; with --resume, the run folder.")
+    ] = None,
+    data: o.Data = None,
+    data_root: o.DataRoot = None,
+    image_size: o.ImageSize = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="paper or small. Default: small for digits, paper for all other data.")
+    ] = None,
+    epochs: o.Epochs = None,
+    batch_size: o.BatchSize = None,
+    seed: o.Seed = None,
+    device: o.Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Run folder. Default: runs/teacher-NAME-DATA-N with the next free N."),
+    ] = None,
+    set_: o.SetTraining = None,
+    resume: o.Resume = False,
+    overwrite: o.Overwrite = False,
+    deterministic: o.Deterministic = False,
+    threads: o.Threads = None,
+    precision: o.Precision = None,
+    engine: o.Engine = None,
+    plugin: o.Plugin = None,
+    trust: o.Trust = False,
+    quiet: o.Quiet = False,
+) -> int:
+    """Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."""
+    if resume:
+        out, name = resumed_folder("teacher", name, out)
+    given = o.settings(locals(), recipe=recipe)
+    resuming = out is not None and resume
+    full = stored_teacher(str(out), given) if resuming else resolve_teacher(name or "pyramidnet", given)
+    if name not in (None, full.classifier):
+        raise UserError(f"a resumed run keeps its network, {full.classifier}, but got {name}; leave out the name")
+    screen = console()
+    with api.joined(full.device, full.deterministic) as world:
+        folder = api.agreed_folder(out, world, "teacher", full.classifier, full.data)
+        results.already_finished(screen, folder, resume)
+        heading = f"teacher {full.classifier}, recipe {full.recipe}, data {full.data}, seed {full.seed}: {folder}"
+        with Display(screen, heading, quiet) as display:
+            result = train_teacher(full, folder, resume=resume, overwrite=overwrite, on_event=display)
+    if result.exit_code:
+        results.interrupted(screen, "teacher", "--resume", str(folder))
+        return result.exit_code
+    accuracy = "not measured: the data has no test split"
+    if result.accuracy is not None:
+        accuracy = f"{percent(result.accuracy)}{results.top5_of(result.top5)} on the {result.split} split"
+    print_fields(
+        screen,
+        accuracy=accuracy,
+        parameters=f"{result.cost.parameters:,}",
+        multiply_adds=f"{result.cost.multiply_adds:,}",
+    )
+    if not quiet:
+        root = () if full.data_root is None else ("--data-root", full.data_root)
+        print_fields(screen, next=command("search", "nos", "--data", full.data, *root, "--guide", folder))
     return 0

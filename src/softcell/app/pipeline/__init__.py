@@ -1,8 +1,7 @@
-"""From a folder of images to a trained, measured and exported network within a stated time: `softcell run`."""
+"""From a folder of images to a trained, measured and exported network within a given time: `softcell run`."""
 
-from softcell.app.pipeline.plan import Plan
+from softcell.app.pipeline.plan import Plan, RunRequest, Screen, parse_time
 from softcell.app.pipeline.run import Outcome, run
-from softcell.app.pipeline.screen import Screen
-from softcell.app.pipeline.wishes import Wishes, parse_time
+from softcell.app.pipeline.summary import Row, Summary, verdict
 
-__all__ = ["Outcome", "Plan", "Screen", "Wishes", "parse_time", "run"]
+__all__ = ["Outcome", "Plan", "Row", "RunRequest", "Screen", "Summary", "parse_time", "run", "verdict"]

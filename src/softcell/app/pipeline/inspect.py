@@ -1,7 +1,7 @@
-"""Looks at a folder of images before anything is done with it: what is there, what is broken, what will be used.
+"""Inspects a folder of images before a run: what is there, what is broken, what will be used.
 
-Folders of the world are nested, have stray files, broken images, splits of any name and classes of one image. What can
-be set right without guessing is set right in a folder of links beside the run; the images themselves are never touched.
+Real folders are nested and have stray files, broken images, splits of any name and classes of one image. What can be
+corrected without guessing is corrected in a folder of links inside the run; the images themselves are never touched.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from statistics import median
 from typing import Any
 
 from softcell.app.export.model import PLAN
-from softcell.app.pipeline.enough import LEAST_TRAINING, least_images
 from softcell.data import Dataset
-from softcell.data.decode import SUFFIXES, Header, decode, read_header
+from softcell.data.dataset import TEST_FRACTION
+from softcell.data.decode import SUFFIXES, DecodeError, Header, decode, read_header
 from softcell.errors import UserError
+from softcell.text import count_of
 
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation", "dev")
-SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # what systems leave behind
+SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # left behind by operating systems
 LEAST_IMAGES = 2
-"""Of a class, so that one can be learned from and another tested on."""
+"""Per class: one for training and one for testing."""
 RARE = 10
+LEAST_TRAINING = 6
+"""Training images, so that the tenth that searches and trainings hold back is at least one image."""
 SHOWN = 5
 OnStep = Callable[[int, int, str], None]
 
 
-def counted(number: int, what: str) -> str:
-    """`1 class`, `2 classes`, `1,000 images`."""
-    if number == 1:
-        return f"1 {what}"
-    return f"{number:,} {what[:-1] + 'ies' if what.endswith('y') else what + ('es' if what.endswith('s') else 's')}"
-
-
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One file: where it lies, its class, and `train` or `test`."""
+    """One file: its path, its class, and `train` or `test`."""
 
     path: Path
     label: str
@@ -50,7 +46,7 @@ class Image:
 
 @dataclass
 class Inspection:
-    """What was found. `train` and `test` count the images per class; `notes` is for people."""
+    """The result of an inspection. `train` and `test` count the images per class; `notes` are for people."""
 
     source: str
     train: dict[str, int]
@@ -68,7 +64,7 @@ class Inspection:
 
     @property
     def most_frequent(self) -> float:
-        """The accuracy of always naming the most frequent class, on the test images (else on all)."""
+        """The accuracy of always predicting the most frequent class, on the test images (else on all)."""
         counts = self.test or self.train
         return max(counts.values()) / sum(counts.values())
 
@@ -81,14 +77,16 @@ class Inspection:
         kind = "grey" if self.channels == 1 else "colour"
         tested = f"{sum(self.test.values()):,} for testing" if self.test else "a fifth is held out for testing"
         found = [
-            f"{self.num_train:,} {kind} images of {len(self.train)} classes, {tested}; short side {pixels} pixels",
-            f"{low:,} ({least}) to {high:,} ({most}) images per class" if low < high else f"{low:,} images per class",
+            f"{count_of(self.num_train, f'{kind} image')} of {count_of(len(self.train), 'class')}, {tested}; "
+            f"short side {pixels} pixels",
+            f"{low:,} ({least}) to {high:,} ({most}) images per class"
+            if low < high
+            else f"{count_of(low, 'image')} per class",
         ]
         if self.broken:
             named = ", ".join(f"{name} ({reason})" for name, reason in self.broken[:SHOWN])
-            files = "1 broken file is" if len(self.broken) == 1 else f"{len(self.broken)} broken files are"
-            more = f", ...; all are named in {PLAN}" if len(self.broken) > SHOWN else ""
-            found.append(f"{files} left out: {named}{more}")
+            more = f", ...; {PLAN} lists all" if len(self.broken) > SHOWN else ""
+            found.append(f"skipped {count_of(len(self.broken), 'broken file')}: {named}{more}")
         return found + self.notes
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +110,7 @@ class Inspection:
 
 
 def inspect_dataset(dataset: Dataset) -> Inspection:
-    """The same facts of a dataset that needs no looking after."""
+    """The same facts about a dataset that needs no corrections."""
 
     def counts(labels: Iterable[int]) -> dict[str, int]:
         found = Counter(labels)
@@ -124,7 +122,7 @@ def inspect_dataset(dataset: Dataset) -> Inspection:
 
 
 def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
-    """Finds the images below `root`, reads every one of them and decides which are used, and as what."""
+    """Finds and reads the images below `root` and decides which are used for training and for testing."""
     root = root.resolve()
     notes: list[str] = []
     base = _unwrapped(root)
@@ -140,15 +138,15 @@ def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
             is_plain = is_plain and is_flat
         stray = [entry for entry in _entries(folder) if _is_image(entry)]
         if stray:
-            notes.append(f"outside any class folder, left out: {counted(len(stray), 'image')}, first {stray[0].name}")
+            notes.append(f"skipped {count_of(len(stray), 'image')} outside the class folders, such as {stray[0].name}")
             is_plain = False
     if ignored:
-        notes.append(f"{counted(ignored, 'other file')} ignored")
+        notes.append(f"ignored {count_of(ignored, 'other file')}")
     if not images:
         loose = sum(_is_image(entry) for entry in _entries(root))
-        there = f" ({counted(loose, 'image')} in it, but in no class folder)" if loose else ""
+        there = f" ({count_of(loose, 'image')} in it, but not in a class folder)" if loose else ""
         raise UserError(
-            f"no images in class folders below {root}{there}; lay them out as CLASS/IMAGE or train/CLASS/IMAGE "
+            f"no images in class folders below {root}{there}; arrange them as CLASS/IMAGE or train/CLASS/IMAGE "
             f"({', '.join(sorted(SUFFIXES))})"
         )
     kept, broken = _read(images, root, on_step)
@@ -156,7 +154,7 @@ def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
     merged = {part for part, _ in parts}
     if "val" in merged:
         becomes = "train" if "test" in merged else "test"
-        notes.append("val/ joins the training images" if becomes == "train" else "val/ is the test set")
+        notes.append("val/ is added to the training images" if becomes == "train" else "val/ is used as the test set")
         is_plain = is_plain and becomes == "test"
         kept = [Image(i.path, i.label, becomes, i.header) if i.part == "val" else i for i in kept]
     names = {folder.name for _, folder in parts}
@@ -183,7 +181,7 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _unwrapped(root: Path) -> Path:
-    """The folder that holds the classes or splits: archives often unpack to a folder in a folder."""
+    """The folder of the classes or splits: archives often unpack to a folder in a folder."""
     while True:
         entries = _entries(root)
         folders = [entry.name for entry in entries if entry.is_dir()]
@@ -193,7 +191,7 @@ def _unwrapped(root: Path) -> Path:
 
 
 def _parts(base: Path) -> list[tuple[str, Path]]:
-    """(train, test or val; folder of class folders); the whole as train where there are no splits."""
+    """(train, test or val; folder of class folders); everything is train if there are no splits."""
     found = []
     for part, names in (("train", TRAIN), ("test", TEST), ("val", VALIDATION)):
         for name in _folders(base):
@@ -203,7 +201,7 @@ def _parts(base: Path) -> list[tuple[str, Path]]:
 
 
 def _files(folder: Path) -> tuple[list[Path], int, bool]:
-    """Image files anywhere below `folder`, the number of others, and whether all lie directly in it."""
+    """Image files anywhere below `folder`, the number of other files, and whether all images are directly in it."""
     images, others, is_flat = [], 0, True
     waiting = [folder]
     while waiting:
@@ -220,21 +218,22 @@ def _files(folder: Path) -> tuple[list[Path], int, bool]:
 
 
 def _read(images: list[Image], root: Path, on_step: OnStep | None) -> tuple[list[Image], list[tuple[str, str]]]:
-    """Decodes every file; what cannot be decoded is broken."""
+    """Decodes every file; returns the readable images, and (name, reason) of the broken ones."""
 
-    def look(image: Image) -> Image | str:
+    def read(image: Image) -> Image | str:
         try:
             header = read_header(image.path)
             decode(image.path, 3, (16, 16))
             return Image(image.path, image.label, image.part, header)
+        except DecodeError as error:
+            return error.reason
         except UserError as error:
-            text = str(error)
-            return text[text.find("(") + 1 : text.rfind(")")].split(":")[0] or text
+            return str(error)
 
     kept: list[Image] = []
     broken: list[tuple[str, str]] = []
     with ThreadPoolExecutor() as pool:  # decoders release the interpreter lock
-        for number, (image, found) in enumerate(zip(images, pool.map(look, images), strict=True)):
+        for number, (image, found) in enumerate(zip(images, pool.map(read, images), strict=True)):
             if isinstance(found, Image):
                 kept.append(found)
             else:
@@ -245,7 +244,7 @@ def _read(images: list[Image], root: Path, on_step: OnStep | None) -> tuple[list
 
 
 def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image], bool]:
-    """Leaves out classes that cannot be learned or tested, and says so."""
+    """Skips classes with too few images to train or test on, with a note."""
     has_test = any(image.part == "test" for image in images)
     counts = Counter(image.label for image in images if image.part == "train")
     least = 1 if has_test else LEAST_IMAGES
@@ -253,7 +252,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
     small = sorted(label for label in labels if counts[label] < least)
     if small:
         shown = ", ".join(small[:SHOWN]) + (", ..." if len(small) > SHOWN else "")
-        notes.append(f"classes without enough training images are left out: {shown}")
+        notes.append(f"skipped {count_of(len(small), 'class')} with too few training images: {shown}")
     rare = sorted(label for label in labels if least <= counts[label] < RARE)
     if rare:
         few = ", ".join(f"{label} ({counts[label]})" for label in rare[:SHOWN]) + (", ..." if len(rare) > SHOWN else "")
@@ -261,20 +260,21 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
     if len(labels) - len(small) < 2:
         in_all = LEAST_TRAINING if has_test else least_images(2)
         raise UserError(
-            f"at least 2 classes need {counted(least, 'readable image')} or more, but only {_named(labels, small)}; a "
-            f"class is a folder of images, and all of them together need {in_all} or more"
+            f"at least 2 classes need {count_of(least, 'readable image')} or more, but "
+            f"{_large_classes(labels, small)}; a class is a folder of images, and all classes together need {in_all} "
+            "images or more"
         )
     usable = [image for image in images if image.label not in small]
     high, low = max(counts.values()), min(counts[label] for label in labels if label not in small)
     if high >= 5 * low:
-        notes.append(f"classes are unbalanced, {high / low:.0f} to 1: mind the accuracy of single classes")
+        notes.append(f"classes are imbalanced, {high / low:.0f} to 1: check the accuracy of each class")
     return usable, bool(small)
 
 
-def _named(labels: set[str], small: list[str]) -> str:
+def _large_classes(labels: set[str], small: list[str]) -> str:
     """Which classes are large enough, in words."""
-    enough = sorted(labels - set(small))
-    return f"{enough[0]!r} has" if enough else f"0 of {counted(len(labels), 'class')} have"
+    large = sorted(labels - set(small))
+    return f"only {large[0]!r} has" if large else f"none of {count_of(len(labels), 'class')} has"
 
 
 def _summary(
@@ -301,7 +301,7 @@ def _summary(
 
 
 def make_links(inspection: Inspection, folder: Path) -> Path:
-    """A folder CLASS/IMAGE (or train/ and test/ with such) of links to the usable images, put in place in one step."""
+    """A folder CLASS/IMAGE (below train/ and test/ if there is a test set) of links to the usable images."""
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -311,7 +311,34 @@ def make_links(inspection: Inspection, folder: Path) -> Path:
         link = place / f"{number:06}-{image.path.name}"
         try:
             link.symlink_to(image.path)
-        except OSError:  # systems and disks without links
+        except OSError:  # a file system without links
             shutil.copyfile(image.path, link)
     temporary.rename(folder)
     return folder
+
+
+def num_tested(images: int, classes: int) -> int:
+    """How many of `images` are held out for testing if there is no test set, as in `softcell.data.dataset`."""
+    return max(round(TEST_FRACTION * images), classes)
+
+
+def least_images(classes: int) -> int:
+    """The smallest number of images, if there is no test set."""
+    images = LEAST_TRAINING
+    while images - num_tested(images, classes) < LEAST_TRAINING:
+        images += 1
+    return images
+
+
+def check_num_images(inspection: Inspection) -> None:
+    """Raises if a split would be empty; the error says how many images to add."""
+    images, classes = inspection.num_train, len(inspection.train)
+    least, which = (LEAST_TRAINING, "training images") if inspection.test else (least_images(classes), "images")
+    if images >= least:
+        return
+    why = "" if inspection.test else f"{num_tested(images, classes)} of them would be used for testing, and "
+    raise UserError(
+        f"a run with {count_of(classes, 'class')} needs at least {least} {which}, but {inspection.source} has {images} "
+        f"({why}a tenth of the training images is held back for validation); add {least - images} or more. Useful "
+        "results need dozens per class"
+    )

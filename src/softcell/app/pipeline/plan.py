@@ -1,4 +1,4 @@
-"""What a run was asked for, what it has decided and where it stands: `plan.json`, from which it goes on."""
+"""The request of a run, its decisions and its progress: `plan.json`, from which a run is resumed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,118 @@ import json
 import re
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from softcell.app.export.model import PLAN
-from softcell.app.pipeline.wishes import Wishes
+from softcell.data import datasets
+from softcell.data.images import check_memory
 from softcell.engine.files import atomic_write_text
 from softcell.engine.manifest import MAPPING, TEXT, check_types, collect, now
 from softcell.engine.runfolder import entries
+from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.reading import Fields, read_json
-from softcell.settings import build, to_dict
+from softcell.search import resolve
+from softcell.search.resource import quantity
+from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative, to_dict
+
+LEAST_BATCH = 4
+_FLOAT = 4  # bytes of a number in a network
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Screen(Protocol):
+    """Shows a run to people."""
+
+    def print(self, *lines: str) -> None:
+        """Prints lines."""
+
+    def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
+        """Shows work that has no events of its own; yields a function of (done, total, next item)."""
+
+    def job(self, heading: str) -> AbstractContextManager[OnEvent]:
+        """Shows a search or training."""
+
+
+def parse_time(text: str) -> float:
+    """`30m`, `1h30m` or `90s` as seconds."""
+    found = re.fullmatch(r"\s*(?:([0-9.]+)h)?\s*(?:([0-9.]+)m)?\s*(?:([0-9.]+)s)?\s*", text)
+    try:
+        seconds = (
+            sum(float(part) * _UNITS[unit] for part, unit in zip(found.groups(), "hms", strict=True) if part)
+            if found
+            else 0.0
+        )
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UserError(f"--time must be a duration such as 30m, 90s or 1h30m, got {text!r}")
+    return seconds
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for; None leaves the choice to the run."""
+
+    data: str
+    time: float = 1800.0
+    max_params: str | None = None
+    max_flops: str | None = None
+    random: int = 3
+    seed: int = 0
+    device: str = "auto"
+    threads: int = 0
+    data_root: str | None = None
+    space: str | None = None
+    method: str | None = None
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.time > 0:
+            raise UserError(f"`time > 0` must hold, but got {self.time}")
+        at_most("random", self.random, MOST_RANDOM)
+        if self.random < 2:
+            raise UserError(f"`random >= 2` must hold (one architecture has no spread), but got random={self.random}")
+        is_seed("seed", self.seed)
+        not_negative("threads", self.threads)
+        self.limits()
+
+    def limits(self) -> dict[str, float]:
+        """The largest allowed `parameters` and `multiply_adds`."""
+        given = {"parameters": ("--max-params", self.max_params), "multiply_adds": ("--max-flops", self.max_flops)}
+        return {kind: quantity(name, value) for kind, (name, value) in given.items() if value is not None}
+
+    def path(self) -> Path:
+        """The path of the images, if they are files."""
+        return (Path(self.data_root or ".") / self.data).expanduser()
+
+    def is_folder(self) -> bool:
+        """Whether the data are a folder of images rather than a named dataset."""
+        return self.data not in datasets() and self.path().is_dir()
+
+    def check(self) -> None:
+        """Raises early for unknown names and for impossible image sizes.
+
+        Only for new runs: a resumed run passed these checks before, perhaps on another machine.
+        """
+        named = {"method": self.method, "space": self.space, "image_size": self.image_size}
+        resolve({"scale": "small", **{key: value for key, value in named.items() if value is not None}})
+        if self.image_size is None:
+            return
+        if self.data in datasets() or self.path().is_file():
+            raise UserError(
+                f"--image-size applies to folders of images, but --data {self.data} is not one and its images keep "
+                "their size; leave it out"
+            )
+        check_memory(LEAST_BATCH, (3, self.image_size, self.image_size), _FLOAT)
+
 
 LINKS = "data"
-"""In the folder of a run: links to the images, where those do not lie as they should."""
+"""In the folder of a run: links to the images, if these are not laid out as CLASS/IMAGE."""
 FORMAT = "softcell-plan"
 VERSION = 1
 
@@ -39,13 +135,13 @@ _TYPES = {
 
 @dataclass
 class Plan:
-    """The state of a run. `seconds` has been spent by earlier processes; steps that were decided are never redone.
+    """The state of a run. `seconds` were spent by earlier processes; decisions are never revised.
 
-    `data` names the images as recipes do; where they are links inside the folder, it follows that wherever it is moved.
+    `data` names the images as recipes do. Links inside the folder stay valid when that is moved.
     """
 
     folder: Path
-    wishes: Wishes
+    request: RunRequest
     seconds: float = 0.0
     status: str = "running"
     inspection: dict[str, Any] | None = None
@@ -60,12 +156,12 @@ class Plan:
     was_there: bool = False
 
     @classmethod
-    def create(cls, folder: Path, wishes: Wishes) -> Plan:
-        """The plan of a new run in a folder that is new or empty."""
-        wishes.check()
-        was_there = _made(folder)
+    def create(cls, folder: Path, request: RunRequest) -> Plan:
+        """The plan of a new run in a new or empty folder."""
+        request.check()
+        was_there = _make_folder(folder)
         provenance = {"created": now(), **collect()}
-        plan = cls(folder, wishes, provenance=provenance, is_new=True, was_there=was_there)
+        plan = cls(folder, request, provenance=provenance, is_new=True, was_there=was_there)
         plan.save()
         return plan
 
@@ -75,37 +171,39 @@ class Plan:
         try:
             data = read_json(file)
         except (OSError, UserError) as error:
-            raise UserError(f"{folder} is no folder of `softcell run`: {file} cannot be read ({error})") from error
+            raise UserError(f"{folder} is not a folder of `softcell run`: {file} cannot be read ({error})") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
             raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
         keys = ("seconds", "status", "inspection", "data", "choice", "search", "training", "summary", "provenance")
         check_types(data, str(file), _TYPES)
         data = Fields.of(data, str(file))
-        plan = cls(folder, build(Wishes, data["wishes"], str(file)), **{key: data[key] for key in keys})
+        plan = cls(folder, build(RunRequest, data["wishes"], str(file)), **{key: data[key] for key in keys})
         for job in (plan.training or {}).get("jobs", ()):
-            if not re.fullmatch(r"train|plain|random-\d+", str(job.get("name"))):  # it names a folder inside this one
+            if not re.fullmatch(
+                r"train|plain|random-\d+", str(job.get("name"))
+            ):  # the name of a folder inside this one
                 raise UserError(f"{file}: a training must be `train`, `plain` or `random-N`, got {job.get('name')!r}")
-        # Older plans have the place where the links lay at first, which may be gone.
+        # Older plans contain the original path of the links, which may be gone.
         if plan.data is not None and (folder / LINKS).is_dir():
             plan.data = str((folder / LINKS).resolve())
         return plan
 
     def discard(self) -> None:
-        """Takes back the folder of a run that was refused before anything was decided in it: what it made, no more."""
+        """Removes what a run created in its folder, if it failed before its first decision."""
         if self.is_new:
             for links in (LINKS, f"{LINKS}.tmp"):
                 shutil.rmtree(self.folder / links, ignore_errors=True)
             (self.folder / PLAN).unlink(missing_ok=True)
             if not self.was_there:
-                with suppress(OSError):  # something else has come into it
+                with suppress(OSError):  # somebody else has put something into it
                     self.folder.rmdir()
 
     def used(self) -> float:
-        """Seconds spent so far, those of earlier processes included; a finished run spends no more."""
+        """Seconds spent so far, including those of earlier processes; constant once the run is finished."""
         return self.seconds if self.status == "finished" else self.seconds + time.perf_counter() - self.began
 
     def left(self) -> float:
-        return self.wishes.time - self.used()
+        return self.request.time - self.used()
 
     def finish(self) -> None:
         """Stops the clock for good."""
@@ -113,12 +211,12 @@ class Plan:
         self.save()
 
     def save(self) -> None:
-        """Writes what is known, with the time spent until now."""
+        """Writes the state, with the time spent so far."""
         linked = self.data is not None and Path(self.data) == (self.folder / LINKS).resolve()
         state = {
             "format": FORMAT,
             "version": VERSION,
-            "wishes": to_dict(self.wishes),
+            "wishes": to_dict(self.request),  # the name that version 1 of the format has for it
             "seconds": round(self.used(), 3),
             **{
                 key: getattr(self, key)
@@ -129,21 +227,21 @@ class Plan:
         atomic_write_text(self.folder / PLAN, json.dumps(state, indent=2, ensure_ascii=False) + "\n")
 
 
-def _made(folder: Path) -> bool:
-    """Makes the folder of a new run, and says whether it was there before."""
+def _make_folder(folder: Path) -> bool:
+    """Creates the folder of a new run; returns whether it existed before."""
     try:
         was_there = folder.exists()
         if was_there and not folder.is_dir():
             raise UserError(f"a run needs a folder, but {folder} is a file; give another --out")
         if entries(folder):
             raise UserError(
-                f"a new run needs an empty folder, but {folder} is not; `softcell run --resume {folder}` goes on with "
-                "a run in it, or give another --out"
+                f"a new run needs an empty folder, but {folder} is not empty; resume a run in it with `softcell run "
+                f"--resume {folder}`, or give another --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"a run needs a folder it may write, but {folder} cannot be made or read ({error.strerror or error}); give "
+            f"a run needs a writable folder, but {folder} cannot be created or read ({error.strerror or error}); give "
             "another --out"
         ) from error
     return was_there

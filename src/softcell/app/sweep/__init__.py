@@ -1,4 +1,4 @@
-"""Many runs from one small file: methods × spaces × seeds, on this machine or on a cluster that others schedule."""
+"""Many runs from one short file: methods × spaces × seeds, on this machine or on a cluster."""
 
 from softcell.app.sweep.control import Outcome, run_sweep
 from softcell.app.sweep.plan import Job, Plan, jobs_of, read_plan

@@ -1,4 +1,4 @@
-"""Takes jobs through a launcher until each is finished or has failed too often."""
+"""Runs jobs through a launcher until each is finished or has failed too often."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from softcell.app.sweep.launch import Handle, Launcher
+from softcell.app.sweep.launch import Handle, Launcher, last_error
 from softcell.app.sweep.plan import Job
-from softcell.app.sweep.work import last_error
 
 Notify = Callable[[str, Job, str], None]
-"""Takes what happened (`start`, `done`, `retry`, `failed`), to which job, and a remark."""
+"""Called with what happened (`start`, `done`, `retry`, `failed`), the job, and a remark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a sweep ended. `earlier` were finished before it began; `failed` with the last error; `open` if stopped.
+    """How a sweep ended.
+
+    earlier: jobs that were finished before it began. failed: by name, with the number of attempts and the last error.
+    open: jobs that are left after an interruption.
 
     Example:
         >>> from softcell.app.sweep import Outcome
@@ -45,10 +47,10 @@ def run_sweep(
     notify: Notify = lambda what, job, remark: None,
     poll: float = 0.2,
 ) -> Outcome:
-    """Runs what is not finished; Ctrl-C stops all jobs, which save where they are.
+    """Runs all unfinished jobs; Ctrl-C stops them, and they save their state.
 
-    A job counts as finished when its run folders say so, whatever its process returned. One that is not, when its
-    process ends, is tried again up to `retries` times and goes on from its last checkpoint.
+    A job is finished when its run folders say so, whatever its process returned. A job that ends before that is
+    retried up to `retries` times from its last checkpoint.
 
     Example:
         >>> from softcell.app.sweep import run_sweep
@@ -64,7 +66,7 @@ def run_sweep(
     finished: list[Job] = []
     failed: dict[str, tuple[Job, int, str]] = {}
 
-    def look() -> None:
+    def collect() -> None:
         for name, (job, handle) in list(running.items()):
             if handle.done():
                 code = handle.result()
@@ -76,7 +78,7 @@ def run_sweep(
                     notify("retry", job, last_error(job.folder))
                     waiting.append(job)
                 else:
-                    error = last_error(job.folder) if code else "it ended without finishing its runs"
+                    error = last_error(job.folder) if code else "ended without finishing its runs"
                     failed[name] = (job, attempts[name], error)
                     notify("failed", job, error)
 
@@ -89,7 +91,7 @@ def run_sweep(
                 notify("start", job, "")
                 running[job.name] = (job, launcher.submit(job))
             time.sleep(poll)
-            look()
+            collect()
     except KeyboardInterrupt:
         left = [job for job, _ in running.values()]
         _stop([handle for _, handle in running.values()], poll)
@@ -100,7 +102,7 @@ def run_sweep(
 
 
 def _stop(handles: Sequence[Handle], poll: float) -> None:
-    """Waits for all to save and end; a second Ctrl-C does not wait."""
+    """Waits for all to save and end; a second Ctrl-C ends them at once."""
     for handle in handles:
         handle.stop()
     try:

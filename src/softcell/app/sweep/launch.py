@@ -1,32 +1,150 @@
-"""Where jobs run: this machine, a Ray cluster, or Slurm through submitit. None of it is a scheduler of our own."""
+"""Runs jobs: each as processes on the machine that a launcher chose, be it this one, a Ray cluster or Slurm.
+
+Slurm is reached through submitit. None of this is a scheduler of our own.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from softcell.app.sweep.plan import Job
-from softcell.app.sweep.work import Work, run_job
+import torch
+
+from softcell.app.sweep.plan import Job, is_finished
+from softcell.engine.lock import LOCK, announce, holder, open_lock, take
+from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
+
+LOG = "log.txt"
+BUSY = 75  # as in sysexits.h: try again later
+
+
+def commands(folder: Path, random: int) -> list[list[str]]:
+    """The command lines that a job in `folder` still has to run, without the program.
+
+    A run that was started is resumed; a finished one is skipped.
+    """
+    result = []
+    search, train = folder / "search", folder / "train"
+    if not is_finished(search):
+        begun = (search / MANIFEST).is_file()
+        start = ["--resume", str(search)] if begun else ["--config", f"{search}.json", "--out", str(search)]
+        result.append(["search", *start, "--quiet"])
+    if Path(f"{train}.json").is_file():
+        beside = [train / f"random-{k}" for k in range(1, random + 1)]
+        if not all(is_finished(run) for run in (train, *beside)):
+            begun = (train / MANIFEST).is_file()
+            new = [str(search), "--config", f"{train}.json", "--out", str(train)]
+            more = ["--random", str(random)] if random else []
+            result.append(["train", *(["--resume", str(train)] if begun else new), *more, "--quiet"])
+    return result
+
+
+class Work:
+    """Runs the commands of a job one after the other; `stop`, from any thread, lets the current one save and end."""
+
+    def __init__(self, folder: str | Path, random: int, environment: Mapping[str, str] | None = None) -> None:
+        self._folder, self._random = Path(folder), random
+        self._environment = {**os.environ, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def run(self) -> int:
+        """The exit code of the first command that fails, else 0; all output goes to the job's log."""
+        with open(self._folder / LOG, "ab") as log, open(open_lock(self._folder / LOCK), "r+b") as lock:
+            if not take(lock.fileno(), self._folder / LOCK):
+                who = holder(self._folder / LOCK)
+                log.write(f"error: this job is in use by {who}; wait until that ends, or stop it\n".encode())
+                return BUSY
+            try:
+                for words in commands(self._folder, self._random):
+                    log.write(f"$ softcell {' '.join(words)}\n".encode())
+                    log.flush()
+                    code = self._run([sys.executable, "-m", "softcell", *words], log.fileno(), lock.fileno())
+                    if code:
+                        log.write(f"ended with exit code {code}\n".encode())
+                        return code
+            except KeyboardInterrupt:  # a cluster cancels a task this way
+                self.stop()
+                return 130
+            except Exception:
+                log.write(traceback.format_exc().encode())
+                return 1
+        return 0
+
+    def _run(self, words: list[str], log: int, lock: int) -> int:
+        with self._lock:
+            if self._stopped:
+                return 130
+            # In a session of its own, so that Ctrl-C in a terminal reaches it through `stop` and only once.
+            # It holds the lock itself, because it may outlive a sweep that is killed.
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+            announce(lock, self._process.pid)
+        try:
+            code = self._process.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def stop(self, now: bool = False) -> None:
+        """Asks the current command to save and end; with `now`, kills it."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGKILL if now else signal.SIGTERM)
+
+
+def run_job(folder: str, random: int, environment: Mapping[str, str] | None = None) -> int:
+    """Called by the worker of a cluster."""
+    return Work(folder, random, environment).run()
+
+
+def last_error(folder: Path) -> str:
+    """The last error in a job's log."""
+    try:
+        with open(folder / LOG, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 20_000))
+            lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    except OSError:
+        return "no log was written"
+    begun = max((i for i, line in enumerate(lines) if line.startswith("$ softcell")), default=-1)
+    output = lines[begun + 1 :]  # of the last command
+    errors = [line for line in output if line.startswith("error:")]
+    return errors[-1] if errors else "; ".join(output[-2:]) or "no output"
 
 
 class Handle(Protocol):
-    """A job under way."""
+    """A running job."""
 
     def done(self) -> bool: ...
 
     def result(self) -> int:
-        """The exit code of a job that is done; a launcher's own trouble is any code but 0."""
+        """The exit code of a job that is done; not 0 if the launcher itself failed."""
 
     def stop(self) -> None:
-        """Asks the job to save and end; asked again, it ends at once."""
+        """Asks the job to save and end; a second call ends it at once."""
 
 
 class Launcher(Protocol):
-    """Starts jobs; `at_once` is how many it takes at the same time unless the user says otherwise (None: all)."""
+    """Starts jobs; `at_once` is the default number of concurrent jobs (None: all)."""
 
     at_once: int | None
 
@@ -34,7 +152,7 @@ class Launcher(Protocol):
 
 
 class Local:
-    """Processes on this machine, `at_once` at the same time; several share its cores and get a GPU each in turn."""
+    """Processes on this machine, `at_once` at a time; they share its cores, and its GPUs in turn."""
 
     def __init__(self, at_once: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self.at_once: int | None = at_once
@@ -61,17 +179,15 @@ class Local:
 
 def _gpus() -> list[str]:
     """Names of the CUDA devices that jobs may use."""
-    import torch
-
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return [name for name in told.split(",") if name]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
     return [str(k) for k in range(torch.cuda.device_count())]
 
 
 class _Thread:
-    def __init__(self, work: Work, free: Any) -> None:
-        self._work, self._free, self._code, self._asked = work, free, 1, False
+    def __init__(self, work: Work, release: Callable[[], None]) -> None:
+        self._work, self._release, self._code, self._asked = work, release, 1, False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -83,7 +199,7 @@ class _Thread:
 
     def result(self) -> int:
         self._thread.join()
-        self._free()
+        self._release()
         return self._code
 
     def stop(self) -> None:
@@ -92,7 +208,7 @@ class _Thread:
 
 
 class Submitit:
-    """Slurm jobs made by submitit; `options` are its parameters, such as `slurm_partition` or `timeout_min`."""
+    """Slurm jobs through submitit; `options` are its parameters, such as `slurm_partition` or `timeout_min`."""
 
     at_once: int | None = None
 
@@ -108,9 +224,7 @@ class Submitit:
             self._executor = submitit.AutoExecutor(folder=folder / "submitit", cluster=cluster)
             self._executor.update_parameters(**{"name": "softcell", **given})
         except (RuntimeError, ValueError, NameError, TypeError, AssertionError) as error:
-            raise UserError(
-                f"submitit refuses to start on {cluster!r} with {given or 'no options'}: {error}"
-            ) from error
+            raise UserError(f"submitit cannot start on {cluster!r} with {given or 'no options'}: {error}") from error
 
     def submit(self, job: Job) -> Handle:
         return _Submitted(self._executor.submit(run_job, str(job.folder), job.random, self._given))
@@ -124,7 +238,7 @@ class _Submitted:
         return bool(self._job.done())
 
     def result(self) -> int:
-        error = self._job.exception()  # of the scheduler: killed, timed out, node lost
+        error = self._job.exception()  # from the scheduler: killed, timed out, node lost
         return 1 if error is not None else int(self._job.result())
 
     def stop(self) -> None:
@@ -132,7 +246,7 @@ class _Submitted:
 
 
 class Ray:
-    """Tasks of a Ray cluster; `options` may name its `address`, and say `num_cpus`, `num_gpus` of each job."""
+    """Tasks on a Ray cluster; `options` may set its `address`, and `num_cpus` and `num_gpus` of each job."""
 
     at_once: int | None = None
 
@@ -150,7 +264,7 @@ class Ray:
             given.pop("address", None)
             self._remote: Any = ray.remote(max_retries=0, **given)(run_job) if given else ray.remote(run_job)
         except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
-            raise UserError(f"Ray refuses to start with {dict(options) or 'no options'}: {error}") from error
+            raise UserError(f"Ray cannot start with {dict(options) or 'no options'}: {error}") from error
 
     def submit(self, job: Job) -> Handle:
         return _Task(self._ray, self._remote.remote(str(job.folder), job.random, self._environment))
@@ -181,9 +295,9 @@ def make_launcher(
     options: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
 ) -> Launcher:
-    """The launcher of a name: `local`, `slurm` or `ray`. environment: variables that every job is given."""
+    """The launcher named `local`, `slurm` or `ray`. environment: extra variables for every job."""
     if on == "local":
         if options:
-            raise UserError(f"--cluster belongs to --on slurm or ray, but got {', '.join(options)} on this machine")
+            raise UserError(f"--cluster requires --on slurm or ray, but got {', '.join(options)} on this machine")
         return Local(at_once or 1, environment)
     return Submitit(out, options, environment) if on == "slurm" else Ray(options, environment)

@@ -1,14 +1,14 @@
-"""What a sweep is made of: the file that describes it, and one job per method, space and seed.
+"""The file that describes a sweep, and its jobs: one per method, space and seed.
 
     methods: [darts, snas, random]
     spaces: [nb201]
     seeds: 3                      # or a list: [0, 1, 2]
     search: {data: digits, epochs: 10}
-    only: {snas: {epochs: 20}}    # settings of one method or space alone
-    train: {epochs: 10}           # train what was found; true for the recipe's defaults
-    random: 2                     # and so many random architectures per space and seed, trained alike
+    only: {snas: {epochs: 20}}    # settings for one method or space
+    train: {epochs: 10}           # train the architectures found; true for the recipe's defaults
+    random: 2                     # also train 2 random architectures per space and seed
 
-How far a job is, its run folders say; nothing else is kept.
+The progress of a job is recorded only in its run folders.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from softcell.trust import Kind
 
 PLAN = "sweep.yaml"
 COMMANDS = {"slurm_python", "slurm_setup", "slurm_srun_args", "slurm_additional_parameters", "python", "runtime_env"}
-"""Options of submitit and Ray that name programs, or pass on whatever they are given."""
-# Where a run computes is no part of what it computes: a sweep may go on on another machine.
+"""Options of submitit and Ray that name programs or are passed on unchecked."""
+# Where a run computes does not change its result: a sweep may be resumed on another machine.
 _ELSEWHERE = {"device", "engine", "threads", "data_root", "plugins"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The file, read strictly. `seeds` as a number stands for 0 to that many; `cluster` goes to the launcher.
+    """The content of the file. A number of `seeds` means 0 to that number less 1; `cluster` is for the launcher.
 
     Example:
         >>> from pathlib import Path
@@ -64,23 +64,23 @@ class Plan:
     def __post_init__(self) -> None:
         if isinstance(self.seeds, int) and self.seeds > MOST_SEEDS:
             raise UserError(
-                f"sweep: `seeds` as a number is how many, at most {MOST_SEEDS:,}, but got {self.seeds}; write "
-                f"[{self.seeds}] if that is the seed itself"
+                f"sweep: a number of `seeds` must be at most {MOST_SEEDS:,}, but got {self.seeds}; write "
+                f"[{self.seeds}] to use that as a seed"
             )
         for name, values in (("methods", self.methods), ("spaces", self.spaces), ("seeds", self.all_seeds)):
             if not values:
                 raise UserError(f"sweep: `{name}` must name at least one")
             double = next((value for value in values if list(values).count(value) > 1), None)
             if double is not None:
-                raise UserError(f"sweep: each of `{name}` is run once, but {double!r} is there twice")
+                raise UserError(f"sweep: duplicate entry {double!r} in `{name}`; remove one")
         at_most("random", self.random, MOST_RANDOM)
         if self.random < 0:
             raise UserError("sweep: `random` must not be negative")
         if self.random and self.train is False:
-            raise UserError("sweep: `random` trains architectures beside the found ones, so `train` must be given too")
+            raise UserError("sweep: `random` trains random architectures beside those found, so it requires `train`")
         for name, settings in self.only.items():
             if name not in (*self.methods, *self.spaces):
-                raise UserError(f"sweep.only: {name!r} is none of the methods and spaces of this sweep")
+                raise UserError(f"sweep.only: {name!r} is not a method or space of this sweep")
             if not isinstance(settings, Mapping):
                 raise UserError(f"sweep.only.{name} must be a mapping of settings, got {settings!r}")
         self._check_own("search", self.search)
@@ -89,16 +89,18 @@ class Plan:
             self._check_own(f"only.{name}", settings)
 
     def _check_own(self, where: str, settings: Mapping[str, Any]) -> None:
-        """Refuses settings that the sweep decides for every job: they would be replaced without a word."""
+        """Rejects settings that the sweep sets for every job: they would be replaced silently."""
         for key in ("method", "space", "seed"):
             value = settings.get(key)
-            if value is not None and not isinstance(value, Mapping):  # `space: {cells: 5}` is short for its settings
+            if value is not None and not isinstance(
+                value, Mapping
+            ):  # `space: {cells: 5}` is short for settings of the space
                 raise UserError(
-                    f"sweep.{where}: `{key}` is what the jobs of a sweep differ by; leave it out there and write "
+                    f"sweep.{where}: `{key}` is set by the sweep for each job; leave it out there and write "
                     f"`{key}s: [{value}]` at the top of the file"
                 )
         if self.plugins and settings.get("plugins"):
-            raise UserError(f"sweep.{where}: `plugins` is at the top of the file already; name all of them there")
+            raise UserError(f"sweep.{where}: `plugins` is already given at the top of the file; list all of them there")
 
     @property
     def all_seeds(self) -> tuple[int, ...]:
@@ -107,7 +109,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """One method in one space with one seed: a search and, where wanted, the training of what it finds.
+    """One method in one space with one seed: a search and, on request, the training of its architecture.
 
     Example:
         >>> from pathlib import Path
@@ -127,15 +129,15 @@ class Job:
         return self.folder.name
 
     def write(self) -> None:
-        """Puts the settings where the job's commands read them."""
+        """Writes the settings where the job's commands read them."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, settings in (("search", self.search), ("train", self.train)):
             if settings is not None:
                 atomic_write_text(self.folder / f"{name}.json", json.dumps(settings, indent=2, default=str) + "\n")
 
     def is_finished(self) -> bool:
-        """Whether all its runs are finished, as their folders say."""
-        return all(finished(folder) for folder in self.runs())
+        """Whether all its runs are finished, according to their folders."""
+        return all(is_finished(folder) for folder in self.runs())
 
     def runs(self) -> list[Path]:
         """The run folders that a complete job has."""
@@ -145,38 +147,38 @@ class Job:
         return [self.folder / "search", self.folder / "train", *beside]
 
     def check(self) -> None:
-        """Raises where a run in the folder was made with other settings than the file now says."""
+        """Raises if a run in the folder has other settings than the file now gives."""
         place = self.folder / "search"
         if (place / MANIFEST).is_file():
-            _same(place, api.search_recipe(self.search).to_dict())
+            _check_same(place, api.search_recipe(self.search).to_dict())
         place = self.folder / "train"
         if self.train is not None and (place / MANIFEST).is_file():
-            _same(place, api.train_recipe(self.folder / "search", self.train)[1].to_dict())
+            _check_same(place, api.train_recipe(self.folder / "search", self.train)[1].to_dict())
 
 
-def finished(folder: Path) -> bool:
-    """Whether `folder` holds a finished run; one that cannot be read is none."""
+def is_finished(folder: Path) -> bool:
+    """Whether `folder` holds a finished, readable run."""
     try:
         return str(RunFolder.open(folder).manifest["status"]) == "finished"
     except UserError:
         return False
 
 
-def _same(folder: Path, wanted: Mapping[str, Any]) -> None:
+def _check_same(folder: Path, wanted: Mapping[str, Any]) -> None:
     stored = RunFolder.open(folder).manifest["recipe"]
-    # What was left to the run ("auto") it has decided, and written down.
+    # For "auto" the run has recorded its own choice.
     left = {key for key, value in wanted.items() if value == "auto"} | _ELSEWHERE
     different = [key for key in wanted if key not in left and stored.get(key) != wanted[key]]
     if different:
         changes = ", ".join(f"{key}: {stored.get(key)} -> {wanted[key]}" for key in different)
         raise UserError(
-            f"finished runs are never repeated, but {folder} was made with other settings ({changes}); give another "
-            "--out, or move it away"
+            f"finished runs are never repeated, but {folder} has other settings ({changes}); give another --out, or "
+            "move it away"
         )
 
 
 def read_plan(path: str | Path, *, only_read: bool = False) -> Plan:
-    """The plan in a YAML file, or the one that a sweep's folder keeps. Its plugins are loaded unless `only_read`.
+    """The plan in a YAML file or in the folder of a sweep. Its plugins are loaded unless `only_read`.
 
     Example:
         >>> from pathlib import Path
@@ -190,7 +192,9 @@ def read_plan(path: str | Path, *, only_read: bool = False) -> Plan:
     if file.is_dir():
         file = file / PLAN
     if not file.is_file():
-        raise UserError(f"{file} must be a YAML file that describes a sweep, or its folder; there is no such file")
+        raise UserError(
+            f"{file} must be a YAML file that describes a sweep, or the folder of one; there is no such file"
+        )
     plan = build(Plan, read_mapping(file), where="sweep")
     if not only_read:
         load_plugins(plan.plugins, f"the sweep in {file}")
@@ -209,23 +213,23 @@ def code_of(plan: Plan) -> list[tuple[Path, Kind]]:
 
 
 def plain_options(plan: Plan) -> dict[str, Any]:
-    """What the file says for the launcher, as long as it runs nothing: the file may come from anybody.
+    """The options of the file for the launcher, none of which may run code: the file may come from anybody.
 
-    Submitit and Ray take shell commands too (`slurm_setup`, `runtime_env`); these have to be typed.
+    Submitit and Ray also accept shell commands (`slurm_setup`, `runtime_env`); these must be given on the command line.
     """
     for key, value in plan.cluster.items():
         is_plain = value is None or isinstance(value, bool | int | float)
         is_plain = is_plain or (isinstance(value, str) and value.isprintable())
         if not is_plain or key in COMMANDS:
             raise UserError(
-                f"sweep.cluster.{key} of a file must be a number or a word and must not run anything, got {value!r}; "
-                f"if you agree to it, move it to the command line: --cluster {key}=..."
+                f"sweep.cluster.{key} in a file must be a number or a word and must not run code, got {value!r}; if "
+                f"you trust it, move it to the command line: --cluster {key}=..."
             )
     return dict(plan.cluster)
 
 
 def folders_of(plan: Plan, out: Path) -> list[Path]:
-    """The folders of all jobs, known without running anything."""
+    """The folders of all jobs, without running any code."""
     return [
         out.resolve() / f"{method}-{space}-seed{seed}"
         for seed in plan.all_seeds
@@ -235,7 +239,7 @@ def folders_of(plan: Plan, out: Path) -> list[Path]:
 
 
 def jobs_of(plan: Plan, out: Path) -> list[Job]:
-    """All jobs below `out`, seeds outermost so that a sweep that is stopped early has something of everything.
+    """All jobs below `out`, seed by seed, so that an interrupted sweep covers all methods and spaces.
 
     Every recipe is checked before anything runs.
 
@@ -269,7 +273,7 @@ def jobs_of(plan: Plan, out: Path) -> list[Job]:
                     train = merge(where, api.layered(given), plugins, {"seed": seed})
                     some = sample(build_space(space, recipe.space_settings).layout(), 0)
                     api.train_recipe(some, train)
-                # The random ones are the same for all methods, so one of them trains them.
+                # The random architectures are the same for all methods, so only the first method trains them.
                 random = plan.random if method == plan.methods[0] else 0
                 jobs.append(Job(out / f"{method}-{space}-seed{seed}", search, train, random))
     for job in jobs:

@@ -1,0 +1,171 @@
+"""The time of a run: how long a job will take, measured on its own first steps, and ending a search that is late."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
+from softcell.methods import METHODS, Method, UntrainedSampler
+from softcell.search import SearchRecipe
+from softcell.settings import build
+from softcell.spaces import build_space
+from softcell.text import count_of
+
+MOST_SLOWNESS = 4.0
+EVALUATION = 0.3
+"""Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTime:
+    """Seconds until the first step, per epoch (steps, evaluation, checkpoint), and after the last epoch."""
+
+    startup: float
+    epoch: float
+    tail: float = 0.0
+
+    def total(self, epochs: int) -> float:
+        return self.startup + epochs * self.epoch + self.tail
+
+    def epochs_in(self, seconds: float) -> int:
+        """How many whole epochs fit into `seconds`; may be 0."""
+        return max(0, int((seconds - self.startup - self.tail) / max(self.epoch, 1e-6)))
+
+
+def slowness(began: float) -> float:
+    """Wall-clock seconds per CPU second since `began`: 1 on an idle machine, more on a busy one.
+
+    Bounded, because a process that waits for its disk uses no CPU either.
+    """
+    return min(MOST_SLOWNESS, max(1.0, (time.perf_counter() - began) / max(time.process_time(), 1e-3)))
+
+
+class _MeasuredError(Exception):
+    """Ends a measurement from within an event."""
+
+
+class _Stopwatch:
+    """Times steps and epochs until `seconds` have passed since the first step."""
+
+    def __init__(self, seconds: float) -> None:
+        self.began = time.perf_counter()
+        self.seconds = seconds
+        self.first: float | None = None  # end of the first step, which includes allocation and graph capture
+        self.last = self.began
+        self.steps_seen, self.in_steps = 0, 0.0
+        self.ends_seen, self.in_ends = 0, 0.0
+        self.steps_per_epoch = 1
+
+    def __call__(self, event: Event) -> None:
+        now = time.perf_counter()
+        match event:
+            case Started():
+                self.last = now
+            case Stepped():
+                self.steps_per_epoch = event.steps
+                if self.first is None:
+                    self.first = now
+                else:
+                    self.steps_seen, self.in_steps = self.steps_seen + 1, self.in_steps + now - self.last
+                self.last = now
+                self._stop_when_measured(now)
+            case EpochEnded():
+                self.ends_seen, self.in_ends = self.ends_seen + 1, self.in_ends + now - self.last
+                self.last = now
+                self._stop_when_measured(now)
+            case _:
+                pass
+
+    def _stop_when_measured(self, now: float) -> None:
+        if self.first is not None and self.steps_seen >= 2 and now - self.first >= self.seconds:
+            raise _MeasuredError
+
+    def job_time(self, evaluated: float, tested: float) -> JobTime:
+        """`evaluated`, `tested`: batches evaluated after each epoch and after the last, per training batch."""
+        assert self.first is not None
+        step = self.in_steps / self.steps_seen if self.steps_seen else self.first - self.began
+        steps = self.steps_per_epoch * step
+        end = self.in_ends / self.ends_seen if self.ends_seen else steps * evaluated * EVALUATION
+        return JobTime(self.first - self.began, steps + end, steps * tested * EVALUATION + 0.5)
+
+
+def measure_job(
+    job: Callable[[Path, OnEvent], Any], scratch: Path, seconds: float, *, evaluated: float, tested: float
+) -> JobTime:
+    """Runs `job` in a scratch folder for about `seconds` after its first step, then deletes the folder."""
+    watch = _Stopwatch(seconds)
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        result = job(scratch, watch)
+        if getattr(result, "exit_code", 0):
+            raise KeyboardInterrupt  # the job handled the signal itself
+    except _MeasuredError:
+        pass
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return watch.job_time(evaluated, tested)
+
+
+SAMPLES = "samples"
+"""The setting of a sampler for the number of architectures it proposes."""
+
+
+class SearchTimeoutError(Exception):
+    """A search has exceeded its time; `epochs` of it are done and saved."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__(epochs)
+        self.epochs = epochs
+
+
+def num_networks(recipe: SearchRecipe) -> int:
+    """How many networks a search trains in sequence, each for the recipe's epochs; 1 for a supernet."""
+    kind = METHODS.get(recipe.method)
+    if issubclass(kind, Method):
+        return 1
+    layout = build_space(recipe.space, recipe.space_settings).layout()
+    settings: Any = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
+    return kind(layout, settings, recipe.seed).num_samples
+
+
+def describe_length(recipe: SearchRecipe) -> str:
+    """`30 epochs`, or `4 architectures of 30 epochs`."""
+    epochs = count_of(recipe.epochs, "epoch")
+    kind = METHODS.get(recipe.method)
+    if issubclass(kind, Method):
+        return epochs
+    if issubclass(kind, UntrainedSampler):
+        return count_of(num_networks(recipe), "untrained network")
+    return f"{count_of(num_networks(recipe), 'architecture')} of {epochs}"
+
+
+def stop_when_late(listener: OnEvent, is_late: Callable[[], bool], recipe: SearchRecipe) -> OnEvent:
+    """Forwards events to `listener`; ends a late search after its current epoch, which is saved by then."""
+    num_epochs = recipe.epochs * num_networks(recipe)
+
+    def on_event(event: Event) -> None:
+        listener(event)
+        if isinstance(event, EpochEnded) and event.epoch + 1 < num_epochs and is_late():
+            done = event.epoch + 1
+            if shortened(recipe, done) != recipe:
+                raise SearchTimeoutError(done)
+
+    return on_event
+
+
+def shortened(recipe: SearchRecipe, done: int) -> SearchRecipe:
+    """The recipe of a search that ends as soon as possible after `done` epochs, counted over all its networks."""
+    if issubclass(METHODS.get(recipe.method), Method):
+        return replace(recipe, epochs=done)
+    if SAMPLES not in recipe.method_settings:
+        return recipe  # a sampler from a plugin, whose number of proposals cannot be reduced
+    complete = done // recipe.epochs
+    settings = {**recipe.method_settings, SAMPLES: max(1, complete)}
+    # A network is evaluated after its last epoch, so the first network needs one more epoch.
+    epochs = recipe.epochs if complete else min(recipe.epochs, done + 1)
+    return replace(recipe, epochs=epochs, method_settings=settings)
