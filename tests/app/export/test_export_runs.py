@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from softcell.api import Network, export, load_network, train
 from softcell.app.cli.main import run
 from softcell.app.export import FORMATS, graph, python, read_model, write
-from softcell.app.export.source import Sources
+from softcell.app.export._source import Sources
 from softcell.data import load
 from softcell.errors import UserError
 from tests.helpers.unsealed import unseal, unsealed
@@ -156,17 +157,17 @@ def test_pictures_of_any_mode_are_read_as_the_test_set_was(mode: str, tmp_path: 
         assert all(tuple(one.flatten().tolist()) in read for one in seen)
 
 
-def test_a_file_that_exists_is_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:
+def test_a_file_that_exists_is_kept_without_overwrite(trained: Path, tmp_path: Path) -> None:
     export(trained, "python", tmp_path)
     (tmp_path / "model.py").write_text("mine")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export(trained, "python", tmp_path)
     assert (tmp_path / "model.py").read_text() == "mine"
     export(trained, "python", tmp_path, overwrite=True)
     assert "def load(" in (tmp_path / "model.py").read_text()
 
 
-def test_weights_of_another_network_are_kept_unless_told_otherwise(trained: Path, tmp_path: Path) -> None:
+def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tmp_path: Path) -> None:
     export(trained, "python", tmp_path)
     export(trained, "safetensors", tmp_path)  # the same weights, which need no leave
     kept = (tmp_path / "model.safetensors").read_bytes()
@@ -174,7 +175,7 @@ def test_weights_of_another_network_are_kept_unless_told_otherwise(trained: Path
     unseal(shutil.copytree(trained, tmp_path / "other"))
     save_file(other, tmp_path / "other" / "model.safetensors")
     (tmp_path / "model.json").unlink()
-    with pytest.raises(UserError, match="exists already and holds other weights"):
+    with pytest.raises(UserError, match="already exists and holds other weights"):
         export(tmp_path / "other", "safetensors", tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == kept
     assert not (tmp_path / "model.json").exists()
@@ -238,7 +239,7 @@ def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: 
     (copy / "run.json").write_text(json.dumps({**manifest, "kind": "search"}))
     assert f"`softcell train '{copy}'`" in error(copy, "--to", "onnx")
     (copy / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
-    assert f"`softcell train --resume '{copy}'` goes on" in error(copy, "--to", "onnx")
+    assert f"`softcell train --resume '{copy}'` resumes it" in error(copy, "--to", "onnx")
     (copy / "model.json").write_text('{"format": "softcell-model", "version": 99}')
     assert "version" in error(copy, "--to", "onnx")
 
@@ -249,14 +250,14 @@ def test_a_whole_run_is_exported_beside_its_training_and_an_unfinished_one_says_
     whole = tmp_path / "my photos"
     whole.mkdir()
     (whole / "plan.json").write_text("{}")
-    going_on = f"`softcell run --resume '{whole}'` goes on with it"
+    way_out = f"`softcell run --resume '{whole}'` resumes it"
     assert run(["export", str(whole), "--to", "python"]) == 2
-    assert going_on in capsys.readouterr().err
+    assert way_out in capsys.readouterr().err
     shutil.copytree(trained, whole / "train")
     manifest = unsealed(json.loads((whole / "train" / "run.json").read_text()))
     (whole / "train" / "run.json").write_text(json.dumps({**manifest, "status": "interrupted"}))
     assert run(["export", str(whole), "--to", "python"]) == 2
-    assert going_on in capsys.readouterr().err
+    assert way_out in capsys.readouterr().err
     (whole / "train" / "run.json").write_text(json.dumps(manifest))
     assert run(["export", str(whole), "--to", "python"]) == 0
     assert {file.name for file in (whole / "export").iterdir()} == {"model.py", "model.safetensors"}
@@ -296,3 +297,13 @@ def test_definitions_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch
     x = torch.ones(())
     assert float(space["One"]()(x)) == float(name_one.One()(x)) == 2.0  # type: ignore[operator]
     assert float(space["Two"]()(x)) == float(name_two.Two()(x)) == 5.0  # type: ignore[operator]
+
+
+def test_files_have_the_permissions_of_the_umask(trained: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        files = [file for kind in ("python", "safetensors") for file in export(trained, kind, tmp_path / "out").files]
+    finally:
+        os.umask(before)
+    assert {file.name for file in files} == {"model.py", "model.safetensors", "model.json"}
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o640}

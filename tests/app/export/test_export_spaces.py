@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from softcell.app.export import by_image, graph, python
+from softcell.app.export import graph, python
 from softcell.app.export.model import Model
 from softcell.arch import Genotype, Layout, derive, sample
-from softcell.arch.notation import from_darts
+from softcell.arch.notation import from_darts, from_nb201
 from softcell.nn.candidates import Spec, get_candidate, known_candidates
 from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.testing import ALIKE, RaggedSpace, tiny_space
@@ -161,8 +162,44 @@ def test_python_file_holds_no_candidate_that_is_not_used(tmp_path: Path) -> None
     genotype = one_for_each_candidate(space.layout())[0]
     text = python.to_python(model_of(space.network(genotype, SHAPE, 5)))
     assert ops(genotype) == {"avg_pool_3x3"}
-    assert "AveragePool" in text and "class SeparableConv" not in text and "class MixedCell" not in text
+    assert "nn.AvgPool2d" in text and "nn.MaxPool2d" not in text and "groups=" not in text
     assert "softcell" not in text.replace("`softcell export`", "")
+
+
+SIX_EDGES = {
+    "convolutions": "|nor_conv_3x3~0|+|nor_conv_1x1~0|nor_conv_3x3~1|+|nor_conv_1x1~0|nor_conv_3x3~1|nor_conv_1x1~2|",
+    "mixed": "|nor_conv_3x3~0|+|avg_pool_3x3~0|skip_connect~1|+|nor_conv_1x1~0|avg_pool_3x3~1|nor_conv_3x3~2|",
+    "pools": "|avg_pool_3x3~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|nor_conv_1x1~0|nor_conv_1x1~1|avg_pool_3x3~2|",
+}
+
+
+@pytest.mark.parametrize("cell", SIX_EDGES.values(), ids=SIX_EDGES)
+def test_python_file_of_a_six_edge_cell_is_the_network_in_less_than_200_lines(cell: str, tmp_path: Path) -> None:
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 16})
+    model = model_of(space.network(from_nb201(cell), SHAPE, len(CLASSES)))
+    model = dataclasses.replace(model, about={f"fact {i}": "about its training" for i in range(6)})
+    file = written(model, tmp_path)
+    text = file.read_text()
+    assert len(text.splitlines()) < 200
+    assert max(map(len, text.splitlines())) <= 120
+    for word in ("checkpoint", "Calibration", "Runner", "bottleneck", "dataclass", "drop_path", "is_cuda"):
+        assert word not in text, word
+    assert python.check_python(file, model) < 1e-6
+
+
+def test_python_file_can_be_loaded_by_its_path(tmp_path: Path) -> None:
+    """As users load it, without an entry in `sys.modules`; also with a class that is copied and holds plain values."""
+    for name in ("nb201", "darts", "fullattention", "s4"):
+        space = subjects()[name]
+        model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
+        spec = importlib.util.spec_from_file_location("somewhere.model", written(model, tmp_path / name))
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert "somewhere.model" not in sys.modules
+        with torch.no_grad():
+            x = torch.rand(2, *SHAPE)
+            torch.testing.assert_close(module.load()(module.normalise(x)), model.normalised()(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -254,4 +291,4 @@ def test_onnx_computes_kernels_per_image_at_any_batch(tmp_path: Path) -> None:
 
 
 def test_a_convolution_with_constant_groups_is_left_alone() -> None:
-    assert by_image.grouped_by_image(torch.rand(1, 4, 3, 3), torch.rand(4, 1, 3, 3), groups=4) is NotImplemented
+    assert graph.grouped_by_image(torch.rand(1, 4, 3, 3), torch.rand(4, 1, 3, 3), groups=4) is NotImplemented

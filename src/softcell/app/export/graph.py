@@ -1,6 +1,10 @@
-"""A network as a graph that torch, or ONNX through it, can run without its Python code; the batch stays free."""
+"""A network as a graph that torch, or ONNX through it, runs without its Python code; the batch size stays free.
 
-from __future__ import annotations
+Convolutions with a kernel per image need more than a translation in ONNX. In torch such a convolution has one group per
+image and channel, a number that depends on the batch. ONNX needs a constant number of groups, but accepts the kernel as
+an input: a `Scan` runs over the images and convolves each with its own kernel. (Products and sums over the taps need a
+graph of hundreds of nodes and twice the time to run, products of matrices over windows seven times that.)
+"""
 
 import contextlib
 import io
@@ -12,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from softcell.app.export.by_image import grouped_by_image, has_kernels_per_image, scan
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
 from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
@@ -25,14 +30,14 @@ OPSET = 20
 
 def to_program(model: Model) -> ExportedProgram:
     """pixels in 0..1 [batch, c, h, w] to `model.output` [batch, d], for any batch."""
-    # Two images: torch takes a batch of one for a constant.
+    # Two images: torch treats a batch of one as a constant.
     example = sample_pixels(model.shape, 2)
     with torch.no_grad(), _quiet():
         return torch.export.export(model.normalised(), (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
 
 
 def write_program(model: Model, file: Path) -> None:
-    """Writes what `torch.export.save` gives, by way of memory: on a full disk torch itself aborts the process."""
+    """Writes the program through memory, since `torch.export.save` aborts the process on a full disk."""
     buffer = io.BytesIO()
     with _quiet():
         torch.export.save(to_program(model), buffer)
@@ -40,9 +45,9 @@ def write_program(model: Model, file: Path) -> None:
 
 
 def check_program(file: Path, model: Model) -> float:
-    """Loads the file and compares; gives the largest relative difference.
+    """Loads the file and returns the largest relative difference from the network.
 
-    Loading unpickles: this is for files that were just written.
+    Loading unpickles, so this is only for files that were just written.
     """
     with _quiet():
         found = torch.export.load(io.BytesIO(file.read_bytes())).module()
@@ -54,7 +59,7 @@ def check_program(file: Path, model: Model) -> float:
 
 
 def write_onnx(model: Model, file: Path) -> None:
-    """Writes an ONNX file with the weights inside; class names, mean, std and facts are in its metadata."""
+    """Writes an ONNX file with the weights; class names, mean, std and facts are in its metadata."""
     with torch.no_grad(), _quiet():
         program = to_program(model)
         if has_kernels_per_image(program):
@@ -78,7 +83,7 @@ def write_onnx(model: Model, file: Path) -> None:
 
 
 def check_onnx(file: Path, model: Model) -> float:
-    """Runs the file with onnxruntime on one CPU thread and compares; gives the largest relative difference."""
+    """Runs the file with onnxruntime on one CPU thread and returns the largest relative difference."""
     runtime = _need("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -93,7 +98,7 @@ def check_onnx(file: Path, model: Model) -> float:
 
 
 def check_packages() -> None:
-    """Raises where a package that ONNX is written or checked with is not installed."""
+    """Raises if a package for writing or checking ONNX is not installed."""
     for package in ("onnxscript", "onnxruntime"):
         _need(package)
 
@@ -110,7 +115,7 @@ def _need(package: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps back what exporters say about packages that are not needed and about themselves."""
+    """Silences messages of the exporters about themselves and about optional packages."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter", "onnxscript")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -122,3 +127,85 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
+
+
+# The schema of this operation is read from its annotations, which not every torch reads as text: so no
+# `from __future__ import annotations` in this file.
+@torch.library.custom_op("softcell::conv_by_image", mutates_args=())
+def conv_by_image(
+    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """x [n, groups·i, h, w] with weight [n, groups·o, i, kh, kw] to [n, groups·o, h', w']: becomes the `Scan`."""
+    pairs = zip(x, weight, strict=True)
+    return torch.cat([F.conv2d(one[None], own, None, stride, padding, dilation, groups) for one, own in pairs])
+
+
+@conv_by_image.register_fake
+def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Tensor:
+    first = F.conv2d(x[:1], weight[0], None, stride, padding, dilation, groups)
+    return x.new_empty(x.shape[0], *first.shape[1:])
+
+
+def has_kernels_per_image(program: ExportedProgram) -> bool:
+    """Whether the number of groups of some convolution, its last argument, is computed."""
+    return any(
+        node.target is torch.ops.aten.conv2d.default and not isinstance(node.args[-1], int | list)
+        for node in program.graph.nodes
+        if len(node.args) == 7
+    )
+
+
+def grouped_by_image(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = (1, 1),
+    padding: Any = (0, 0),
+    dilation: Any = (1, 1),
+    groups: Any = 1,
+) -> Tensor:
+    """A convolution whose number of groups is a multiple of the batch, image by image; others are left alone.
+
+    x [1, n·g·i, h, w]; weight [n·g·o, i, kh, kw]; gives [1, n·g·o, h', w'] for g groups per image.
+    """
+    if isinstance(groups, int):
+        return NotImplemented  # type: ignore[no-any-return]
+    per_image, batch = groups.node.expr.as_coeff_Mul()
+    if not (per_image.is_Integer and batch.is_Symbol):
+        raise UserError(
+            f"in ONNX the groups of a convolution must be constant, or a constant number per image, but got {groups}; "
+            "export with --to torch-export"
+        )
+    count, (outputs, inner, *_) = int(per_image), weight.shape
+    own = x.reshape(-1, count * inner, *x.shape[-2:])
+    kernels = weight.reshape(-1, count * (outputs // groups), *weight.shape[1:])
+    y: Tensor = torch.ops.softcell.conv_by_image(own, kernels, list(stride), list(padding), list(dilation), count)
+    y = y.reshape(1, -1, *y.shape[-2:])
+    return y if bias is None else y + bias[:, None, None]
+
+
+def scan(x: Any, weight: Any, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> Any:
+    """`conv_by_image` in ONNX; called while a graph is written."""
+    from onnx import TensorProto, helper
+    from onnxscript import opset20
+
+    convolved = helper.make_node(
+        "Conv",
+        ["batch", "kernel"],
+        ["made"],
+        group=groups,
+        strides=list(stride),
+        pads=[*padding, *padding],
+        dilations=list(dilation),
+    )
+    unsqueeze, squeeze = (
+        helper.make_node(*names)
+        for names in (("Unsqueeze", ["one", "axis"], ["batch"]), ("Squeeze", ["made", "axis"], ["found"]))
+    )
+    inputs, outputs = (
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names]
+        for names in (("one", "kernel"), ("found",))
+    )
+    axis = helper.make_tensor("axis", TensorProto.INT64, [1], [0])
+    body = helper.make_graph([unsqueeze, convolved, squeeze], "one_image", inputs, outputs, [axis])
+    return opset20.Scan(x, weight, body=body, num_scan_inputs=2)

@@ -1,4 +1,4 @@
-"""A trained network together with what its user must know: how inputs are prepared and what outputs mean."""
+"""A trained network with the facts for its use: how inputs are prepared and what outputs mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softcell.spaces import Network, Shape
 from softcell.spaces.pretrained import MODEL, read_description
 
 PLAN = "plan.json"
-"""What the folder of `softcell run` is known by."""
+"""The file that marks a folder of `softcell run`."""
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 class Model:
     """A network in eval mode on the CPU.
 
-    `mean` and `std` are per channel in 0..1 units. `about` is what is known of its training, for people to read.
+    `mean` and `std` are per channel in 0..1 units. `about` has facts about its training, for people to read.
     A picture is scaled to `scaled_to`, all of it if `whole` and else a central part of that aspect; its centre is seen.
     `output`: `logits` of the classes, or an `embedding` that was learnt from them, compared by cosine similarity.
 
@@ -90,14 +90,14 @@ def read_model(folder: str | Path) -> Model:
 
 
 def _plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """What a folder says of its model, as plain numbers and texts of the right kind; anything else is a `UserError`.
+    """The description of a model as plain numbers and texts of the right types; anything else is a `UserError`.
 
     These values are written into Python and ONNX files, and a folder may come from anybody.
     """
     data, where = convert(dict, description["data"], f"{place}: data"), f"{place}: data"
     missing = [key for key in ("shape", "classes", "mean", "std") if key not in data]
     if missing:
-        raise UserError(f"{where} must have `{missing[0]}`, but has not; export or train the model again")
+        raise UserError(f"{where} must have `{missing[0]}`, but does not; export or train the model again")
     shape = convert(tuple[int, ...], data["shape"], f"{where}.shape")
     if len(shape) != 3 or min(shape) < 1:
         raise UserError(f"{where}.shape must be channels, height and width, got {data['shape']!r}")
@@ -129,9 +129,9 @@ def _plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def trained_folder(folder: str | Path) -> Path:
-    """The folder that holds the weights: itself, or the training inside the folder of `softcell run`.
+    """The folder with the weights: `folder`, or the training inside a folder of `softcell run`.
 
-    Where there are none yet, the `UserError` says how to get them.
+    Without weights, a `UserError` explains how to get them.
 
     Example:
         >>> from softcell.app.export import trained_folder
@@ -146,21 +146,21 @@ def trained_folder(folder: str | Path) -> Path:
     inner = path / "train" if is_whole else path
     if is_whole and not (inner / MANIFEST).is_file():
         raise UserError(
-            f"what is exported is a trained network, but the run in {path} has not come to its training yet; "
-            f"{_quoted('softcell', 'run', '--resume', path)} goes on with it"
+            f"only a trained network can be exported, but the run in {path} has not started its training yet; "
+            f"{_quoted('softcell', 'run', '--resume', path)} resumes it"
         )
     manifest = RunFolder.open(inner).manifest
     kind, status = manifest["kind"], manifest["status"]
     if kind == "search":
         raise UserError(
-            f"what is exported is a trained network, but {path} is a search; train it first: "
+            f"only a trained network can be exported, but {path} is a search; train it first: "
             f"{_quoted('softcell', 'train', path)}"
         )
     if kind == "train" and status != "finished":
         command = "run" if is_whole else "train"
         raise UserError(
-            f"what is exported is a finished training, but that in {inner} has the status {status!r}; "
-            f"{_quoted('softcell', command, '--resume', path)} goes on with it"
+            f"only a finished training can be exported, but the one in {inner} has the status {status!r}; "
+            f"{_quoted('softcell', command, '--resume', path)} resumes it"
         )
     return inner
 
@@ -176,9 +176,11 @@ def sample_pixels(shape: Shape, batch: int) -> Tensor:
 
 
 def check_equal(name: str, expected: Tensor, found: Tensor) -> float:
-    """The largest difference relative to the largest output; raises where a model does not do what the network does."""
+    """The largest difference relative to the largest output; raises if it is more than rounding."""
     if expected.shape != found.shape:
-        raise RuntimeError(f"{name} gives {tuple(found.shape)} where the network gives {tuple(expected.shape)}")
+        raise RuntimeError(
+            f"{name} has an output of shape {tuple(found.shape)}, but the network one of {tuple(expected.shape)}"
+        )
     scale = max(float(expected.abs().max()), 1e-6)
     difference = float((expected - found).abs().max()) / scale
     if not difference <= TOLERANCE:

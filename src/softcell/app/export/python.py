@@ -3,78 +3,65 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import nn
 
+from softcell.app.export._source import Key, Sources
+from softcell.app.export._tree import WIDTH, Expression, Functions, Tree, Units
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
-from softcell.app.export.source import Key, Sources
-from softcell.app.export.tree import Expression, Tree, classes_of, named_parts
 from softcell.errors import UserError
 
 WEIGHTS = "model.safetensors"
 
-HEADER = '''"""A network found by architecture search; ABOUT says what is known of it.
+HEADER = '''"""A network found by architecture search; ABOUT has the facts about it.
 
     from {module} import load, normalise
 
     network = load()                        # reads {weights} beside this file
     {output} = network(normalise(pixels)){pad}  # pixels: float [n, {channels}, {height}, {width}] in 0..1
 
-Made by `softcell export`. It needs torch alone; what a training needs beside it (dropped paths, auxiliary
-tower) is left out.
+Made by `softcell export`. It needs torch alone, and holds the network as it is used, without its training.
 """'''
 
-PART = '''
-class Part(nn.Module):
+PART = '''class Part(nn.Module):
     """A module that is given its parts by name: modules, parameters, buffers and plain values."""
 
-    def __init__(self, **parts: object) -> None:
+    def __init__(self, **parts):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, part)
 '''
 HAVING = '''
 
-def having(module: nn.Module, **parts: object) -> nn.Module:
+def having(module, **parts):
     """The module with further attributes."""
     for name, part in parts.items():
         setattr(module, name, part)
     return module
 '''
 
-FOOTER = '''
-def normalise(pixels: Tensor) -> Tensor:
+FOOTER = '''def normalise(pixels: Tensor) -> Tensor:
     """pixels [n, c, h, w] in 0..1 to what the network was trained on."""
     mean, std = (torch.tensor(values, device=pixels.device).view(1, -1, 1, 1) for values in (MEAN, STD))
     return (pixels - mean) / std
 
 
-def read_safetensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file: eight bytes that give the length of a JSON header, the header, the numbers."""
-    data = bytearray(Path(path).read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    kinds |= {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-    tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            part = data[8 + length + begin : 8 + length + end]
-            kind = kinds[entry["dtype"]]
-            flat = torch.frombuffer(part, dtype=kind) if part else torch.empty(0, dtype=kind)
-            tensors[name] = flat.reshape(entry["shape"])
-    return tensors
-
-
 def load(weights: str | Path = Path(__file__).with_name("model.safetensors")) -> nn.Module:
-    """The trained network in eval mode."""
+    """The trained network in eval mode; its file has eight bytes for the length of a JSON header, this, and numbers."""
+    data, kinds, tensors = bytearray(Path(weights).read_bytes()), KINDS, {}
+    start = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8:start]).items():
+        if name != "__metadata__":
+            begin, end = (start + offset for offset in entry["data_offsets"])
+            flat = torch.frombuffer(data[begin:end] or bytearray(8), dtype=kinds[entry["dtype"]])
+            tensors[name] = flat[: math.prod(entry["shape"])].reshape(entry["shape"])
     network = make_network()
-    network.load_state_dict(read_safetensors(weights))
+    network.load_state_dict(tensors)
     return network.eval()
 
 
@@ -87,54 +74,53 @@ def read_image(file: str | Path) -> Tensor:
     image = ImageOps.exif_transpose(Image.open(file))
     if image.mode.startswith("I"):  # 16 bits
         image = Image.fromarray(((numpy.asarray(image).astype("int64") * 255 + 32767) // 65535).astype("uint8"))
-    if "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):  # laid over white
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):  # over white
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     image = image.convert("L" if channels == 1 else "RGB")
     image = SCALED
     return torch.from_numpy(numpy.array(image)).reshape(1, height, width, channels).permute(0, 3, 1, 2) / 255
+'''
+CLASSIFY = '''
 
-
-def read_images(files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """The image files that can be read, each with its pixels; the others are named on standard error."""
+def main() -> int:
+    """Prints the most likely classes of every image file that can be read; 2 where some cannot."""
+    parser = argparse.ArgumentParser(description="Name the most likely classes of images.")
+    parser.add_argument("files", nargs="+", metavar="IMAGE", help="a picture")
+    files, code, network = parser.parse_args().files, 0, load()
     for file in files:
         try:
             pixels = read_image(file)
         except ImportError:
-            raise  # Pillow or numpy is missing, for which no file is to blame
+            raise  # Pillow or numpy is missing
         except Exception as error:  # damaged files raise nearly everything
-            reason = getattr(error, "strerror", None) or error
-            print(f"{file} cannot be read as an image: {reason}", file=sys.stderr)
-        else:
-            yield file, pixels
-'''
-CLASSIFY = '''
-
-def predict(pixels: Tensor, network: nn.Module) -> list[tuple[float, str]]:
-    """The three most likely classes of one image, pixels [1, c, h, w] in 0..1, the most likely first: (share, name)."""
-    with torch.no_grad():
-        best = network(normalise(pixels)).softmax(1)[0].topk(min(3, len(CLASSES)))
-    return [(share, CLASSES[number]) for share, number in zip(best.values.tolist(), best.indices.tolist())]
-
-
-def main() -> int:
-    """Prints the classes of every image file that can be read; 2 where some could not."""
-    parser = argparse.ArgumentParser(description="Name the most likely classes of images.")
-    parser.add_argument("files", nargs="+", metavar="IMAGE", help="a picture")
-    files, count, network = parser.parse_args().files, 0, load()
-    for count, (file, pixels) in enumerate(read_images(files), 1):
+            print(f"{file} cannot be read as an image: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+            code = 2
+            continue
+        with torch.no_grad():
+            best = network(normalise(pixels)).softmax(1)[0].topk(min(3, len(CLASSES)))
         if len(files) > 1:
             print(file)
-        for share, name in predict(pixels, network):
-            print(f"{share:6.1%}  {name}")
-    return 0 if count == len(files) else 2
+        for share, number in zip(best.values.tolist(), best.indices.tolist()):
+            print(f"{share:6.1%}  {CLASSES[number]}")
+    return code
 '''
 RETRIEVE = '''
+
+def read_images(files):
+    """The image files that can be read, each with its pixels; the others are named on standard error."""
+    for file in files:
+        try:
+            yield file, read_image(file)
+        except ImportError:
+            raise  # Pillow or numpy is missing
+        except Exception as error:  # damaged files raise nearly everything
+            print(f"{file} cannot be read as an image: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+
 
 def embed(pixels: Tensor, network: nn.Module) -> Tensor:
     """Images [n, c, h, w] in 0..1 to embeddings of length 1, [n, d]: the product of two of them is their similarity."""
     with torch.no_grad():
-        return F.normalize(network(normalise(pixels)))
+        return nn.functional.normalize(network(normalise(pixels)))
 
 
 def main() -> int:
@@ -157,60 +143,62 @@ if __name__ == "__main__":
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has gone; Python would complain once more when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except BrokenPipeError:  # the reader, such as `head`, has gone
+        os._exit(0)
     sys.exit(code)
 """
+KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"} | {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of types in a safetensors file."""
 
 
 def to_python(model: Model, module: str = "model") -> str:
     """The text of the file; `module` is the name it will be imported by."""
     if not module.isidentifier():
         raise UserError(f"a module's name must be a plain identifier, got {module!r}")
-    network = model.network
-    roots: list[Key] = classes_of(network)
+    units = Units(model.network)
+    roots: list[Key] = list(units.copied)
     while True:  # plain values in the tree name classes of their own, whose code may read more of the tree
         sources = Sources(roots)
-        tree = Tree(sources)
-        expression = tree.module(network)
+        tree = Tree(sources, units)
+        expression = tree.module(model.network)
         missing = [key for key in tree.needs if key not in sources.pieces]
         if not missing:
             break
         roots = [*roots, *missing]
-    made, rest = named_parts(expression)
-    functions = "\n\n\n".join(_function(name, part) for name, part in [*made, ("make_network", rest)])
-    definitions = "\n\n\n".join(sources.ordered())
-    body = "\n\n".join(
-        (
-            HEADER.format(
-                module=module,
-                weights=WEIGHTS,
-                channels=int(model.shape[0]),
-                height=int(model.shape[1]),
-                width=int(model.shape[2]),
-                output=model.output,
-                pad=" " * max(0, 9 - len(model.output)),
-            ),
-            _imports(sources, {"import torch.nn.functional as F"} if model.output == "embedding" else set()),
-            _constants(model),
-            PART + (HAVING if "having(" in functions else ""),
-            definitions + "\n",
-            functions
-            + "\n\n"
-            + FOOTER.replace("    image = SCALED\n", _scaled(model))
-            + (CLASSIFY if model.output == "logits" else RETRIEVE)
-            + END,
-        )
+    made, rest = Functions(expression).write()
+    functions = "\n\n\n".join(_function(*one) for one in [*made, ("make_network", [], rest)])
+    whole = units.traced.get(id(model.network))
+    classes = [
+        _class(name, "The whole network." if whole is not None and lines == whole.lines else about, lines)
+        for lines, (name, about) in tree.classes.items()
+    ]
+    channels, height, width = map(int, model.shape)
+    pad = " " * max(0, 9 - len(model.output))
+    header = HEADER.format(
+        module=module, weights=WEIGHTS, channels=channels, height=height, width=width, output=model.output, pad=pad
     )
-    return "\n".join(line.rstrip() for line in body.split("\n")).rstrip("\n") + "\n"
+    code = [PART + (HAVING if "having(" in functions else ""), *(f"{text}\n" for text in sources.ordered())]
+    code += [*(f"{text}\n" for text in classes), functions + "\n"]
+    code.append(
+        FOOTER.replace("    image = SCALED\n", _scaled(model)).replace("KINDS", _kinds(model))
+        + (CLASSIFY if model.output == "logits" else RETRIEVE)
+        + END
+    )
+    body = "\n\n".join(code)
+    text = "\n\n".join((header, _imports(sources, body), _constants(model) + "\n\n\n" + body))
+    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n") + "\n"
 
 
-def _imports(sources: Sources, further: set[str]) -> str:
-    lines = {"import argparse", "import json", "import os", "import sys", "from pathlib import Path"}
-    lines |= {"from collections.abc import Iterable", "from collections.abc import Iterator"}
-    lines |= {"import torch", "from torch import Tensor", "from torch import nn"} | sources.imports | further
+def _imports(sources: Sources, body: str) -> str:
+    lines = {f"import {name}" for name in ("argparse", "json", "math", "os", "sys")} | {"from pathlib import Path"}
+    lines |= {"import torch", "from torch import Tensor", "from torch import nn"} | sources.imports
+    if re.search(r"\bF\.", body) and not any(line.endswith(" as F") for line in lines):
+        lines.add("import torch.nn.functional as F")
     grouped: dict[str, set[str]] = {}
     plain = set()
     for line in lines:
@@ -233,15 +221,37 @@ def _constants(model: Model) -> str:
     """
     about = {"space": model.network.genotype.space, **(model.about or {"weights": "not trained"})}
     facts = "\n".join(f"    {str(name)!r}: {str(value)!r}," for name, value in about.items())
-    classes = "\n".join(f"    {str(name)!r}," for name in model.classes)
     shape = tuple(int(size) for size in model.shape)
     mean, std = (tuple(float(value) for value in values) for values in (model.mean, model.std))
     comment = "# that the embedding was learnt from\n" if model.output == "embedding" else ""
+    names = repr(tuple(str(name) for name in model.classes))
+    classes = names if len(names) < WIDTH - 10 else _filled([repr(str(name)) for name in model.classes])
     return (
         f"ABOUT = {{\n{facts}\n}}\n"
         f"SHAPE = {shape!r}  # of an image: channels, height, width\n"
-        f"MEAN = {mean!r}\nSTD = {std!r}\n{comment}CLASSES = (\n{classes}\n)"
+        f"MEAN, STD = {mean!r}, {std!r}\n{comment}CLASSES = {classes}"
     )
+
+
+def _filled(items: list[str]) -> str:
+    """A tuple over several lines, as many items in each as fit."""
+    lines = [""]
+    for item in items:
+        if lines[-1] and len(lines[-1]) + len(item) > WIDTH - 6:
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{item},"
+    return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
+
+
+def _kinds(model: Model) -> str:
+    """The types of the network's tensors, by their names in its weights file."""
+    used = dict.fromkeys(tensor.dtype for tensor in model.network.state_dict().values())
+    return "{" + ", ".join(f'"{KINDS[kind]}": {kind}' for kind in used) + "}"
+
+
+def _class(name: str, about: str, lines: Sequence[str]) -> str:
+    text = f'    """{about}"""\n\n' if about and '"' not in about and "\\" not in about and len(about) < WIDTH else ""
+    return f"class {name}(Part):\n{text}" + "\n".join(f"    {line}" for line in lines)
 
 
 def _scaled(model: Model) -> str:
@@ -255,9 +265,9 @@ def _scaled(model: Model) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _function(name: str, expression: Expression) -> str:
+def _function(name: str, arguments: Sequence[str], expression: Expression) -> str:
     first, *rest = expression.lines()
-    return "\n".join([f"def {name}() -> nn.Module:", f"    return {first}", *(f"    {line}" for line in rest)])
+    return "\n".join([f"def {name}({', '.join(arguments)}):", f"    return {first}", *(f"    {line}" for line in rest)])
 
 
 def check_python(file: Path, model: Model) -> float:
@@ -278,9 +288,5 @@ def import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("softcell_exported", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
+    spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Writes a model in one of the formats, and runs what was written beside the network before it is called done."""
+"""Writes a model in one of the formats and compares the written file with the network."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FILES: dict[Format, tuple[str, ...]] = {
     "torch-export": ("model.pt2",),
 }
 STAGE = ".export.tmp"
-"""In the folder of an export: where files lie until they are checked."""
+"""Folder for files that are not checked yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written; `difference` is the largest seen between its output and the network's, relative to that.
+    """The written files; `difference` is the largest relative difference of their output from the network's.
 
     Example:
         >>> from softcell.app.export import export
@@ -56,7 +56,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A trained network that was read, with a place that is free for its files.
+    """A trained network and the folder for its files, both checked.
 
     Example:
         >>> from softcell.app.export import ready
@@ -70,7 +70,7 @@ class Ready:
     place: Path
 
     def write(self, to: Format) -> Exported:
-        """Writes it as `to`, which is one of those it was made ready for."""
+        """Writes the network as `to`, one of the formats that were checked."""
         model, names = self.model, FILES[to]
         with locked(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
             match to:
@@ -114,7 +114,7 @@ def export(
 
 
 def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *, overwrite: bool) -> Ready:
-    """Reads the network and looks at everything that may be wrong with what was asked for, before anything is done.
+    """Reads the network and checks the request before anything is written.
 
     Example:
         >>> from softcell.app.export import ready
@@ -135,7 +135,7 @@ def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *
     weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
     if wanted and not overwrite and weights.exists() and not _holds(weights, model):
         raise UserError(
-            f"{weights} exists already and holds other weights than those of {source}; files beside it may need them: "
+            f"{weights} already exists and holds other weights than {source}, which files beside it may need: "
             "give another --out, or --overwrite to replace it"
         )
     return Ready(model, source, place)
@@ -147,9 +147,9 @@ def _files(place: Path, kind: Format) -> tuple[Path, ...]:
 
 @contextmanager
 def _staged(place: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder inside `place` for files that are not checked yet; all are put in place at the end, or none."""
+    """A folder inside `place` for files that are not checked yet; at the end all of them move to `place`, or none."""
     stage = place / STAGE
-    shutil.rmtree(stage, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(stage, ignore_errors=True)  # left by an export that was killed
     try:
         stage.mkdir()
         yield stage
@@ -185,10 +185,10 @@ def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: b
     if not there.is_dir() or not os.access(there, os.W_OK):
         reason = "may not be written to" if there.is_dir() else "is a file"
         raise UserError(f"an export needs a folder, but {there} {reason}; give another --out")
-    # Weights are the same whatever they are written for; whether those that lie there are this network's is seen later.
+    # Weights are the same for every format; `ready` checks whether existing ones are those of this network.
     taken = [file for file in files if file.exists() and file.name != WEIGHTS]
     if taken and not overwrite:
-        raise UserError(f"{taken[0]} exists already; give another --out, or --overwrite to replace it")
+        raise UserError(f"{taken[0]} already exists; give another --out, or --overwrite to replace it")
 
 
 def _write_weights(model: Model, file: Path) -> float:
@@ -200,7 +200,7 @@ def _write_weights(model: Model, file: Path) -> float:
 
 
 def _holds(file: Path, model: Model) -> bool:
-    """Whether a file has exactly the weights of a network."""
+    """Whether a file holds exactly the weights of a network."""
     state = model.network.state_dict()
     try:
         stored = load_file(file)

@@ -1,8 +1,8 @@
-"""Collects the source text of what a network needs to run, so that it can stand in one file with nothing but torch.
+"""Collects the source of modules that cannot be traced, so that one file with nothing but torch can hold them.
 
-Starting from classes, every name that their code uses is followed: what is defined in Softcell (or in a plugin) is
-taken along, what comes from torch or the standard library is imported. Of a class only the methods whose names occur in
-the code are kept, and of a module never `__init__`: instances are written out with their parts (see `tree`).
+Starting from classes, every name that their code uses is followed: definitions of Softcell or a plugin are copied,
+those of torch and the standard library are imported. Of a class only the methods whose names occur in the code are
+copied, and of a module never `__init__`: instances are written out with their parts (see `_tree`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ Key = tuple[str, str]
 """The module in which something is defined, and its name there."""
 
 REPLACED: dict[Key, str] = {
-    ("softcell.nn.norm", "BatchNorm2d"): "nn.BatchNorm2d",  # exactly that class where one process computes
+    ("softcell.nn.norm", "BatchNorm2d"): "nn.BatchNorm2d",  # the same where one process computes
+    ("softcell.nn.pool", "AveragePool"): "nn.AvgPool2d",  # these two differ only in how gradients are computed
+    ("softcell.nn.conv", "DilatedDepthwise"): "nn.Conv2d",
     ("softcell.nn.stochastic", "DropPath"): "nn.Identity",  # nothing is dropped outside training
     ("softcell.nn.stochastic", "Dropout"): "nn.Identity",
 }
-"""What plain torch has under another name."""
+"""Modules that plain torch has under another name."""
 DROPPED_BASES = {"ABC", "Generic", "Protocol", "Module"}
 KEPT_SPECIAL = {"__call__", "__len__", "__iter__", "__getitem__", "__contains__", "__enter__", "__exit__"}
+_EXAMPLE = re.compile(r'\n\s*Example:\n.*?(?="""$)', re.DOTALL | re.MULTILINE)  # examples import the package
 _COMMENT = re.compile(r"\s*#\s*(type: ignore|noqa)\b.*$", re.MULTILINE)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -55,7 +58,7 @@ def parsed(name: str) -> Module:
     """The module `name` from its file."""
     file = getattr(importlib.import_module(name) if name not in sys.modules else sys.modules[name], "__file__", None)
     if file is None:
-        raise UserError(f"the source of module {name!r} cannot be found, so nothing of it can be exported as Python")
+        raise UserError(f"the source of module {name!r} cannot be found, so it cannot be exported as Python")
     text = Path(file).read_text(encoding="utf-8")
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, tuple[str, str | None]] = {}
@@ -94,14 +97,14 @@ def _absolute(node: ast.ImportFrom, importer: str) -> str:
 
 
 def is_foreign(module: str) -> bool:
-    """Whether a module is torch's or Python's own, and is imported instead of being taken along."""
+    """Whether a module is torch's or Python's own, and is imported instead of being copied."""
     root = module.split(".")[0]
     return root == "torch" or root in sys.stdlib_module_names
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a name means: a definition, something to import, or a whole module of ours."""
+    """The meaning of a name: a definition, an import, or a whole module of ours."""
 
     key: Key | None = None
     line: str | None = None
@@ -109,7 +112,7 @@ class Found:
 
 
 def locate(module: str, name: str) -> Found | None:
-    """What `name` means inside `module`; None for builtins and names that are bound elsewhere."""
+    """The meaning of `name` inside `module`; None for builtins and names that are bound elsewhere."""
     source = parsed(module)
     if name in source.definitions:
         return Found(key=(module, name))
@@ -141,11 +144,11 @@ def import_line(origin: str, inner: str | None, name: str) -> str:
 
 @dataclass
 class Piece:
-    """One definition as it will stand in the file."""
+    """One definition as it is written into the file."""
 
     text: str
     needs: list[Key] = field(default_factory=list)
-    first: list[Key] = field(default_factory=list)  # of these, the ones that must stand above: bases, class bodies
+    first: list[Key] = field(default_factory=list)  # those of them that must be defined before: bases, class bodies
 
 
 class Sources:
@@ -159,7 +162,7 @@ class Sources:
         self.names: dict[Key, str] = {}
         self.pieces: dict[Key, Piece] = {}
         before = None
-        while before != (len(self.attributes), len(self.pieces)):  # a kept method may call for another one
+        while before != (len(self.attributes), len(self.pieces)):  # a copied method may need another one
             before = len(self.attributes), len(self.pieces)
             self.pieces, self.imports = {}, set()
             waiting = list(self._roots)
@@ -171,7 +174,7 @@ class Sources:
                     waiting += self.pieces[key].needs
 
     def ordered(self) -> list[str]:
-        """The definitions, each below what it needs to be defined."""
+        """The definitions, each after those that it needs."""
         done: list[Key] = []
 
         def visit(key: Key) -> None:
@@ -226,12 +229,23 @@ class Sources:
                     parts.append(body.text(statement))
                     own |= _own_attributes(statement)
             elif isinstance(statement, ast.Expr) and statement is node.body[0]:
-                parts.append("\n".join(module.segment(statement)))
+                parts.append(_EXAMPLE.sub("", "\n".join(module.segment(statement))))
+            elif is_data and isinstance(statement, ast.AnnAssign):
+                parts.append(self._field(head, statement))
             elif isinstance(statement, ast.AnnAssign | ast.Assign) and (is_data or self._is_used(statement)):
                 parts.append(head.text(statement))
         listed = f"({', '.join(bases)})" if bases else ""
         lines = [*decorators, f"class {self._name(key)}{listed}:", *_spaced(parts or ["    pass"])]
         return Piece("\n".join(lines), [*head.needs, *body.needs], head.needs)
+
+    def _field(self, writer: _Writer, node: ast.AnnAssign) -> str:
+        """A field of a dataclass. Its type has a dot: others are looked up in `sys.modules`, but a file that is loaded
+        by its path need not be there."""
+        value = "" if node.value is None else f" = {writer.expression(node.value)}"
+        if "ClassVar" in ast.unparse(node.annotation):
+            return f"    {ast.unparse(node.target)}{value}"
+        self.imports.add("import typing")
+        return f"    {ast.unparse(node.target)}: typing.Any{value}"
 
     def _keeps(self, node: _Function, *, is_module: bool) -> bool:
         if any("abstractmethod" in ast.dump(decorator) for decorator in node.decorator_list):
@@ -274,10 +288,10 @@ class _Writer:
         for (row, start, end), text in sorted(self._edits(node).items(), reverse=True):
             line = lines[row - node.lineno].encode()
             lines[row - node.lineno] = (line[:start] + text.encode() + line[end:]).decode()
-        return _COMMENT.sub("", "\n".join(lines))
+        return _EXAMPLE.sub("", _COMMENT.sub("", "\n".join(lines)))
 
     def _edits(self, root: ast.AST) -> dict[tuple[int, int, int], str]:
-        """By place in the file, what names have to become."""
+        """By position in the file the new text of names."""
         edits: dict[tuple[int, int, int], str] = {}
         annotations = {id(part) for part in _annotations(root)}
         skipped: set[int] = set()
@@ -290,7 +304,7 @@ class _Writer:
                     self._sources.attributes.add(node.attr)
                 if isinstance(node.value, ast.Name) and node.value.id not in local:
                     found = locate(self._module.name, node.value.id)
-                    if found is not None and found.module is not None:  # a module of ours: its members stand here
+                    if found is not None and found.module is not None:  # a module of ours: its members are copied
                         skipped.add(id(node.value))
                         edits[_place(node)] = self._resolve(found.module, node.attr)
             elif isinstance(node, ast.Name) and id(node) not in skipped and node.id not in local:
@@ -319,7 +333,7 @@ class _Writer:
                 return node.id
             if found is not None and found.key in self._sources.pieces:
                 return self._sources.names[found.key]
-            return "object"  # annotations are not evaluated; a type that has no other part in the file is not worth one
+            return "object"  # annotations are not evaluated; a type that is used nowhere else is not copied
         return self._resolve(self._module.name, node.id)
 
     def _resolve(self, module: str, name: str) -> str:
