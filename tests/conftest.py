@@ -6,6 +6,9 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
+
+import pytest
 
 # Tests keep their list of trusted files out of the user's home.
 os.environ["SOFTCELL_STATE"] = tempfile.mkdtemp(prefix="softcell-state-")
@@ -19,3 +22,13 @@ os.fsync = lambda descriptor: None
 # forever.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Every test starts with one thread, whatever the test before it has set."""
+    import torch  # not at the top: the process that distributes tests over others needs no torch
+
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)

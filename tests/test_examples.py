@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from softcell.methods import METHODS
 from softcell.registry import load_plugin
@@ -29,13 +28,9 @@ FILES = tuple(EXAMPLES / f"my_{what}.py" for what in ("candidate", "method", "sp
 
 
 @pytest.fixture(autouse=True)
-def plugins() -> Iterator[None]:
+def plugins() -> None:
     for file in FILES:
         load_plugin(file)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits for the first
-    yield
-    torch.set_num_threads(before)
 
 
 def chain() -> Any:

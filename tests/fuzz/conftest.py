@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.fuzz_workshop import Workshop
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Workshop(tmp_path_factory.mktemp("fuzz"))
-    torch.set_num_threads(before)
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,14 @@
-"""Helpers of the search tests serve here too; and memory of the device is never clean."""
+"""Every test starts with NaN in the free memory of the device."""
 
 import pytest
 import torch
 
 SPOILT = 2**31
-"""Bytes that are all ones: NaN in every precision. What reads memory that nobody has written shows in a test."""
+"""Bytes that are set to ones, which is NaN in every precision: a read of uninitialised memory then fails a test."""
 
 
 def spoil_memory() -> None:
-    """Leaves NaN in the memory that is given out next."""
+    """Leaves NaN in the memory that is allocated next."""
     blocks = [torch.full((SPOILT // 8,), 255, dtype=torch.uint8, device="cuda") for _ in range(8)]
     del blocks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -28,14 +28,6 @@ TWINS = (
     "nor_conv_1x1",
     "nor_conv_3x3",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: a second thread only waits for the first
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("check", CANDIDATE_CHECKS, ids=check_name)
