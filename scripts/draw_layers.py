@@ -22,6 +22,7 @@ ABOUT = {
     "methods": "one paper each: relax, derive",
     "search": "recipes, steps, budgets",
     "evaluate": "training, tables, latency",
+    "recipes": "recipes of searches and trainings from all sources",
     "testing": "conformance suites for candidates, spaces and methods",
     "api": "search, train and export from Python",
     "app.report": "HTML reports, comparisons",

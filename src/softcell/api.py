@@ -88,6 +88,13 @@ def search(
     out: a new folder; `runs/<method>-<space>-<data>-<n>` when None. `resume` continues the run in it, and returns the
         result of one that is finished.
     trust: run code that `config`, a resumed run or a teacher brings along; `plugins` named here are trusted anyway.
+
+    Example:
+        >>> from softcell.api import search
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> result = search("darts", space="nb201", data="digits", epochs=1, space_settings=sizes, out="runs/example")
+        >>> len(result.genotype.cells["cell"].picks), result.metrics[0]["val_split"]
+        (6, 'validation')
     """
     given = _given(settings, method=method, space=space, data=data)
     with trusting(trust):
@@ -132,6 +139,14 @@ def train(
     out: a new folder; `runs/train-<space>-<data>-<n>` when None. `resume` continues the run in it, and returns the
         result of one that is finished.
     trust: run plugins that the genotype's run, `config` or a resumed run names; those named here are trusted anyway.
+
+    Example:
+        >>> from softcell.api import train
+        >>> cell = "|skip_connect~0|+|none~0|skip_connect~1|+|none~0|none~1|nor_conv_3x3~2|"
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> trained = train(cell, data="digits", epochs=1, space_settings=sizes, out="runs/example")
+        >>> trained.split, trained.cost.parameters
+        ('test', 2080)
     """
     given = _given(settings, data=data, recipe=recipe if isinstance(recipe, str) else None)
     with trusting(trust):
@@ -178,6 +193,13 @@ def search_seeds(
     seeds: how many, counted from `seed` on; with a complete recipe, the seeds themselves.
     keep: whose checkpoints stay when all are finished. at_once: how many share the device; None for all of them on a
         GPU and one elsewhere. on_event: makes the listener of a seed's run.
+
+    Example:
+        >>> from softcell.api import search_seeds
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> found = search_seeds("darts", seeds=2, space="nb201", epochs=1, space_settings=sizes, out="runs/seeds")
+        >>> {seed: result.folder.name for seed, result in found.results.items()}, found.best in (0, 1)
+        ({0: 'seed-0', 1: 'seed-1'}, True)
     """
     given = _given(settings, method=method, space=space, data=data)
     with trusting(trust):
@@ -210,7 +232,16 @@ def train_seeds(
     trust: bool = False,
     **settings: Any,
 ) -> TrainedSeeds:
-    """`train` with several seeds, on a GPU at the same time, each in its own folder in `out`; see `search_seeds`."""
+    """`train` with several seeds, on a GPU at the same time, each in its own folder in `out`; see `search_seeds`.
+
+    Example:
+        >>> from softcell.api import train_seeds
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> trained = train_seeds("runs/search", seeds=2, epochs=1, space_settings=sizes, out="runs/seeds")
+        >>> mean, std, n = trained.spread("accuracy")
+        >>> n
+        2
+    """
     given = _given(settings, data=data, recipe=recipe if isinstance(recipe, str) else None)
     with trusting(trust):
         if isinstance(recipe, TrainRecipe):
@@ -248,6 +279,12 @@ def compare_indicators(
     by: `alpha`, `attention`, `perturbation`, `discretisation`; when None, those of the first three that the run has.
         See `softcell.search.indicators`.
     trust: run plugins that the run names.
+
+    Example:
+        >>> from softcell.api import compare_indicators
+        >>> compared = compare_indicators("runs/search", ["alpha", "perturbation"], images=64)
+        >>> compared["method"], compared["images"]
+        ('darts', 64)
     """
     with trusting(trust):
         found = restore(folder, device=device, data_root=data_root)

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Bad input: the message names the rule, the value and the way out. The command line shows it and exits with 2."""
+    """Bad input: the message names the rule, the value and the way out. The command line shows it and exits with 2.
+
+    Example:
+        >>> from softcell.api import UserError, build_space
+        >>> try:
+        ...     build_space("dart")
+        ... except UserError as error:
+        ...     print(error)
+        no space 'dart'; did you mean 'darts'? ...
+    """
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

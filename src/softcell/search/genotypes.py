@@ -159,7 +159,13 @@ def _spans(numbers: list[int]) -> str:
 
 
 def read_genotype(source: Genotype | str | Path) -> Genotype:
-    """A genotype from itself, a file in any notation, FILE@NAME, a run folder, RUN@EPOCH, or the notation as text."""
+    """A genotype from itself, a file in any notation, FILE@NAME, a run folder, RUN@EPOCH, or the notation as text.
+
+    Example:
+        >>> from softcell.api import read_genotype
+        >>> read_genotype("runs/search").space  # a run, RUN@EPOCH, a genotype file or any notation
+        'nb201'
+    """
     if isinstance(source, Genotype):
         return source
     text = str(source).strip()

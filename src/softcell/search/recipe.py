@@ -206,6 +206,12 @@ class SearchRecipe:
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
     whole cells run in the kernels of `softcell.kernels`, where these know all candidates. `objective`: `classify`, or
     `context` for context auto-regression, which needs no labels. `pretrain`: that as a first phase.
+
+    Example:
+        >>> from softcell.search import resolve
+        >>> recipe = resolve({"method": "snas", "data": "digits"})
+        >>> recipe.scale, recipe.regime, recipe.epochs
+        ('small', 'single-level', 12)
     """
 
     method: str = "darts"
@@ -326,7 +332,13 @@ def load_images(recipe: SearchRecipe) -> Dataset:
 
 
 def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
-    """A complete recipe from layers of settings, the later winning over the earlier."""
+    """A complete recipe from layers of settings, the later winning over the earlier.
+
+    Example:
+        >>> from softcell.search import resolve
+        >>> resolve({"method": "darts", "epochs": 5}, {"epochs": 7}).epochs  # later layers win
+        7
+    """
     given = layered(*layers)
     names = {key: given.get(key, getattr(SearchRecipe, key)) for key in ("method", "space", "data")}
     method = METHODS.get(_text(names, "method"))
@@ -392,7 +404,15 @@ def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> lis
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Settings from a YAML or JSON file, or the recipe inside a `run.json`."""
+    """Settings from a YAML or JSON file, or the recipe inside a `run.json`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.search import read_config
+        >>> _ = Path("recipe.yaml").write_text("{method: snas, epochs: 2}")
+        >>> read_config("recipe.yaml")
+        {'method': 'snas', 'epochs': 2}
+    """
     data = read_mapping(path)
     return stored_fields(data, path)["recipe"] if data.get("format") == FORMAT else data
 

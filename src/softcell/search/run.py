@@ -53,7 +53,15 @@ LOGITS = "logits.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search leaves; `genotype` is None when it was interrupted, `exit_code` what a program should end with."""
+    """What a search leaves; `genotype` is None when it was interrupted, `exit_code` what a program should end with.
+
+    Example:
+        >>> from softcell.api import search
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> result = search("random", space="nb201", epochs=1, space_settings=sizes, method_settings={"samples": 2})
+        >>> result.exit_code, result.genotype.space, str(result.folder)
+        (0, 'nb201', 'runs/random-nb201-digits-1')
+    """
 
     folder: Path
     recipe: SearchRecipe
@@ -73,6 +81,13 @@ def search(
     """Runs `recipe` in the folder `out`. With `resume`, continues the run in it (see `stored_recipe`).
 
     The test set is sealed meanwhile: whatever the method does, it cannot read it.
+
+    Example:
+        >>> from softcell.search import resolve, search
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> recipe = resolve({"method": "random", "space": "nb201", "epochs": 1, "space_settings": sizes})
+        >>> search(recipe, "runs/example").genotype.space
+        'nb201'
     """
     return drain(search_steps(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
 
@@ -169,7 +184,13 @@ def finished_search(folder: Path, recipe: SearchRecipe) -> SearchResult | None:
 
 
 def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
-    """The recipe of the run in `folder`; settings given with it must not contradict it."""
+    """The recipe of the run in `folder`; settings given with it must not contradict it.
+
+    Example:
+        >>> from softcell.search import stored_recipe
+        >>> stored_recipe("runs/search", {}).method
+        'darts'
+    """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
         raise UserError(f"--resume of a search needs a search run, but {folder} holds a {manifest['kind']} run")

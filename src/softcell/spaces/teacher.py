@@ -52,6 +52,19 @@ def register_teacher(name: str, module: nn.Module, layers: Sequence[str] = ()) -
 
     layers: names of submodules whose outputs are compared; without them the module gives feature maps by a method
     `features` or as its output.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from softcell.api import register_teacher, search
+        >>> pools = nn.AvgPool2d(2), nn.AvgPool2d(2)
+        >>> network = nn.Sequential(nn.Conv2d(1, 4, 1), pools[0], nn.Conv2d(4, 4, 1), pools[1], nn.Conv2d(4, 4, 1))
+        >>> register_teacher("example", network, layers=["0", "2", "4"])
+        >>> sizes = {"cells_per_stage": 1, "channels": 2}
+        >>> guide = {"teacher": "example"}
+        >>> result = search("darts", space="nb201", epochs=1, space_settings=sizes, guide=guide, batch_size=512)
+        >>> result.metrics[0]["guide_loss"] > 0
+        True
     """
     if not name.isidentifier():
         raise UserError(f"a teacher's name must be a plain identifier, got {name!r}")
