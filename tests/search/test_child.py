@@ -112,12 +112,12 @@ def test_new_statistics_stay_in_the_child() -> None:
     genotype = sample(space.layout(), 1)
     held = batches(1, seed=4)
     plain = measure_child(supernet, genotype, held, ALONE)
-    anew = measure_child(supernet, genotype, held, ALONE, recalibrate=batches(4, seed=5))
-    assert anew.loss != plain.loss
+    calibrated = measure_child(supernet, genotype, held, ALONE, recalibrate=batches(4, seed=5))
+    assert calibrated.loss != plain.loss
     assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
 
 
-def test_norms_measured_anew_are_means_over_batches_and_everything_is_put_back() -> None:
+def test_recalibrated_norms_are_means_over_batches_and_everything_is_restored() -> None:
     torch.manual_seed(0)
     supernet = tiny_space("nb201").supernet((3, 8, 8), 4).double()
     supernet.use_drop_path(0.5)

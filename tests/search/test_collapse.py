@@ -14,26 +14,26 @@ def test_edges_that_only_choose_whether_to_be_there_do_not_count() -> None:
     assert share(Cell(picks, (2,)), SKIP, table) == 0.5
 
     layout = build_space("nb1shot1-1", {}).layout()
-    told: list[str] = []
-    watch = CollapseMeter(Collapse(stop=True), layout, told.append, 5)
+    messages: list[str] = []
+    watch = CollapseMeter(Collapse(stop=True), layout, messages.append, 5)
     for seed in range(5):
         genotype = sample(layout, seed)
         assert any(pick.op == SKIP for pick in genotype.cells["cell"].picks), "links to parents"
         assert share(genotype.cells["cell"], SKIP, layout.table("cell")) == 0.0
         assert watch.check(seed, genotype) is None
-    assert told == []
+    assert messages == []
 
 
 @pytest.mark.parametrize(("epochs", "first"), [(1, 0), (2, 1), (3, 1), (8, 2), (50, 13)])
 def test_the_first_epochs_are_not_judged(epochs: int, first: int) -> None:
     """Candidates without weights lead while convolutions are random: that is no collapse yet."""
     layout = build_space("nb201", {"candidates": ["skip_connect"]}).layout()
-    genotype, told, stops = sample(layout, 0), [], []
-    watch = CollapseMeter(Collapse(stop=True, patience=1), layout, told.append, epochs)
+    genotype, messages, stops = sample(layout, 0), [], []
+    watch = CollapseMeter(Collapse(stop=True, patience=1), layout, messages.append, epochs)
     for epoch in range(epochs):
-        before = len(told)
+        before = len(messages)
         stops.append(watch.check(epoch, genotype))
-        assert (len(told) > before) == (epoch == first), "told once, and not before"
+        assert (len(messages) > before) == (epoch == first), "messages once, and not before"
     assert [stop is not None for stop in stops] == [epoch >= first for epoch in range(epochs)]
     assert watch.kept is None, "there was no healthy one before"
 

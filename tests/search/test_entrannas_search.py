@@ -136,7 +136,7 @@ def test_dst_searches_with_a_resource_penalty_and_a_budget(space: str, data: Pat
     """DST's topology with SNAS's resource term: both reach the same coefficients."""
     sizes = to_dict(SIZES[space])
     layout = SIZES[space].layout()
-    # One pool or skip connection per node: it can be had, though not in this time.
+    # One pool or skip connection per node: within reach, but not in this time.
     least = derive(layout, {table.name: torch.zeros(table.shape) for table in layout.tables}, Positive())
     limit = count_genotype(SIZES[space], least, (1, 8, 8), 3).parameters
     resource = {"preset": "aggressive", "max_params": limit, "network": sizes}

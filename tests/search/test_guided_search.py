@@ -1,4 +1,4 @@
-"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, misfits told."""
+"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, misfits messages."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_guidance_changes_what_is_learnt_and_measuring_it_does_not(place: Path, 
     assert strong["val_loss"] != pytest.approx(plain["val_loss"], rel=1e-4)
 
 
-def test_a_guided_search_that_is_stopped_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
+def test_a_guided_search_resumes_bit_for_bit(place: Path, tmp_path: Path) -> None:
     recipe = guided(place, epochs=2)
     whole = search(recipe, tmp_path / "whole")
 
@@ -202,7 +202,7 @@ def test_a_resumed_search_needs_the_teacher_it_began_with(place: Path, tmp_path:
         search(guided(place), tmp_path / "run", resume=True)
 
 
-def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_does_not_fit_is_refused_before_the_run(place: Path, tmp_path: Path) -> None:
     register_teacher("flat", nn.Conv2d(1, 2, 3, padding=1))
     with pytest.raises(UserError, match="guidance compares maps of one size"):
         search(guided(place, guide={"teacher": "flat"}), tmp_path / "run")
@@ -231,7 +231,7 @@ def test_a_teacher_that_does_not_fit_is_told_before_the_run(place: Path, tmp_pat
         (lambda x: [x > 0], "is of torch.bool"),
     ],
 )
-def test_a_teacher_whose_maps_cannot_be_compared_is_told(
+def test_a_teacher_whose_maps_cannot_be_compared_is_refused(
     maps: Callable[[Tensor], list[Tensor]], message: str, place: Path, tmp_path: Path
 ) -> None:
     class Odd(nn.Module):
@@ -255,7 +255,7 @@ def test_of_a_teacher_only_the_stages_that_are_compared_run_in_a_search(place: P
 
 
 @pytest.mark.parametrize("method", ["darts", "random"])
-def test_a_teacher_that_outweighs_the_task_is_told(method: str, place: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_outweighs_the_task_is_warned_about(method: str, place: Path, tmp_path: Path) -> None:
     def said(weight: float) -> tuple[list[str], dict[str, Any]]:
         notes: list[str] = []
         recipe = guided(place, method, guide={"weight": weight})
@@ -402,7 +402,7 @@ def test_checkpoints_of_users_fill_registered_networks(place: Path, tmp_path: Pa
         ({"weight": torch.zeros(2)}, "resnet19", "no built-in classifier 'resnet19'"),
     ],
 )
-def test_checkpoints_that_cannot_be_used_are_told(
+def test_checkpoints_that_cannot_be_used_are_refused(
     content: object, classifier: str | None, message: str, tmp_path: Path
 ) -> None:
     torch.save(content, tmp_path / "file.pth")
@@ -415,7 +415,7 @@ def test_checkpoints_that_cannot_be_used_are_told(
     [("junk.pt", "cannot be read as weights alone"), ("junk.pt2", "cannot be read as an exported program")],
 )
 @pytest.mark.parametrize("content", [b"hello", b"x", b""])
-def test_files_of_something_else_are_told(
+def test_files_of_something_else_are_refused(
     content: bytes, name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_bytes(content)

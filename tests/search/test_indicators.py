@@ -69,7 +69,7 @@ def test_perturbation_is_what_the_supernet_loses_without_a_candidate(runs: dict[
         return float((logits.argmax(1) == batch.labels).double().mean()), float(F.cross_entropy(logits, batch.labels))
 
     whole = measured(weights)
-    assert baseline.accuracy == whole[0] and baseline.images == 20 and not baseline.norms_anew, "as DARTS-PT does"
+    assert baseline.accuracy == whole[0] and baseline.images == 20 and not baseline.recalibrated, "as DARTS-PT does"
     check_every_candidate(weights, whole, measured, falls["cell"], rises["cell"])
     assert bool(falls["cell"].any()), "some candidate is missed"
     assert float(rises["cell"][2, 0]) == pytest.approx(0, abs=1e-6), "none adds nothing that could be missed"
@@ -126,7 +126,7 @@ def test_discretisation_is_the_accuracy_with_one_candidate_on_one_edge(runs: dic
                 right += int((logits.argmax(1) == batch.labels).sum())
         assert float(values[edge, candidate]) == pytest.approx(right / 24)
         seen.add(right)
-    assert len(seen) > 1, "accuracies must differ to be told apart"
+    assert len(seen) > 1, "accuracies must differ to be messages apart"
 
 
 def test_an_edge_that_keeps_one_candidate_attends_to_it_alone(runs: dict[str, Path]) -> None:
@@ -162,7 +162,7 @@ def test_sampled_cells_are_perturbed_with_norms_of_their_own(runs: dict[str, Pat
         return float((logits.argmax(1) == batch.labels).double().mean()), float(F.cross_entropy(logits, batch.labels))
 
     whole = measured(weights)
-    assert baseline.accuracy == whole[0] and baseline.norms_anew
+    assert baseline.accuracy == whole[0] and baseline.recalibrated
     check_every_candidate(weights, whole, measured, falls["cell"], rises["cell"])
     assert float(rises["cell"].abs().max()) > 1e-4
 
@@ -195,8 +195,8 @@ def test_a_supernet_at_chance_names_no_best_candidate_by_perturbation(runs: dict
     made = compute(found, ["alpha", "perturbation"], images=20, notify=silent)
     assert made.baseline is not None and made.baseline.at_chance
     assert made.saying_nothing == ("perturbation", "perturbation_loss")
-    told = summary(found.supernet.layout, made.values, made.saying_nothing)
-    for edge in told["edges"]:
+    messages = summary(found.supernet.layout, made.values, made.saying_nothing)
+    for edge in messages["edges"]:
         assert edge["best"]["perturbation"] is edge["best"]["perturbation_loss"] is None and edge["best"]["alpha"]
         assert edge["tied"] == {} and set(edge["tau"].values()) == {None}
     assert compute(found, ["alpha"], notify=silent).saying_nothing == ()
@@ -205,11 +205,11 @@ def test_a_supernet_at_chance_names_no_best_candidate_by_perturbation(runs: dict
 def test_the_images_that_were_used_are_recorded(runs: dict[str, Path]) -> None:
     held = len(restore(runs["darts"], device="cpu").parts["validation"])
     assert held < 512
-    told = compare_indicators(runs["darts"], ["perturbation"], device="cpu")
-    assert told["images"] == told["baseline"]["images"] == held
+    messages = compare_indicators(runs["darts"], ["perturbation"], device="cpu")
+    assert messages["images"] == messages["baseline"]["images"] == held
     assert compare_indicators(runs["darts"], ["perturbation"], images=5, device="cpu")["images"] == 5
-    told = compare_indicators(runs["darts"], ["alpha"], device="cpu")
-    assert told["images"] is told["baseline"] is None
+    messages = compare_indicators(runs["darts"], ["alpha"], device="cpu")
+    assert messages["images"] is messages["baseline"] is None
 
 
 def test_a_token_that_is_taken_out_gets_no_attention(runs: dict[str, Path]) -> None:
@@ -274,7 +274,7 @@ def test_supernets_of_single_paths_are_looked_at_choice_by_choice(tmp_path: Path
     torch.testing.assert_close(values["attention"]["cell"], kept, rtol=1e-5, atol=1e-7)
     moved = values["perturbation_loss"]["cell"].abs() > 0
     assert bool((moved.sum(1) >= 4).all()), "every candidate of an edge runs when the edge is looked at"
-    assert made.baseline is not None and made.baseline.norms_anew
+    assert made.baseline is not None and made.baseline.recalibrated
     (batch,) = found.feeds(20).plain(found.dataset.train, found.parts["validation"][:20]).epoch(0)
     whole = []
     for choice in range(6):

@@ -140,8 +140,8 @@ def test_selection_stays_on_the_validation_half_where_accuracy_is_measured_elsew
     parts = {"weights": 32, "validation": 20, "held": 12}
     events: list[object] = []
     search(recipe(data, split=parts, epochs=1), tmp_path / "run", on_event=events.append)
-    told = [event.text for event in events if isinstance(event, Note)]
-    assert any("selection from 20 images" in text and "of 6 edges are close" in text for text in told)
+    messages = [event.text for event in events if isinstance(event, Note)]
+    assert any("selection from 20 images" in text and "of 6 edges are close" in text for text in messages)
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     assert (results["selection"]["images"], results["val_split"]) == (20, "held")
 
@@ -192,7 +192,7 @@ def test_single_path_training_of_a_chain_ends_in_a_selection_and_leaves_norms_al
     assert all(edge["margin"] >= 0 for edge in edges)
     state = state_of(tmp_path / "run")["supernet"]
     tracked = [int(value) for name, value in state.items() if name.endswith("num_batches_tracked")]
-    assert max(tracked) == 2, "two steps trained: what a look measured anew is gone again"
+    assert max(tracked) == 2, "two steps trained: recalibrated statistics are restored"
 
 
 @pytest.mark.exhaustive

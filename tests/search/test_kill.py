@@ -72,7 +72,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(case: Case) -
         kills, trial = kills + stops, trial + 1
 
 
-def test_a_run_that_is_told_to_end_saves_its_place_within_the_epoch(case: Case) -> None:
+def test_a_run_that_is_asked_to_end_saves_its_place_within_the_epoch(case: Case) -> None:
     """In the middle of an epoch and after the last step of one, before its evaluation."""
     folder = case.fresh("interrupted")
     strikes = [(signal.SIGTERM, 0, 1), (signal.SIGINT, 1, 2)]
@@ -119,7 +119,7 @@ def test_a_run_killed_at_its_birth_or_at_its_end_can_be_resumed(kind: str, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
-def test_a_spoilt_checkpoint_is_told_and_the_one_before_it_used(damage: str, cases: dict[str, Case]) -> None:
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(damage: str, cases: dict[str, Case]) -> None:
     case = cases["darts-nb201"]
     folder = case.fresh("spoilt")
     ended = case.go(folder, strike=[signal.SIGTERM, 2, 1]).wait()

@@ -329,7 +329,7 @@ def build_space_class(name: str) -> Any:
     return SPACES.get(name)
 
 
-def test_norms_of_each_batch_leave_running_statistics_and_random_numbers_alone() -> None:
+def test_batch_statistics_leave_running_statistics_and_random_numbers_alone() -> None:
     supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 2}).supernet((1, 8, 8), 3)
     supernet.use_drop_path(0.5)
     supernet.drop_path.set_fraction(1.0)

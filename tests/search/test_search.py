@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_value_and_advice(method: str,
     assert (loaded.state["epoch"], loaded.state["step"]) == (1, 0)
     assert all(torch.isfinite(x).all() for x in tensors(loaded.state["task"]) if x.is_floating_point())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
-    # The last good state is good: with a sane rate the run goes on from it.
+    # The last good state is good: with a sane rate the run resumes from it.
     assert search(recipe, tmp_path / "run", resume=True).exit_code == 0
 
 
@@ -143,7 +143,7 @@ def test_weights_and_architecture_learn_from_their_own_halves(regime: str, data:
         late = [task.pair(draft) for draft in task.batches(epoch, 1)]
         assert torch.equal(late[0][0].images, pairs[1][0].images)
         if regime != "single-level":
-            assert torch.equal(late[0][1].images, pairs[1][1].images), "a resumed epoch goes on with the next batch"
+            assert torch.equal(late[0][1].images, pairs[1][1].images), "a resumed epoch continues with the next batch"
     if seen:  # the validation half has one batch per pass, so every step begins a new, newly shuffled pass
         assert len({tuple(index.tolist()) for index in seen}) == len(seen)
 
@@ -186,10 +186,12 @@ def test_both_levels_can_learn_from_all_training_images(regime: str, data: Path,
     for batches in seen.values() if regime == "bilevel" else [seen["weights"]]:
         assert {index for batch in batches[: len(batches) // 2] for index in batch} == everything
     assert seen["validation"] != seen["weights"], "the two levels have orders of their own"
-    told: list[str] = []
-    result = search(recipe, tmp_path / "run", on_event=lambda e: told.append(e.text) if isinstance(e, Note) else None)
+    messages: list[str] = []
+    result = search(
+        recipe, tmp_path / "run", on_event=lambda e: messages.append(e.text) if isinstance(e, Note) else None
+    )
     assert (result.metrics[-1]["val_split"], result.metrics[-1]["val_count"]) == ("weights", 64)
-    assert any("same images" in text for text in told)
+    assert any("same images" in text for text in messages)
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     assert (results["val_split"], results["child_split"]) == ("weights", "weights")
     assert results["splits"]["weights"] == results["splits"]["validation"]
@@ -237,13 +239,13 @@ def test_a_step_of_the_search_is_that_of_its_regime(regime: str, data: Path) -> 
 # --- collapse ---
 
 
-def test_a_collapse_is_told_and_stops_the_search_when_asked(data: Path, tmp_path: Path) -> None:
+def test_a_collapse_is_warned_about_and_stops_the_search_when_asked(data: Path, tmp_path: Path) -> None:
     """With skip connections as the only candidate every cell has collapsed from the start."""
     given = settings("nb201", data, space_settings={**TINY["nb201"], "candidates": ["skip_connect"]})
     notes: list[Any] = []
     result = search(resolve(given), tmp_path / "warned", on_event=notes.append)
     assert len(result.metrics) == 3
-    assert sum("skip connections" in getattr(note, "text", "") for note in notes) == 1, "told once"
+    assert sum("skip connections" in getattr(note, "text", "") for note in notes) == 1, "messages once"
     stopped = search(resolve(given, {"collapse": {"stop": True}}), tmp_path / "stopped")
     assert len(stopped.metrics) == 2, "the first epoch is not judged"
     reason = json.loads((tmp_path / "stopped" / "run.json").read_text())["results"]["stopped"]
@@ -253,22 +255,22 @@ def test_a_collapse_is_told_and_stops_the_search_when_asked(data: Path, tmp_path
 def test_an_accuracy_far_below_that_of_training_is_doubted_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for held, told in ((0.0, 1), (1.0, 0)):
+    for held, messages in ((0.0, 1), (1.0, 0)):
         monkeypatch.setattr(Validation, "__call__", lambda self, mix, held=held: Measured(2.0, held, 10))
         notes: list[Any] = []
         search(resolve(settings("nb201", data)), tmp_path / f"{held}", on_event=notes.append)
-        assert sum("running statistics" in getattr(note, "text", "") for note in notes) == told
+        assert sum("running statistics" in getattr(note, "text", "") for note in notes) == messages
 
 
-@pytest.mark.parametrize(("method", "told"), [("darts", 0), ("snas", 1)])
+@pytest.mark.parametrize(("method", "messages"), [("darts", 0), ("snas", 1)])
 def test_an_accuracy_that_is_low_at_first_is_doubted_where_many_cells_are_validated_by_one(
-    method: str, told: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, messages: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = iter([0.0])
     monkeypatch.setattr(Validation, "__call__", lambda self, mix: Measured(2.0, next(held, 1.0), 10))
     notes: list[Any] = []
     search(resolve(settings("nb201", data, method=method)), tmp_path / "run", on_event=notes.append)
-    assert sum("running statistics" in getattr(note, "text", "") for note in notes) == told
+    assert sum("running statistics" in getattr(note, "text", "") for note in notes) == messages
 
 
 # --- honesty ---

@@ -11,7 +11,7 @@ import torch
 
 from softcell.arch.evolve import evolve
 from softcell.errors import UserError
-from softcell.search import evolution, resolve, search
+from softcell.search import resolve, search, selection
 from softcell.search.task import SearchTask
 from softcell.spaces.costs import count_genotype
 from softcell.spaces.registry import evaluation_space
@@ -97,7 +97,7 @@ def test_what_a_method_learned_takes_part_and_what_was_drawn_does_not(
         given["own"] = arguments[6]
         return evolve(*arguments)
 
-    monkeypatch.setattr(evolution, "evolve", noting)
+    monkeypatch.setattr(selection, "evolve", noting)
     run(tmp_path / "learned", method="darts", epochs=1)
     assert [genotype.to_dict()["cells"] for genotype in given["own"]] == [
         manifest(tmp_path / "learned")["results"]["evolution"]["own"]

@@ -58,17 +58,17 @@ def test_loss_and_accuracy_are_those_of_a_literal_loop_in_evaluation_mode(digits
     """With bfloat16 the logits are short, their loss is not."""
     supernet, mix = supernet_and_mix()
     held = digits.plain(digits.dataset.train, torch.arange(COUNT))
-    surroundings = lambda: computing_in(precision, ALONE.device)  # noqa: E731
+    in_step = lambda: computing_in(precision, ALONE.device)  # noqa: E731
     before = {name: value.clone() for name, value in supernet.state_dict().items()}
-    found = Validation(supernet, held, "eager", ALONE, surroundings, pytest.fail)(mix)
-    assert supernet.training, "the search goes on in training mode"
+    found = Validation(supernet, held, "eager", ALONE, in_step, pytest.fail)(mix)
+    assert supernet.training, "the search continues in training mode"
     assert all(torch.equal(value, before[name]) for name, value in supernet.state_dict().items())
 
     supernet.eval()
     answers = []
     with torch.no_grad():
         for batch in held.epoch(0):
-            with surroundings():
+            with in_step():
                 answers.append((supernet(batch.images, mix), batch.labels))
     assert {logits.dtype for logits, _ in answers} == {getattr(torch, precision)}
     loss, accuracy = literally(answers)
@@ -108,6 +108,6 @@ def test_only_an_accuracy_far_below_training_is_warned_about(trained: float, hel
     text = overfit_warning(trained, held, many_cells=True)
     assert (text is not None) == warned
     for many in (True, False):
-        told = overfit_warning(trained, held, many_cells=many)
-        assert told is None or ("measured once more" in told) == ("many cells" in told) == many
+        messages = overfit_warning(trained, held, many_cells=many)
+        assert messages is None or ("measured once more" in messages) == ("many cells" in messages) == many
     assert text is None or (f"{held:.1%}" in text and f"{trained:.1%}" in text)

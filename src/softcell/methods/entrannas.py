@@ -40,7 +40,7 @@ from softcell.settings import not_negative, positive
 
 Engines = Literal["first", "last", "all"] | tuple[int, ...]
 
-# §3 of the paper, which has its experiments, is not at hand: these are the settings of the same authors' other work.
+# §3, with the experiments, is not available to us: these are the settings of the same authors' other work.
 CIFAR_SPACE: dict[str, Any] = {"share_features": True, "bottleneck": 4}  # §2.5: ratio 4 "in our experiments"
 CIFAR = {
     "epochs": 50,
@@ -122,7 +122,7 @@ def sparsity(beta: Tensor) -> Tensor:
 
 
 def engine_sites(layout: Layout, engines: Engines) -> frozenset[int]:
-    """The sites that are engines; every table that is read needs one, or nothing would teach it."""
+    """The sites that are engines; every table that is read needs one, or it would not learn."""
     read = [table.name for table in layout.tables if table.name in layout.sites]
     if engines == "all":
         return frozenset(range(len(layout.sites)))
@@ -142,7 +142,7 @@ def engine_sites(layout: Layout, engines: Engines) -> frozenset[int]:
 
 
 def reaches_output(table: Table, picks: tuple[Pick, ...]) -> bool:
-    """Whether anything flows from the cell's inputs to its output."""
+    """Whether the cell's output depends on its inputs."""
     reached = set(table.sources) - set(table.targets)
     for pick in sorted(picks, key=lambda pick: (pick.target, pick.source)):
         if not cuts(pick.op) and pick.source in reached:
@@ -151,7 +151,7 @@ def reaches_output(table: Table, picks: tuple[Pick, ...]) -> bool:
 
 
 def cuts(op: str) -> bool:
-    """Whether nothing of its input is in what a candidate gives: nothing at all, or noise."""
+    """Whether the output of a candidate does not depend on its input: zeros, or noise."""
     if op not in known_candidates():
         return op == "none"
     found = get_candidate(op)
@@ -205,7 +205,7 @@ class EnTranNasDstSettings(EnTranNasSettings):
 
 
 class _EngineTransit(Method):
-    """Engine cells that weigh with `probabilities`, transit cells that run what is derived from them."""
+    """Engine cells mix by `probabilities`; transit cells run the architecture derived from them."""
 
     regime: ClassVar[Regime] = "bilevel"
     many_cells: bool = True
@@ -259,7 +259,7 @@ class _EngineTransit(Method):
         return {"temperature": self.temperature}
 
     def _ones_at(self, table: str, live: Live, like: Tensor) -> Tensor:
-        """1 at what is live, 0 elsewhere [choices, width]; made once, since a step with a copy cannot be captured."""
+        """1 at live candidates, 0 elsewhere [choices, width]; made once: a step that copies cannot be captured."""
         key = (table, live, like.device, like.dtype)
         if key not in self._ones:
             width = like.shape[1]

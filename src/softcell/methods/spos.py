@@ -33,7 +33,7 @@ CHAIN = {
 
 @register_method
 class Spos(Method):
-    """Uniform single-path training; `probabilities` are uniform, since nothing is believed in before the selection."""
+    """Uniform single-path training; `probabilities` are uniform, since there is no preference before the selection."""
 
     name: ClassVar[str] = "spos"
     about: ClassVar[str] = "SPOS: one uniformly drawn architecture per step trains the supernet, evolution selects"
@@ -44,7 +44,7 @@ class Spos(Method):
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": CHAIN,
         "imagenet": {**CHAIN, "split": {"weights": 0.1, "validation": 0.025}},
-        # Candidates agree on what they hand on only after some thousand steps: fewer leave the supernet at chance.
+        # Candidates of a layer become interchangeable after some thousand steps; before, the supernet is at chance.
         "small": {
             "epochs": 60,
             "batch_size": 32,
@@ -82,7 +82,7 @@ class Spos(Method):
         return uniform_path(self.layout, random.Random(seed))
 
     def _ones(self, live: Live, width: int) -> Tensor:
-        """1 at what is live, 0 elsewhere [choices, width], made of what is on the device already."""
+        """1 at live candidates, 0 elsewhere [choices, width], made from tensors that are on the device already."""
         rows = self.basis[:, :width]
         nothing = torch.zeros_like(rows[0])
         return torch.stack([sum((rows[k] for k in row[1:]), rows[row[0]]) if row else nothing for row in live])

@@ -1,4 +1,4 @@
-"""Attention transfer: a student learns to look where a frozen teacher looks (NOS, Eq 6, 8 and 9).
+"""Attention transfer: a student learns to attend where a frozen teacher attends (NOS, Eq 6, 8 and 9).
 
 Zagoruyko, Komodakis: Paying More Attention to Attention, ICLR 2017. At each stage j the squares of a feature map are
 summed over channels, flattened and normalised; student and teacher are compared position by position:
@@ -60,7 +60,7 @@ def pair_stages(student: Sequence[tuple[int, int]], teacher: Sequence[tuple[int,
             raise UserError(
                 f"guidance compares maps of one size, but the teacher has none of {size[0]}x{size[1]}: stages of the "
                 f"searched network are {mine}, maps of the teacher {theirs}; use a teacher that halves its maps at the "
-                "same places, or other images"
+                "same stages, or other images"
             )
         pairs.append(found[-1])
     return tuple(pairs)
@@ -69,8 +69,8 @@ def pair_stages(student: Sequence[tuple[int, int]], teacher: Sequence[tuple[int,
 class Guided(Objective):
     """Another objective plus `weight` (λ) times attention transfer from a frozen teacher.
 
-    `pairs` names the teacher's map for each stage of the student (`pair_stages`). The teacher is no part of this
-    module: it is not saved, moved or trained with it.
+    `pairs`: the number of the teacher's map for each stage of the student (`pair_stages`). The teacher is not a
+    submodule: it is not saved, moved or trained with this module.
     """
 
     sums: Tensor
@@ -81,7 +81,7 @@ class Guided(Objective):
         super().__init__()
         self.objective = objective
         self.weight, self.form, self.pairs = weight, form, tuple(pairs)
-        self._teacher = [teacher]  # in a list, so that it is no submodule
+        self._teacher = [teacher]  # in a list, so that it is not a submodule
         self._seen: list[tuple[Tensor, int, list[Tensor]]] = []
         # Sum of L_AT over batches, and their number; zeroed by the search before an epoch.
         self.register_buffer("sums", torch.zeros(2, dtype=torch.float64), persistent=False)
@@ -96,7 +96,7 @@ class Guided(Objective):
         return {"guide_loss": self.sums}
 
     def parts(self, network: Features, images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
-        """What the other objective evaluates to, and L_AT [] without its weight."""
+        """The result of the other objective, and L_AT [] without its weight."""
         recorded = _Recorded(network)
         task: Evaluated = self.objective(recorded, images, labels)
         students = [attention_vector(stage) for stage in recorded.of(images)]
@@ -105,7 +105,7 @@ class Guided(Objective):
     def _teach(self, images: Tensor) -> list[Tensor]:
         """The teacher's attention for a batch; a batch that was just seen (second order) is not run again.
 
-        A batch is known by being the same tensor, unchanged: a recorded step has tensors of its own.
+        A batch is recognised as the same unchanged tensor: a captured step has tensors of its own.
         """
         for known, version, vectors in self._seen:
             if known is images and version == images._version:
@@ -118,7 +118,7 @@ class Guided(Objective):
 
 
 class _Recorded:
-    """A network that remembers its last features: the objective and the guidance share one pass."""
+    """A network that keeps its last features, so that objective and guidance share one pass."""
 
     def __init__(self, network: Features) -> None:
         self._network = network
@@ -140,9 +140,9 @@ class _Recorded:
 
 
 class Tapped(nn.Module):
-    """Any module as a teacher: what the named submodules give, in that order.
+    """Any module as a teacher: the outputs of the named submodules, in that order.
 
-    With no names the module itself must give feature maps: by a method `features`, or as its output.
+    Without names the module itself must return feature maps: by a method `features`, or as its output.
     """
 
     def __init__(self, module: nn.Module, layers: Sequence[str] = ()) -> None:
@@ -179,7 +179,7 @@ class Tapped(nn.Module):
         return features(images) if callable(features) and not isinstance(features, nn.Module) else self.module(images)
 
     def _outputs(self, images: Tensor) -> list[object]:
-        """What the named layers give; the module is listened to during this pass alone."""
+        """The outputs of the named layers; hooks are on the module during this pass only."""
         caught: dict[str, object] = {}
 
         def catching(name: str) -> Callable[..., None]:

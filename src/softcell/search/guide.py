@@ -27,11 +27,11 @@ from softcell.spaces.execution import modules_only
 from softcell.spaces.teacher import FoundTeacher, find_teacher
 
 TRIED = (2, 3)
-"""Sizes of the batches a teacher is tried with: two, since an exported program may know only one."""
+"""Batch sizes that a teacher is tried with: two, since an exported program may accept only one."""
 PROBED = 4
 """Batches of the first epoch over which gradient norms are averaged."""
 DROWNING = 5.0
-"""How many times longer the gradient of guidance must be than that of the task for a word about it."""
+"""Ratio of the gradient norms of guidance and task above which the user is warned."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ class Guide:
     unguided search.
     `weight`: λ. `form`: `mean-square`, or `norm` for Eq 6 to the letter. `classifier`: the network that a file's
     weights belong to, built in or registered. `layers`: submodules of the teacher whose outputs are compared.
-    `trust`: counts on the command line and in a Python call alone, where it stands for `--trust`; that of a file is
-    ignored.
+    `trust`: only valid on the command line and in a Python call, where it means `--trust`; ignored in files.
     """
 
     teacher: str | None = None
@@ -58,22 +57,22 @@ class Guide:
         if self.teacher is not None:
             if not self.teacher.strip():
                 raise UserError(
-                    f"guide.teacher must name a teacher, got {self.teacher!r}, which is empty; leave it away"
+                    f"guide.teacher must name a teacher, got {self.teacher!r}, which is empty; leave it out"
                 )
             return
-        told = [f.name for f in fields(self) if f.name != "teacher" and getattr(self, f.name) != f.default]
-        if told:
-            how = "guides" if told[0] in ("weight", "form") else "is read"
+        given = [f.name for f in fields(self) if f.name != "teacher" and getattr(self, f.name) != f.default]
+        if given:
+            how = "guides" if given[0] in ("weight", "form") else "is read"
             raise UserError(
-                f"guide.{told[0]} says how a teacher {how}, but there is none; name it with --guide, or leave "
-                f"guide.{told[0]} away"
+                f"guide.{given[0]} says how a teacher {how}, but there is none; name it with --guide, or leave "
+                f"guide.{given[0]} out"
             )
 
 
 def make_objective(
     settings: Guide, stages: Callable[[], list[tuple[int, int]]], shape: Shape, session: Session
 ) -> tuple[Objective, dict[str, Any]]:
-    """The objective of a search, and for its results what is known of the teacher; a teacher that does not fit is told.
+    """The objective of a search, and a record of the teacher for its results; a teacher that does not fit is refused.
 
     stages: heights and widths of the searched network's stages.
     """
@@ -95,7 +94,7 @@ def supernet_stages(supernet: Supernet, method: Method) -> list[tuple[int, int]]
 def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
     """Channels, heights and widths of the stages, from one image; running statistics stay as they are.
 
-    Without kernels that would first have to be compiled: no step has such a shape, and only sizes are asked for.
+    Without kernels, which would first have to be compiled: no step has this shape, and only sizes are needed.
     """
     parameter = next(supernet.parameters())
     image = torch.zeros(1, *supernet.shape, device=parameter.device, dtype=parameter.dtype)
@@ -108,7 +107,7 @@ def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
 
 
 def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[int, int]]:
-    """Heights and widths of the teacher's maps; one that fails or gives no finite numbers is told."""
+    """Heights and widths of the teacher's maps; raises for one that fails or gives values that are not finite."""
     name, maps = found.about["teacher"], list[Tensor]()
     for number in TRIED:
         # Noise, as normalised images are: constant ones have no deviation, by which a user's module may divide.
@@ -196,7 +195,7 @@ def probe(
 ) -> dict[str, float]:
     """Norms of the gradients of both loss parts, of weights and of architecture, mean over some batches.
 
-    bound: gives `network` as the objective takes it. Nothing is learnt: statistics and random numbers are given back.
+    bound: makes the network that the objective evaluates. Nothing learns: statistics and random numbers are restored.
     notify: called where the teacher outweighs the task.
     """
     weights = [p for p in network.parameters() if p.requires_grad]
@@ -223,7 +222,7 @@ def probe(
 
 
 def drowned(norms: Mapping[str, float], weight: float) -> str | None:
-    """What to tell where the teacher outweighs the task, None where it does not. weight: λ."""
+    """A warning where the teacher outweighs the task, else None. weight: λ."""
     task, guide = norms["gradient_norm_task"], norms["gradient_norm_guide"]
     if not 0 < DROWNING * task < guide:
         return None
@@ -236,7 +235,7 @@ def drowned(norms: Mapping[str, float], weight: float) -> str | None:
 
 
 def read_gauges(objective: Objective, world: World) -> dict[str, float]:
-    """The means over an epoch of what an objective sums up, over all ranks."""
+    """The means over an epoch of an objective's sums, over all processes."""
     found = {}
     for name, sums in objective.gauges().items():
         total, number = sum_(sums.clone(), world).tolist()

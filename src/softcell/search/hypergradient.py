@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Loss = Callable[[Sequence[Tensor]], Tensor]
-"""From weights to a loss []; the architecture is read from wherever the closure has it."""
+"""From weights to a loss []; the closure holds the architecture."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def hypergradient(
 def _virtual_step(
     w: Tensor, slope: Tensor, lr: float | Tensor, momentum: float, moment: Tensor | None, weight_decay: float
 ) -> Tensor:
-    """w' = w - ξ (μ m + ∇L + λ w), cut off from what made it."""
+    """w' = w - ξ (μ m + ∇L + λ w), detached."""
     direction = slope + weight_decay * w.detach()
     if moment is not None:
         direction = direction + momentum * moment

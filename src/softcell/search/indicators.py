@@ -1,14 +1,15 @@
-"""What different indicators say of the candidates of one and the same supernet.
+"""Different indicators of the candidates of one supernet.
 
-- `alpha`: the probabilities of the method that trained it. Where that has none (IT-NAS), DARTS's logits are trained on
-  the supernet with its weights frozen, on the validation split.
-- `attention`: the indicator token of IT-NAS. Where another method trained the supernet, its weights are frozen and
-  Lite-Transformers are trained on it first; batch-norm then measures its statistics anew.
+- `alpha`: the probabilities of the method that trained it. Where it has none (IT-NAS), DARTS's logits are trained on
+  the frozen supernet, on the validation split.
+- `attention`: the indicator token of IT-NAS. Where another method trained the supernet, Lite-Transformers are
+  trained on the frozen supernet first, with BatchNorm in training mode.
 - `perturbation` (DARTS-PT: Wang et al., Rethinking Architecture Selection in Differentiable NAS, ICLR 2021): how much
-  accuracy the supernet loses without a candidate, which is taken out of all cells of its table; `perturbation_loss` is
-  the same in loss, which a few images tell apart more finely. DARTS-PT discretises edge by edge and tunes in
-  between (`softcell.search.perturb`); this is its score at the trained supernet. A supernet that does no better than
-  guessing has nothing to lose: `Baseline` says how good it is with all its candidates.
+  accuracy the supernet loses without a candidate, which is removed from all cells of its table; `perturbation_loss` is
+  the same in loss, which resolves small differences better. DARTS-PT discretises edge by edge and tunes in between
+  (`softcell.search.perturb`); this is its score at the trained supernet. A supernet at chance has nothing to lose:
+  `Baseline` is its accuracy with all candidates.
+- `discretisation`: the accuracy of the supernet once an edge keeps one candidate.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from softcell.spaces import Supernet
 
 NAMES = ("alpha", "attention", "perturbation", "discretisation")
 USUAL = NAMES[:3]
-"""Those that are computed where none is asked for."""
+"""The default."""
 PERTURBED = ("perturbation", "perturbation_loss")
 Tables = dict[str, Tensor]
 """Per table [choices, width]; padding 0."""
@@ -48,23 +49,23 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """How good a supernet is with all candidates, on the images on which each of them is then taken out.
+    """The accuracy of a supernet with all candidates, on the images of the perturbation.
 
-    accuracy: where choices are looked at one by one, the mean over them. commonest: the share of the commonest class.
-    norms_anew: whether batch-norm measured its statistics anew for each mix.
+    accuracy: where choices are attended to one by one, the mean over them. commonest: the share of the commonest class.
+    recalibrated: whether BatchNorm was recalibrated for each mix.
     """
 
     accuracy: float
     images: int
     commonest: float
-    norms_anew: bool
+    recalibrated: bool
 
     @property
     def guessing(self) -> float:
-        """The accuracy up to which a supernet may well be guessing.
+        """The accuracy up to which a supernet may be guessing.
 
-        Whoever names one class always is right for the commonest one's share at most; two standard deviations of such a
-        share over so many images are allowed for, which guessing exceeds in one case of forty.
+        Always answering one class is right for at most the commonest one's share. Two standard deviations of such a
+        share over the images are added, which guessing exceeds in one case of forty.
         """
         return self.commonest + 2 * math.sqrt(self.commonest * (1 - self.commonest) / self.images)
 
@@ -76,7 +77,7 @@ class Baseline:
         return {
             "accuracy": self.accuracy,
             "images": self.images,
-            "norms": "measured anew" if self.norms_anew else "running statistics",
+            "norms": "recalibrated" if self.recalibrated else "running statistics",
             "guessing": self.guessing,
             "at_chance": self.at_chance,
         }
@@ -91,12 +92,12 @@ class Indicators:
 
     @property
     def saying_nothing(self) -> tuple[str, ...]:
-        """Those that were measured on a supernet at chance: what they differ by is noise."""
+        """Those measured on a supernet at chance: their differences are noise."""
         return PERTURBED if self.baseline is not None and self.baseline.at_chance else ()
 
 
 class Without(Mix):
-    """A mix that lacks one candidate at all sites of a table."""
+    """A mix without one candidate, at all sites of a table."""
 
     def __init__(self, mix: Mix, layout: Layout, table: str, choice: int, candidate: int) -> None:
         self._mix, self._sites = mix, set(layout.sites_of(table))
@@ -126,7 +127,7 @@ class Without(Mix):
 
 
 class Only(Without):
-    """A mix that keeps one candidate at all sites of a table, with a coefficient of 1; other choices stay mixed."""
+    """A mix that keeps one candidate of a choice, with a coefficient of 1, at all sites of a table."""
 
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
         if isinstance(self._mix, WeightMix) and self._is_here(site, choice):
@@ -147,9 +148,9 @@ class Only(Without):
 def compute(
     found: Restored, wanted: Iterable[str] | None = None, *, images: int = 512, epochs: int = 1, notify: Notify
 ) -> Indicators:
-    """The indicators; where none is asked for, all that the run's method has or that need no training.
+    """The indicators `wanted`; by default all that the run's method has or that need no training.
 
-    images: how many of the validation split perturbation looks at, at most. epochs: how long Lite-Transformers, or
+    images: the most images of the validation split that perturbation uses. epochs: for which Lite-Transformers, or
     DARTS's logits, learn on the supernet of another method.
     """
     has_alpha = found.method.selection is None
@@ -175,7 +176,7 @@ def compute(
 
 
 def attention(found: Restored, epochs: int, notify: Notify, selector: str = "itnas") -> Tables:
-    """The rows of the indicator token, from one pass over the validation split: the search's own where it ended."""
+    """The rows of the indicator token, from the passes of a selection: those of the search where it has finished."""
     supernet, method = found.supernet, found.method
     if method.selection is not None and found.is_finished:
         return _host(method.probabilities())
@@ -202,9 +203,10 @@ def _pass(supernet: Supernet, mix: Mix, images: Batches) -> None:
 
 
 def trained_selector(found: Restored, epochs: int, notify: Notify, selector: str) -> tuple[Supernet, Method]:
-    """A copy of the supernet with frozen weights and norms measured anew, and the method `selector` trained on it.
+    """A copy of the supernet with frozen weights, and the method `selector` trained on it.
 
-    A single-level one learns as the weights did, on their split; another as architectures do, on the validation split.
+    BatchNorm of the copy is in training mode. A single-level method learns as the weights did, on their split; another
+    learns as architectures do, on the validation split.
     """
     if epochs < 1:
         raise UserError(f"{selector} needs at least one epoch on another method's supernet, but got {epochs}")
@@ -243,7 +245,7 @@ def trained_selector(found: Restored, epochs: int, notify: Notify, selector: str
 
 @torch.no_grad()
 def perturbation(found: Restored, images: int, notify: Notify) -> tuple[Tables, Tables, Baseline]:
-    """What accuracy falls and loss rises by, without each candidate, on the first images of the validation split."""
+    """The fall of accuracy and the rise of loss without each candidate, on the first images of the validation split."""
     if images < 1:
         raise UserError(f"perturbation needs at least one image, but got {images}")
     layout, chosen = found.supernet.layout, found.parts["validation"][:images]
@@ -256,7 +258,7 @@ def perturbation(found: Restored, images: int, notify: Notify) -> tuple[Tables, 
     done = 0
     for table in layout.tables:
         for i, choice in enumerate(table.choices):
-            if by_paths or not baselines:  # what a candidate is worth shows where it runs
+            if by_paths or not baselines:  # with paths a candidate counts only where it runs
                 mix = found.mix((table.name, i))
                 accuracy, loss = _measured(found.supernet, mix, batches, norms)
                 baselines.append(accuracy)
@@ -295,18 +297,17 @@ def discretisation(found: Restored, images: int, notify: Notify) -> Tables:
 
 
 def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
-    """Training batches over which batch-norm measures its statistics for each mix; None: the running ones are right.
+    """Training batches on which BatchNorm is recalibrated for each mix; None: the running statistics fit.
 
-    Running statistics are those of the mixes that weights were trained in. DARTS trains in the very mix that is
-    perturbed here, and keeps them; DARTS-PT's released code normalises by each batch (`softcell.search.perturb`). Where
-    cells are sampled or replaced (`many_cells`) they are those of no mix: EnTranNAS-DST in NAS-Bench-201 on digits is
-    right for 28% of the images with them, and for 85% with its own. Attention moves with the images and at every step,
-    and they lag behind: 21% and 65% after two epochs of IT-NAS.
+    Running statistics are those of the mixes that weights were trained in. DARTS trains in the mix that is perturbed
+    here, and keeps them; DARTS-PT's released code normalises by each batch (`softcell.search.perturb`). Where cells are
+    sampled or replaced (`many_cells`) they fit no mix: EnTranNAS-DST in NAS-Bench-201 on digits is right for 28% of the
+    images with them, and for 85% with its own. Attention changes with the images and at every step, and they lag
+    behind: 21% and 65% after two epochs of IT-NAS.
 
-    The mix without a candidate measures them, too: else what would show is that they do not fit it. As many images as
-    are looked at are enough, since more would cost most of the time and tell hardly more (5 batches instead of 20:
-    0.2 points in the first example); never more batches than the search itself takes. All mixes see the same ones,
-    made once: what two mixes differ by is then no matter of images.
+    Statistics are recalibrated for the mix without a candidate, too: else a misfit would show instead of the candidate.
+    As many images as the perturbation uses suffice (5 batches instead of 20: 0.2 points in the first example, and most
+    of the time saved); never more batches than the search itself uses. All mixes get the same batches.
     """
     if not (found.method.many_cells or found.method.selection is not None):
         return None
@@ -318,7 +319,7 @@ def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
 def summary(layout: Layout, found: Mapping[str, Tables], saying_nothing: Collection[str] = ()) -> dict[str, Any]:
     """Per edge the best candidate by each indicator and Kendall's tau-b between each two; plain data.
 
-    There is no best one where several are (`tied` names them), nor by indicators that say nothing.
+    Where several candidates are equal (`tied` names them) there is no best one, nor by indicators at chance.
     """
     names = list(found)
     edges = []
@@ -350,13 +351,13 @@ def summary(layout: Layout, found: Mapping[str, Tables], saying_nothing: Collect
 
 
 def _first(row: list[float], allowed: list[int]) -> list[int]:
-    """The candidates of the highest value: several where they differ by no more than float32 rounds."""
+    """The candidates with the highest value: several where they differ only by rounding in float32."""
     highest = max(row[k] for k in allowed)
     return [k for k in allowed if math.isclose(row[k], highest, rel_tol=1e-6, abs_tol=1e-7)]
 
 
 def _tau(a: list[float], b: list[float]) -> float | None:
-    """None where one of them has nothing but ties."""
+    """Kendall's tau-b; None where all values of one of them are equal."""
     from scipy.stats import kendalltau  # slow to import, and only needed here
 
     value = float(kendalltau(a, b).statistic) if len(a) > 1 else float("nan")
@@ -369,7 +370,7 @@ def _allowed(layout: Layout, candidates: tuple[str, ...]) -> list[int]:
 
 
 def _measured(supernet: Supernet, mix: Mix, batches: list[Batch], norms: list[Batch] | None) -> tuple[float, float]:
-    """Accuracy and mean loss of the supernet under `mix`, in float64; `norms`: batch-norm measures over these first."""
+    """Accuracy and mean loss of the supernet under `mix`, in float64. norms: for recalibration."""
     right = loss = count = 0.0
     with nullcontext() if norms is None else recalibrated(supernet, mix, norms):
         for batch in batches:

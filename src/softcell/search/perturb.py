@@ -1,7 +1,7 @@
 """Perturbation-based selection on a trained supernet, whatever method trained it.
 
-DARTS-PT: Wang, Cheng, Chen, Tang, Hsieh, Rethinking Architecture Selection in Differentiable NAS, ICLR 2021. The order
-of things is that of Algorithm 1:
+DARTS-PT: Wang, Cheng, Chen, Tang, Hsieh, Rethinking Architecture Selection in Differentiable NAS, ICLR 2021,
+Algorithm 1:
 
     edges, in random order   keep the candidate whose removal lowers the validation accuracy most; tune the supernet
     nodes, in random order   keep the input edges whose removal lowers it most; tune the supernet
@@ -46,7 +46,7 @@ from softcell.search.validation import StepContext, batch_statistics, recalibrat
 from softcell.spaces import Bound, Supernet
 
 FILE = "selection.bin"
-"""In the run folder: where a selection stands after its latest round."""
+"""In the run folder: the state of a selection after its latest round."""
 
 Edge = tuple[str, int]
 """A table's name and the number of a choice in it."""
@@ -56,7 +56,7 @@ Decided = dict[Edge, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one decision is about: the candidates of edge `number`, or (`is_node`) the input edges of node `number`."""
+    """One decision: among the candidates of edge `number`, or (`is_node`) among the input edges of node `number`."""
 
     table: str
     number: int
@@ -64,7 +64,7 @@ class Question:
 
 
 class WithoutEdge(Without):
-    """A mix that lacks an edge at all sites of a table."""
+    """A mix without one edge, at all sites of a table."""
 
     def __init__(self, mix: Mix, layout: Layout, table: str, choice: int) -> None:
         super().__init__(mix, layout, table, choice, candidate=-1)
@@ -74,7 +74,7 @@ class WithoutEdge(Without):
 
 
 def check_perturbable(layout: Layout, method: Method) -> None:
-    """Raises where a selection by perturbation has no meaning, or is not built."""
+    """Raises where a selection by perturbation has no meaning or is not supported."""
     if not isinstance(layout.rule, StrongestEach | TopInputs):
         raise UserError(
             "selection by perturbation decides edges one by one, but the rule of space "
@@ -90,7 +90,7 @@ def check_perturbable(layout: Layout, method: Method) -> None:
 
 
 def allowed_candidates(layout: Layout, table: Table, choice: int) -> list[int]:
-    """The candidates that the space may keep on an edge; one of two competing edges is its link or nothing."""
+    """The candidates that the space may keep on an edge; for a competing edge only its link."""
     if choice in table.contest_of:
         return [LINK]
     never = layout.rule.never_picked if isinstance(layout.rule, Rule) else ()
@@ -123,7 +123,7 @@ def _together(columns: list[list[Question]]) -> list[list[Question]]:
 
 
 class PerturbationSelection:
-    """Decides edge by edge; the supernet's weights change meanwhile and are put back at the end.
+    """Decides edge by edge. The supernet's weights change meanwhile and are restored at the end.
 
     weights: augmented training batches that tune the supernet. judged: the validation images that accuracies are
     measured on. in_step: entered around every forward pass.
@@ -165,7 +165,7 @@ class PerturbationSelection:
         self._final: Measured | None = None
 
     def __call__(self, folder: Path) -> tuple[Genotype, dict[str, Any]]:
-        """The selected architecture, and what `run.json` keeps of how it was selected.
+        """The selected architecture, and a record of the selection for `run.json`.
 
         A selection that was interrupted continues after the latest round in `folder`, with the same result.
         """
@@ -175,7 +175,7 @@ class PerturbationSelection:
             self._supernet.drop_path.set_fraction((self._recipe.epochs - 1) / self._recipe.epochs)
             first = self._restore(file, origin)
             for number in range(first, len(self._rounds)):
-                # By the round's number, so that a resumed selection draws what an unbroken one does.
+                # By the round's number, so that a resumed selection draws the same.
                 torch.manual_seed(self._recipe.seed * 1009 + number)
                 for question in self._rounds[number]:
                     self._decide(question, number)
@@ -228,10 +228,10 @@ class PerturbationSelection:
         self._nodes.append({**row, "without": removals})
 
     def _harm(self, without: Measured) -> tuple[float, float]:
-        """What is larger the more a removal hurts; ties of one measure go by the other.
+        """A key that is larger the more a removal hurts; the other measure breaks ties.
 
         Deviation: the authors' code takes the first candidate of those whose accuracies are equal, which is `none` in
-        NAS-Bench-201 wherever a few images cannot tell candidates apart.
+        NAS-Bench-201 wherever a few images do not distinguish candidates.
         """
         if not math.isfinite(without.loss):
             raise UserError(
@@ -248,9 +248,9 @@ class PerturbationSelection:
 
     @torch.no_grad()
     def _mix(self, without: tuple[str, int, int | None] | None = None) -> Mix:
-        """The mix that the method believes in, with what is decided, less a candidate or an edge (None)."""
+        """The mix of the method's probabilities and of all decisions, without a candidate or an edge (None)."""
         if self._method.selection is not None:  # its mix has no plain weights
-            return self._looking_mix(without)
+            return self._attending_mix(without)
         tables = {name: values.detach().clone() for name, values in self._method.probabilities().items()}
         for (name, i), k in self._decided.items():
             tables[name][i] = 0.0
@@ -273,8 +273,8 @@ class PerturbationSelection:
 
         return tuple(of(i) for i in range(len(table)))
 
-    def _looking_mix(self, without: tuple[str, int, int | None] | None) -> Mix:
-        """The same where the method combines feature maps itself: a decided edge shows it one candidate."""
+    def _attending_mix(self, without: tuple[str, int, int | None] | None) -> Mix:
+        """The same for a method that combines feature maps itself: a decided edge gives it one candidate."""
         mix = self._method.relax()
         for (name, i), k in self._decided.items():
             mix = WithoutEdge(mix, self._layout, name, i) if k is None else Only(mix, self._layout, name, i, k)
@@ -287,7 +287,7 @@ class PerturbationSelection:
 
     @torch.no_grad()
     def _measure(self, mix: Mix) -> Measured:
-        """Loss and accuracy of the supernet under `mix`, over all ranks; nothing is dropped, no statistics change."""
+        """Loss and accuracy of the supernet under `mix`, over all processes; nothing else changes."""
 
         def forward(images: Tensor) -> Tensor:
             with self._in_step():
@@ -300,7 +300,7 @@ class PerturbationSelection:
 
     @contextmanager
     def _norms(self, mix: Mix) -> Iterator[None]:
-        """What BatchNorm normalises by: statistics of each batch (as the authors), recalibrated or running ones."""
+        """BatchNorm uses statistics of each batch (as the authors do), recalibrated or running ones."""
         if self._settings.norms == "batch":
             with batch_statistics(self._supernet):
                 yield
@@ -325,7 +325,7 @@ class PerturbationSelection:
         def learn(*draft: Tensor) -> None:
             batch = self._weights.finish(*draft)
             with self._in_step():
-                used = self._looking_mix(None) if self._method.selection is not None else mix
+                used = self._attending_mix(None) if self._method.selection is not None else mix
                 loss = self._objective(Bound(self._supernet, used), batch.images, batch.labels).loss
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             apply_gradients(self._optimiser, parameters, gradients, self._world, w.clip)
@@ -343,7 +343,7 @@ class PerturbationSelection:
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
-        """Puts weights, norms and drop probabilities back, so that what is measured later is the search's own."""
+        """Restores weights, statistics and drop rates at the end, so that the search itself is measured."""
         modules: tuple[nn.Module, ...] = (self._supernet, self._objective)
         kept = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
         drop = self._supernet.drop_path.current.clone()
@@ -373,7 +373,7 @@ class PerturbationSelection:
             "edges": self._edges,
             "nodes": self._nodes,
         }
-        if final is None:  # of a selection that has ended only the decisions are kept
+        if final is None:  # a finished selection keeps its decisions only
             state |= {
                 "supernet": self._supernet.state_dict(),
                 "objective": self._objective.state_dict(),
@@ -403,7 +403,7 @@ class PerturbationSelection:
     # Result
 
     def _strengths(self) -> dict[str, Tensor]:
-        """Per table [choices, width] 1 at what is kept, from which the space's rule derives exactly that."""
+        """Per table [choices, width] 1 at all that is kept, from which the space's rule derives exactly that."""
         strengths = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in self._layout.tables}
         for (name, i), k in self._decided.items():
             if k is not None:

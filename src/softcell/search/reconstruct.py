@@ -1,4 +1,4 @@
-"""What a search by context auto-regression imagines, as a grid of pictures to look at."""
+"""Reconstructions of a search by context auto-regression, as a grid of pictures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from softcell.spaces import Bound
 PICTURE = "reconstructions.png"
 NUMBER = 8
 SIDE = 96
-"""The least height of one picture in the grid."""
+"""The minimum height of one picture in the grid."""
 
 
 @torch.no_grad()
 def draw_reconstructions(task: SearchTask, dataset: Dataset, chosen: Tensor, session: Session, folder: Path) -> None:
-    """Writes `reconstructions.png`: a column per image; rows are the image, what was shown, and what was filled in."""
+    """Writes `reconstructions.png`: a column per image; rows are the image, its visible part, and the filled image."""
     objective = task.objective
     assert isinstance(objective, ContextAutoRegression)
     raw = dataset.train.fetch(chosen[:NUMBER])
@@ -45,7 +45,7 @@ def draw_reconstructions(task: SearchTask, dataset: Dataset, chosen: Tensor, ses
 
 
 def save_grid(rows: list[Tensor], dataset: Dataset, file: Path) -> None:
-    """Rows of normalised images [n, c, h, w] as one PNG, enlarged by a whole number, put in place in one step."""
+    """Rows of normalised images [n, c, h, w] as one PNG, enlarged by a whole number, written atomically."""
     mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (dataset.mean, dataset.std))
     height, width = rows[0].shape[-2:]
     by = max(1, -(-SIDE // height))

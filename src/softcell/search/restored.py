@@ -1,4 +1,4 @@
-"""The trained supernet and method of a search run, for looking at them afterwards."""
+"""The trained supernet and method of a search run, for analysis."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Restored:
 
     @torch.no_grad()
     def mix(self, at: tuple[str, int] | None = None) -> Mix:
-        """The mix that the method believes in: no sample of it, and all cells alike.
+        """The mix of the method's probabilities: no sample, and the same for all cells.
 
-        at: the choice of a table that must run all its candidates; it matters where the rest is a single path.
+        at: the choice of a table that must run all its candidates, where the rest is a single path.
         """
         selection = self.method.selection
         if selection is None:
@@ -60,7 +60,7 @@ class Restored:
 
 
 def restore(folder: str | Path, *, device: str = "auto", data_root: str | None = None) -> Restored:
-    """What the search in `folder` has learned so far; nothing in the folder changes."""
+    """Loads the latest checkpoint of the search in `folder`; nothing in the folder changes."""
     folder = Path(folder)
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
@@ -69,7 +69,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     recipe = resolve(manifest["recipe"])
     kind = METHODS.get(recipe.method)
     if not issubclass(kind, Method):
-        raise UserError(f"{recipe.method} trains architectures one by one: {folder} has no supernet to look at")
+        raise UserError(f"{recipe.method} trains architectures one by one: {folder} has no supernet")
     loaded = load_latest(folder)
     if loaded is None:
         raise UserError(

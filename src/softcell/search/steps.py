@@ -46,7 +46,7 @@ class StepState:
         return [p for p in self.method.parameters() if p.requires_grad]
 
     def penalty(self, mix: Mix) -> Tensor | None:
-        """What is added to the loss that trains the architecture: the method's own term and that of resources."""
+        """A term [] in the loss of the architecture: the method's own and that of resources."""
         own = self.method.penalty(mix)
         if self.resource is None:
             return own
@@ -96,16 +96,16 @@ def bilevel(
 ) -> tuple[Evaluated, Evaluated]:
     """First order: the architecture learns from one batch at the present weights, then the weights from another.
 
-    Gives what the training batch and the validation batch evaluated to.
+    Returns the results of the training batch and of the validation batch.
     """
     mix = state.method.relax()
     held = state.objective(Bound(state.supernet, mix), *validation)
     penalty = state.penalty(mix)
     total = held.loss if penalty is None else held.loss + penalty
     architecture, watched = state.architecture(), state.watched(mix)
-    # Only α is asked for: the backward pass then never forms the gradients of the convolutions' weights.
-    asked = [*architecture, *watched]
-    gradients = torch.autograd.grad(total, asked, allow_unused=True) if asked else ()
+    # Gradients of α only: the backward pass then never computes those of the convolutions' weights.
+    wanted = [*architecture, *watched]
+    gradients = torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ()
     state.learn_architecture(gradients[: len(architecture)])
     state.observe(mix, gradients[len(architecture) :])
     return weight_step(state, *train), _detached(held)
@@ -153,7 +153,7 @@ def unrolled(
 
 def weight_step(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
     """One step of the weights with the architecture held fixed."""
-    with torch.no_grad():  # no gradient to α is wanted, so the mix keeps nothing for it
+    with torch.no_grad():  # α does not learn here, so the mix keeps nothing for its gradient
         mix = state.method.relax()
     result = state.objective(Bound(state.supernet, mix), images, labels)
     weights = state.weights()
@@ -163,7 +163,7 @@ def weight_step(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
 
 
 class _Loss(nn.Module):
-    """The objective as a function of the weights and of nothing else: one draw of random numbers serves all calls.
+    """The objective as a function of the weights only: all calls share one draw of random numbers.
 
     Running statistics stay untouched.
     """
@@ -171,12 +171,12 @@ class _Loss(nn.Module):
     def __init__(self, state: StepState) -> None:
         super().__init__()
         self.supernet, self.objective = state.supernet, state.objective
-        self._state = state  # no module: α is no weight, and must not be replaced
+        self._state = state  # not a module: α is no weight and must not be replaced
         self._names = [name for name, p in self.named_parameters() if p.requires_grad]
         self._draws = SharedDraws()
 
     def forward(self, images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
-        """What the batch evaluates to, and its loss with the method's penalty."""
+        """The result of the batch, and its loss with the method's penalty."""
         mix = self._state.method.relax()
         result: Evaluated = self.objective(Bound(self.supernet, mix), images, labels)
         penalty = self._state.penalty(mix)
@@ -185,7 +185,7 @@ class _Loss(nn.Module):
     def at(self, values: Sequence[Tensor], images: Tensor, labels: Tensor, *, batch: str) -> tuple[Evaluated, Tensor]:
         """`forward` with `values` in place of the weights and copies in place of the buffers.
 
-        batch: the name of the batch, by which calls share what is drawn per image.
+        batch: the name of the batch; calls with one name share random numbers per image.
         """
         buffers = {name: buffer.clone() for name, buffer in self.named_buffers()}
         state = {**dict(zip(self._names, values, strict=True)), **buffers}

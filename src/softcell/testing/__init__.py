@@ -1,7 +1,7 @@
-"""Conformance suites: what every candidate, space and method must do, for this package's own and for anybody's.
+"""Conformance suites: the contracts of candidates, spaces and methods, for built-in ones and your own.
 
-Each contract is one function with a name that states it; a suite is a tuple of them, so that pytest can run every
-contract on every subject:
+Each contract is one function whose name states it; a suite is a tuple of them, so that pytest can run every contract
+on every subject:
 
     @pytest.mark.parametrize("check", SPACE_CHECKS, ids=check_name)
     def test_my_space_keeps_its_contracts(check):

@@ -1,4 +1,4 @@
-"""What every candidate operation must do."""
+"""The contracts of candidate operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from softcell.nn.stochastic import SharedDraws
 from softcell.testing.tools import images, require, require_close
 
 CHANNELS = 6
-"""Of most; one that is built for multiples of something else gets the next one."""
+"""The number of channels; a candidate that needs multiples of another number gets the next one."""
 SIZES = ((8, 8), (9, 7), (5, 4))
 
 CandidateCheck = Callable[[str], None]
@@ -22,7 +22,7 @@ CandidateCheck = Callable[[str], None]
 def halves_by_rounding_up(name: str) -> None:
     """[n, c, h, w] leads to [n, c, ⌈h/s⌉, ⌈w/s⌉] for any size: all candidates of an edge can be added.
 
-    A feature candidate gives such a map; a calibrating one gives what can be applied to it.
+    A feature candidate returns such a map; a calibrating one a tensor that can be applied to it.
     """
     kind, channels = get_candidate(name), channels_for(name)
     for stride in (1, 2):
@@ -43,7 +43,7 @@ def halves_by_rounding_up(name: str) -> None:
 
 
 def is_applied_linearly(name: str) -> None:
-    """What a calibrating candidate makes is applied linearly: sums over edges are applied at once."""
+    """The output of a calibrating candidate is applied linearly: sums over edges are applied at once."""
     module = _build(name, Spec(channels_for(name), 1, affine=False))
     if not isinstance(module, Calibration):
         return
@@ -54,7 +54,7 @@ def is_applied_linearly(name: str) -> None:
 
 
 def affine_is_asked_for(name: str) -> None:
-    """Batch-norm learns scale and shift exactly when the spec says so."""
+    """BatchNorm learns scale and shift exactly when the spec says so."""
     for affine in (False, True):
         for stride in (1, 2):
             module = _build(name, Spec(channels_for(name), stride, affine=affine, pool_norm=True))
@@ -64,7 +64,7 @@ def affine_is_asked_for(name: str) -> None:
 
 
 def zero_means_zeros(name: str) -> None:
-    """A candidate marked `zero` gives zeros; any other gives something."""
+    """A candidate marked `zero` returns zeros; any other does not."""
     kind = get_candidate(name)
     for stride in (1, 2):
         output = _build(name, Spec(channels_for(name), stride, affine=False))(images((channels_for(name), 8, 8)))
@@ -91,7 +91,7 @@ def shared_means_the_same_for_every_edge(name: str) -> None:
 
 
 def gradients_reach_input_and_weights(name: str) -> None:
-    """Every weight and the input take part; a blind candidate has no weights and lets nothing through."""
+    """Every weight and the input get gradients; a blind candidate has no weights and passes no gradient."""
     kind = get_candidate(name)
     if kind.zero:
         return
@@ -155,7 +155,7 @@ def check_candidate(name: str) -> None:
 
 
 def _require_kind(name: str, output: Tensor, target: tuple[int, int, int, int]) -> None:
-    """What a calibrating candidate makes for a map of shape `target` has the shape that its kind promises."""
+    """The output of a calibrating candidate for a map of shape `target` has the shape of its kind."""
     kind, found = get_candidate(name).kind, tuple(output.shape)
     if kind == "attention":
         fits = len(found) == 4 and all(have in (1, want) for have, want in zip(found, target, strict=True))

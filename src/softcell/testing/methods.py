@@ -1,4 +1,4 @@
-"""What every search method must do, on any space."""
+"""The contracts of search methods, on any space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MethodCheck = Callable[[type[Method], Space], None]
 SamplerCheck = Callable[[type[Sampler], Space], None]
 
 MOST_STEPS = 50
-"""Steps in which every logit must have got a gradient; three are enough where all candidates are mixed."""
+"""Steps in which every logit must get a gradient; three suffice where all candidates are mixed."""
 
 
 def settings_are_plain_data(kind: type[Method], space: Space) -> None:
@@ -31,7 +31,7 @@ def settings_are_plain_data(kind: type[Method], space: Space) -> None:
 
 
 def probabilities_are_distributions_over_real_candidates(kind: type[Method], space: Space) -> None:
-    """Per choice they sum to 1, or are all 0 where nothing is believed in; padding is exactly 0."""
+    """Per choice they sum to 1, or are all 0 where the edge is removed; padding is exactly 0."""
     method = build_method(kind, space)
     tables, found = space.layout().tables, method.probabilities()
     require(set(found) == {t.name for t in tables}, f"{kind.name}: probabilities of each table, got {sorted(found)}")
@@ -88,7 +88,7 @@ def gradients_reach_every_logit(kind: type[Method], space: Space) -> None:
             if gradient is not None:
                 require(bool(gradient.isfinite().all()), f"{kind.name}: the gradient of {name} must be finite")
                 sums[name] += gradient.abs()
-        # A step of a method that samples one candidate per edge teaches nothing about edges that its cell cuts off.
+        # A method that samples one candidate per edge learns nothing about edges that its sample cuts off.
         if step >= 2 and all(bool(total[free[name]].all()) and bool(total.any()) for name, total in sums.items()):
             break
     for name, total in sums.items():
@@ -101,7 +101,7 @@ def gradients_reach_every_logit(kind: type[Method], space: Space) -> None:
 
 
 def derived_architecture_belongs_to_the_space(kind: type[Method], space: Space) -> None:
-    """`derive` gives a genotype of the layout, the same each time, from which a network is built."""
+    """`derive` returns a genotype of the layout, the same each time, from which a network can be built."""
     method = build_method(kind, space)
     genotype = method.derive()
     check_against(genotype, space.layout())
@@ -160,17 +160,17 @@ def epochs_run_from_start_to_end(kind: type[Method], space: Space) -> None:
 
 
 def relax_works_without_gradients(kind: type[Method], space: Space) -> None:
-    """Weight steps relax under `no_grad`; the mix is the same and asks for nothing."""
+    """Weight steps relax under `no_grad`; the mix is the same and needs no gradients."""
     method, supernet = build_method(kind, space), build_supernet(space).requires_grad_(False)
     torch.manual_seed(0)
     with torch.no_grad():
         mix = method.relax()
     without = supernet(images(), mix)
-    require(not without.requires_grad, f"{kind.name}: a mix made under no_grad must not ask for gradients")
+    require(not without.requires_grad, f"{kind.name}: a mix made under no_grad must not require gradients")
     require_close(without, _outcome(method, supernet), f"{kind.name}: no_grad must not change the mix")
 
 
-def kept_mix_takes_what_was_learnt(kind: type[Method], space: Space) -> None:
+def kept_mix_takes_new_numbers(kind: type[Method], space: Space) -> None:
     """A refreshed mix, as captured steps read it, gives what a new one gives."""
     method, supernet = build_method(kind, space), build_supernet(space)
     x = images()
@@ -192,7 +192,7 @@ def kept_mix_takes_what_was_learnt(kind: type[Method], space: Space) -> None:
 
 
 def planted_architecture_is_derived(kind: type[Method], space: Space) -> None:
-    """Where logits of one architecture tower over all others, its picks are derived.
+    """Where the logits of one architecture are far above all others, its picks are derived.
 
     Applies to methods with one parameter of a table's shape per table, named after it.
     """
@@ -215,7 +215,7 @@ def planted_architecture_is_derived(kind: type[Method], space: Space) -> None:
 
 
 def precision_is_that_of_the_method(kind: type[Method], space: Space) -> None:
-    """In float64 all is float64, in float32 all is float32."""
+    """A float64 method computes in float64, a float32 method in float32."""
     for dtype in (torch.float64, torch.float32):
         method = build_method(kind, space).to(dtype)
         for name, p in method.probabilities().items():
@@ -247,7 +247,7 @@ def relax_never_waits_for_the_host(kind: type[Method], space: Space) -> None:
 
 
 def relax_follows_the_plan_it_is_given(kind: type[Method], space: Space) -> None:
-    """A plan made from a copy of the reading is the method's own; under another, just that one's candidates run."""
+    """A plan made from a copy of the reading is the planner's own; under another plan its candidates run."""
     method, layout = build_method(kind, space), space.layout()
     planner = method.planner
     reading = None if planner is None else planner.reading()
@@ -286,7 +286,7 @@ METHOD_CHECKS: tuple[MethodCheck, ...] = (
     evaluations_of_a_step_share_their_draws,
     epochs_run_from_start_to_end,
     relax_works_without_gradients,
-    kept_mix_takes_what_was_learnt,
+    kept_mix_takes_new_numbers,
     planted_architecture_is_derived,
     precision_is_that_of_the_method,
     relax_never_waits_for_the_host,
@@ -371,7 +371,7 @@ def build_method(kind: type[Method], space: Space, seed: int = 0, progress: floa
 
 
 def _outcome(method: Method, supernet: Supernet) -> Tensor:
-    """Logits [n, classes] of the supernet under one mix: what can be compared for any kind of mix."""
+    """Logits [n, classes] of the supernet under one mix, which can be compared for any kind of mix."""
     torch.manual_seed(0)
     with torch.no_grad():
         logits: Tensor = supernet(images(), method.relax())
@@ -387,7 +387,7 @@ def _loss(method: Method, supernet: Supernet) -> Tensor:
 
 
 def _taking_part(kind: type[Method], table: Table) -> Tensor:
-    """The mask of a table without what the method excludes; an edge that has nothing else keeps it."""
+    """The mask of a table without the method's `excludes`; an edge with no other candidate keeps them."""
     mask = table.mask()
     for op in kind.excludes:
         left = mask & ~table.columns(op)
@@ -396,7 +396,7 @@ def _taking_part(kind: type[Method], table: Table) -> Tensor:
 
 
 def _learnable(kind: type[Method], layout: Layout, name: str, parameter: Tensor) -> Tensor:
-    """Where a parameter that is the logits of a table must learn, bool of its shape; nowhere for any other."""
+    """Where the logits of a table must learn, bool of their shape; nowhere for any other parameter."""
     free = torch.zeros_like(parameter, dtype=torch.bool)
     for table in layout.tables:
         if _is_table(name, parameter, table.name, table.shape):

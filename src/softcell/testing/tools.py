@@ -1,4 +1,4 @@
-"""What the suites share: small subjects, mixes with known meaning, and a way to fail that names the contract."""
+"""Shared by the suites: small spaces, mixes with known meaning, and assertions that name the contract."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from softcell.arch import Genotype, Layout, Live, Table, WeightMix, derive, samp
 from softcell.spaces import SPACES, Shape, Space, Supernet, build_space
 
 SHAPE: Shape = (3, 9, 7)
-"""Odd and not square: whatever assumes even or equal sides fails on it."""
+"""Odd and not square: code that assumes even or equal sides fails on it."""
 NUM_CLASSES = 5
 BATCH = 4
 SMALLER = {"cells": 3, "cells_per_stage": 1, "channels": 4, "nodes": 3, "depths": (2, 1, 2, 1, 1, 1), "head": 16}
-"""Sizes that keep every kind of part a space has; a space without one of these fields keeps its own."""
+"""The smallest sizes that keep every kind of part of a space; fields that a space does not have are ignored."""
 
 ALIKE = frozenset({"s1", "s2", "s3", "s4", "nb1shot1-1", "nb1shot1-3"})
 """Spaces made of the same parts as another one: suites that go through every combination leave them to `exhaustive`."""
 
 SOFTMAX_AT_HOME = frozenset({"nos", "fullattention"})
-"""Spaces with a method of their own that mixes as DARTS does, and shows there what DARTS would."""
+"""Spaces whose own method mixes as DARTS does, and stands for it in the tests."""
 
 
 def require(holds: bool, contract: str) -> None:
@@ -71,7 +71,7 @@ def build_supernet(space: Space, shape: Shape = SHAPE, seed: int = 0) -> Superne
 
 
 def gather_statistics(supernet: Supernet, x: Tensor) -> None:
-    """Runs some training batches, so that evaluation has running statistics worth reading."""
+    """Runs some training batches, so that evaluation has meaningful running statistics."""
     supernet.train()
     with torch.no_grad():
         for seed in range(2):
