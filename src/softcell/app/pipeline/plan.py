@@ -31,7 +31,24 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Screen(Protocol):
-    """Shows a run to people."""
+    """Shows a run to people.
+
+    Example:
+        >>> from contextlib import contextmanager
+        >>> from softcell.app.pipeline import Screen
+        >>> class Quiet:
+        ...     def print(self, *lines): ...
+        ...     @contextmanager
+        ...     def working(self, what):
+        ...         yield lambda done, total, name: None
+        ...     @contextmanager
+        ...     def job(self, heading):
+        ...         yield lambda event: None
+        >>> screen: Screen = Quiet()
+        >>> with screen.working("reading images") as show:
+        ...     print(show(1, 2, "cat.jpg"))
+        None
+    """
 
     def print(self, *lines: str) -> None:
         """Prints lines."""
@@ -44,7 +61,13 @@ class Screen(Protocol):
 
 
 def parse_time(text: str) -> float:
-    """`30m`, `1h30m` or `90s` as seconds."""
+    """`30m`, `1h30m` or `90s` as seconds.
+
+    Example:
+        >>> from softcell.app.pipeline import parse_time
+        >>> parse_time("1h30m")
+        5400.0
+    """
     found = re.fullmatch(r"\s*(?:([0-9.]+)h)?\s*(?:([0-9.]+)m)?\s*(?:([0-9.]+)s)?\s*", text)
     try:
         seconds = (
@@ -61,7 +84,14 @@ def parse_time(text: str) -> float:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the user asked for; None leaves the choice to the run."""
+    """What the user asked for; None leaves the choice to the run.
+
+    Example:
+        >>> from softcell.app.pipeline import RunRequest
+        >>> request = RunRequest(data="photos", time=1800, max_params="1M")
+        >>> request.random, request.space  # None: the run chooses
+        (3, None)
+    """
 
     data: str
     time: float = 1800.0
@@ -138,6 +168,18 @@ class Plan:
     """The state of a run. `seconds` were spent by earlier processes; decisions are never revised.
 
     `data` names the images as recipes do. Links inside the folder stay valid when that is moved.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> from softcell.app.pipeline import Plan, RunRequest
+        >>> for label in ("cat", "dog"):
+        ...     Path("photos", label).mkdir(parents=True)
+        ...     for number in range(8):
+        ...         Image.new("RGB", (24, 24), (number * 30, 0, 0)).save(f"photos/{label}/{number}.png")
+        >>> plan = Plan.create(Path("runs/photos"), RunRequest(data="photos", time=600))
+        >>> plan.status, Plan.open(Path("runs/photos")).request.time
+        ('running', 600.0)
     """
 
     folder: Path

@@ -77,7 +77,13 @@ MEASURING_BOUNDS = (0.3, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`exit_code` is not 0 if a signal interrupted the run; `summary` is there if it was completed."""
+    """`exit_code` is not 0 if a signal interrupted the run; `summary` is there if it was completed.
+
+    Example:
+        >>> from softcell.app.pipeline import Outcome
+        >>> Outcome(exit_code=130, summary=None).exit_code  # interrupted by Ctrl-C
+        130
+    """
 
     exit_code: int
     summary: Summary | None
@@ -92,7 +98,20 @@ class _StoppedError(Exception):
 
 
 def run(plan: Plan, screen: Screen) -> Outcome:
-    """Runs or resumes a plan until its end or a signal; returns the result of a finished one."""
+    """Runs or resumes a plan until its end or a signal; returns the result of a finished one.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.app.pipeline import Plan, Row, RunRequest, Summary, run
+        >>> def row(name, accuracy):
+        ...     return Row(name, name, accuracy, parameters=1, multiply_adds=1, latency=1.0, epochs=1, seconds=1.0)
+        >>> draws = (row("random-1", 0.80), row("random-2", 0.84))
+        >>> summary = Summary(row("train", 0.95), draws, row("plain", 0.90), count=400, most_frequent=0.5)
+        >>> request = RunRequest(data="photos")
+        >>> plan = Plan(Path("runs/photos"), request, status="finished", summary=summary.to_dict())
+        >>> run(plan, screen=None).summary.found.accuracy  # a finished run returns its summary again
+        0.95
+    """
     if plan.status == "finished" and plan.summary is not None:
         return Outcome(0, Summary.from_dict(plan.summary, plan.folder))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -31,7 +31,14 @@ REPORT = "report.html"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One trained network. `accuracy` is a share on `count` test images, `latency` milliseconds for one image."""
+    """One trained network. `accuracy` is a share on `count` test images, `latency` milliseconds for one image.
+
+    Example:
+        >>> from softcell.app.pipeline import Row
+        >>> row = Row("train", "runs/photos/train", 0.9, 1000, multiply_adds=5000, latency=1.5, epochs=5, seconds=9.0)
+        >>> row.name, row.accuracy
+        ('train', 0.9)
+    """
 
     name: str
     folder: str
@@ -50,7 +57,17 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All networks of a run, trained with the same recipe, and their accuracies on `count` test images."""
+    """All networks of a run, trained with the same recipe, and their accuracies on `count` test images.
+
+    Example:
+        >>> from softcell.app.pipeline import Row, Summary
+        >>> def row(name, accuracy):
+        ...     return Row(name, name, accuracy, parameters=1, multiply_adds=1, latency=1.0, epochs=1, seconds=1.0)
+        >>> draws = (row("random-1", 0.80), row("random-2", 0.84))
+        >>> summary = Summary(row("train", 0.95), draws, row("plain", 0.90), count=400, most_frequent=0.5)
+        >>> round(summary.mean, 2), summary.to_dict()["worth_it"]
+        (0.82, True)
+    """
 
     found: Row
     random: tuple[Row, ...]
@@ -88,7 +105,18 @@ def noise(first: float, second: float, count: int) -> float:
 
 
 def verdict(summary: Summary) -> tuple[bool, list[str]]:
-    """Whether the search was worth it, and the reasons in sentences."""
+    """Whether the search was worth it, and the reasons in sentences.
+
+    Example:
+        >>> from softcell.app.pipeline import Row, Summary, verdict
+        >>> def row(name, accuracy):
+        ...     return Row(name, name, accuracy, parameters=1, multiply_adds=1, latency=1.0, epochs=1, seconds=1.0)
+        >>> draws = (row("random-1", 0.80), row("random-2", 0.84))
+        >>> summary = Summary(row("train", 0.83), draws, row("plain", 0.95), count=400, most_frequent=0.5)
+        >>> worth, reasons = verdict(summary)
+        >>> worth
+        False
+    """
     found, plain, n = summary.found, summary.plain, len(summary.random)
     above_random = found.accuracy - summary.mean
     margin = max(summary.std, noise(found.accuracy, summary.mean, summary.count))
