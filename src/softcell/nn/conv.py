@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +120,28 @@ class FactorisedReduction(nn.Module):
         if self.even is not None:
             halves.insert(0, self.even(x))
         return self.norm(torch.cat(halves, dim=1))  # type: ignore[no-any-return]
+
+
+def dense_gradient(x: Tensor) -> Tensor:
+    """x [n, c, h, w], whose gradient on a GPU is dense and channels-last.
+
+    Gradients of a mean over pixels and of parts of a concatenation are views with gaps or repeats. Batch-norm and
+    pooling take their slow channels-first kernels for those, and hand the layout on to everything before them.
+    """
+    if not (x.is_cuda and x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return x
+    result: Tensor = _DenseGradient.apply(x)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _DenseGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous(memory_format=torch.channels_last)
 
 
 def quarters(x: Tensor) -> Tensor:

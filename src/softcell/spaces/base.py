@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix
+from softcell.nn.conv import dense_gradient
 from softcell.nn.stochastic import DropPath
 from softcell.spaces.cell import MixedCell
 
@@ -226,4 +227,4 @@ class Space(ABC):
 
 def global_pool(x: Tensor) -> Tensor:
     """[n, c, h, w] to [n, c]."""
-    return torch.mean(x, dim=(2, 3))
+    return torch.mean(dense_gradient(x), dim=(2, 3))

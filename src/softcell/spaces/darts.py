@@ -22,7 +22,7 @@ from softcell.arch import Cell, Choice, Genotype, Layout, Mix, Table, TopInputs
 from softcell.arch.genotype import alive
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN
+from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces._derived_plan import DerivedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
@@ -329,7 +329,7 @@ class DartsNetwork(Network):
             fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
         if fused is None:
             nodes = cell(pre(older, newer))
-            return torch.cat([nodes[n] for n in outputs], dim=1)
+            return torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)
         out = fused((older, newer))
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
             return out
