@@ -31,7 +31,6 @@ NOT_YET_CLEAN: tuple[str, ...] = (
     "tests/engine",
     "tests/gpu",
     "tests/helpers",
-    "tests/methods",
     "tests/search",
     "tests/spaces/test_execution.py",
 )

@@ -1,6 +1,6 @@
 """A space whose tables are ragged: every edge has candidates of its own, one edge has a single one.
 
-Methods and rules that treat padding as a candidate fail on it. It is not registered: it exists to be tested with.
+Methods and rules that treat padding as a candidate fail on it. It is not registered: it exists for tests only.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def spec_of(space: RaggedSpace, table: str, *, search_form: bool) -> SpecOf:
     return spec
 
 
-def surroundings(
+def outer_layers(
     space: RaggedSpace, shape: Shape, num_classes: int, *, affine: bool
 ) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
-    """Stem, what brings each cell's output back to the width of the network, and the classifier."""
+    """Stem, projections of each cell's output to the width of the network, and the classifier."""
     c = space.channels
     stem = nn.Sequential(nn.Conv2d(shape[0], c, 3, padding=1, bias=False), BatchNorm2d(c))
     return stem, nn.ModuleList(ReLUConvBN(2 * c, c, 1, affine=affine) for _ in SITES), nn.Linear(c, num_classes)
@@ -100,7 +100,7 @@ def surroundings(
 class RaggedSupernet(Supernet):
     def __init__(self, space: RaggedSpace, shape: Shape, num_classes: int) -> None:
         super().__init__(space, shape, num_classes)
-        self.stem, self.post, self.classifier = surroundings(space, shape, num_classes, affine=False)
+        self.stem, self.post, self.classifier = outer_layers(space, shape, num_classes, affine=False)
         self.cells = nn.ModuleList(
             MixedCell(self.layout.table(name), 1, spec_of(space, name, search_form=True)) for name in SITES
         )
@@ -122,7 +122,7 @@ class RaggedNetwork(Network):
         self, space: RaggedSpace, genotype: Genotype, shape: Shape, num_classes: int, search_form: bool
     ) -> None:
         super().__init__(genotype, shape, num_classes)
-        self.stem, self.post, self.classifier = surroundings(space, shape, num_classes, affine=not search_form)
+        self.stem, self.post, self.classifier = outer_layers(space, shape, num_classes, affine=not search_form)
         self.cells = nn.ModuleList(
             PickedCell(genotype.cells[name], 1, spec_of(space, name, search_form=search_form), self.drop_path)
             for name in SITES

@@ -1,4 +1,4 @@
-"""What every space's layout and derivation rule must do: data only, no network."""
+"""The contracts of layouts and derivation rules: data only, no network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from softcell.spaces import Space
 from softcell.testing.tools import require
 
 LIMIT = 3000
-"""Architectures a brute force may go through."""
+"""The most architectures that are enumerated."""
 
 
 def layout_is_consistent(space: Space) -> None:
-    """Sites name tables, edges run forward and stand once, in the order that rules promise."""
+    """Sites name tables; edges run forward and are unique, in the order that rules expect."""
     layout = space.layout()
     require(layout.space == space.name, f"the layout of space {space.name!r} says it is of {layout.space!r}")
     names = [table.name for table in layout.tables]
@@ -61,7 +61,7 @@ def mask_tells_candidates_from_padding(space: Space) -> None:
 
 
 def count_equals_enumeration(space: Space) -> None:
-    """The closed form counts what enumeration gives, without repetition; on small cuts of the space's tables."""
+    """The closed form equals the number of enumerated architectures, on small cuts of the space's tables."""
     rule = _rule(space)
     for table in small_cuts(space):
         architectures = list(rule.enumerate(table))
@@ -93,7 +93,7 @@ def derivation_equals_brute_force(space: Space) -> None:
 
 
 def samples_are_architectures_of_the_rule(space: Space) -> None:
-    """Random sampling gives enumerated architectures, and sooner or later each of them."""
+    """Random sampling returns enumerated architectures, and eventually each of them."""
     rule, rng = _rule(space), random.Random(0)
     for table in small_cuts(space):
         architectures = set(rule.enumerate(table))
@@ -113,7 +113,7 @@ RULE_CHECKS: tuple[Callable[[Space], None], ...] = (
 
 
 def small_cuts(space: Space) -> list[Table]:
-    """Ragged pieces of the space's tables, small enough to go through all their architectures.
+    """Ragged pieces of the space's tables, small enough to enumerate all their architectures.
 
     Each keeps the first nodes of a table and, by turns, one to three of each edge's candidates.
     """

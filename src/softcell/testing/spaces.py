@@ -1,4 +1,4 @@
-"""What every search space must do."""
+"""The contracts of search spaces."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings_survive_json(space: Space) -> None:
 
 @fixed_noise()
 def supernet_under_one_hot_weights_is_the_network_in_training(space: Space) -> None:
-    """One architecture picked in the supernet computes what its own network computes, by batch statistics."""
+    """One architecture picked in the supernet computes the same as its own network, with batch statistics."""
     x, layout = images(), space.layout()
     for genotype in some_genotypes(layout):
         supernet = build_supernet(space).train()
@@ -58,7 +58,7 @@ def supernet_under_one_hot_weights_is_the_network_in_training(space: Space) -> N
 
 
 def supernet_under_one_hot_weights_is_the_network_in_evaluation(space: Space) -> None:
-    """The same by running statistics, which a child takes over from the supernet."""
+    """The same with running statistics, which a child copies from the supernet."""
     x, layout = images(), space.layout()
     supernet = build_supernet(space)
     gather_statistics(supernet, x)
@@ -83,7 +83,7 @@ def candidates_outside_live_never_run(space: Space) -> None:
 
 @fixed_noise()
 def live_gives_what_zero_weights_give(space: Space) -> None:
-    """`live` only saves work: leaving candidates out equals running them with weight 0."""
+    """`live` only saves work: skipping candidates equals running them with weight 0."""
     x, layout, supernet = images(), space.layout(), build_supernet(space).train()
     for genotype in some_genotypes(layout):
         weights = one_hot(layout, genotype)
@@ -94,7 +94,7 @@ def live_gives_what_zero_weights_give(space: Space) -> None:
 
 @fixed_noise()
 def combining_by_the_mix_gives_what_weights_give(space: Space) -> None:
-    """A mix that combines a choice's outputs itself is asked in the same places as plain weights are read."""
+    """A mix that combines a choice's outputs itself is called wherever plain weights would be read."""
     x, layout, supernet = images(), space.layout(), build_supernet(space).train()
     plain = WeightMix(layout, random_weights(layout, seed=3))
     require_close(supernet(x, _Combining(plain)), supernet(x, plain), "`Mix.combine` must serve where weights do")
@@ -169,7 +169,7 @@ def stages_are_one_per_resolution(space: Space) -> None:
 
 @fixed_noise()
 def samples_survive_json_and_rebuild(space: Space) -> None:
-    """A genotype file is enough to rebuild the network."""
+    """The network can be rebuilt from a genotype file."""
     layout, x = space.layout(), images()
     for seed in range(3):
         genotype = sample(layout, seed)
@@ -200,7 +200,7 @@ def any_subset_of_candidates_works(space: Space) -> None:
 
 
 def norms_of_evaluation_networks_are_affine(space: Space) -> None:
-    """A network that is trained for good learns scale and shift in every batch-norm."""
+    """A network for training learns scale and shift in every BatchNorm."""
     for genotype in some_genotypes(space.layout(), number=2):
         network = space.network(genotype, SHAPE, NUM_CLASSES)
         plain = [n for n, m in network.named_modules() if isinstance(m, nn.BatchNorm2d) and not m.affine]
@@ -208,7 +208,7 @@ def norms_of_evaluation_networks_are_affine(space: Space) -> None:
 
 
 def gradients_reach_every_weight(space: Space) -> None:
-    """Under a uniform mix every weight of the supernet learns, from one batch or another: a narrow ReLU may be shut."""
+    """Under a uniform mix every weight of the supernet learns within a few batches: a narrow ReLU may be off in one."""
     layout, supernet = space.layout(), build_supernet(space, LARGE).train()
     uniform = {t.name: t.mask().double() / t.mask().sum(1, keepdim=True) for t in layout.tables}
     dead: list[str] = []
@@ -222,7 +222,7 @@ def gradients_reach_every_weight(space: Space) -> None:
 
 
 def auxiliary_tower_is_as_promised(space: Space) -> None:
-    """`has_auxiliary` spaces give second logits when asked to; others refuse."""
+    """Spaces with `has_auxiliary` return second logits on request; others refuse."""
     genotype, x = sample(space.layout(), seed=0), images()
     try:
         network = space.network(genotype, SHAPE, NUM_CLASSES, auxiliary=True).double()
@@ -291,7 +291,7 @@ def check_space(space: Space) -> None:
 
 
 class _Combining(Mix):
-    """Plain weights handed over one choice at a time."""
+    """Plain weights, applied one choice at a time."""
 
     def __init__(self, plain: WeightMix) -> None:
         self._plain = plain
