@@ -1,4 +1,4 @@
-"""The page on the architecture names files and functions that exist, and its picture shows the layers as they are."""
+"""The architecture page names existing files and functions, and its picture and walks match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation is run: Python blocks are executed, command lines must exist, links must lead somewhere."""
+"""The documentation works: Python blocks run, commands and their options exist, links lead to files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def command_lines() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("where", "line"), command_lines())
 def test_command_line_names_existing_options(where: str, line: str) -> None:
-    """Every command in the docs exists, and has the options that are shown."""
+    """Every command in the documentation exists and has the options shown."""
     from softcell.app.cli.main import COMMANDS, load_command
 
     words = shlex.split(line)
@@ -72,7 +72,7 @@ def test_command_line_names_existing_options(where: str, line: str) -> None:
 
 
 QUICK = ("show", "info", "convert", "list", "compare", "report")
-"""Commands that take no time: these lines are run, wherever they stand. Long ones are run in the tutorials."""
+"""Quick commands: their lines are run on every page. Long ones are run in the tutorials."""
 
 
 def save_in(run: Path, genotype: Genotype) -> None:
@@ -83,7 +83,7 @@ def save_in(run: Path, genotype: Genotype) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs that the documentation speaks of."""
+    """A folder with the runs that the documentation mentions."""
     root = tmp_path_factory.mktemp("documentation")
     genotype = notation.parse(DARTS_V2)
     genotype.save(root / "genotype.json")
@@ -114,14 +114,14 @@ def test_quick_command_line_runs(where: str, line: str, place: Path, monkeypatch
 
 
 class Reached(BaseException):
-    """A command has come to where the long work begins."""
+    """A command has reached its long work."""
 
 
 # Commands import these when they run; imported first under a patch, they would keep what it put there.
 importlib.import_module("softcell.app.cli.run")
 LONG = ("softcell.api.search_with", "softcell.api.search_seeds_with", "softcell.api.train_with")
 SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md": "nos"}
-"""Whose architectures a page speaks of; DARTS's elsewhere."""
+"""Spaces whose architectures a page mentions; DARTS's on other pages."""
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md"
 def test_long_command_line_gets_to_its_work(
     where: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings, recipes, budgets and architectures of long commands are made; only data and training are left out."""
+    """Long commands resolve settings, recipes, budgets and architectures; only data and training are left out."""
 
     if "--tensorboard" in line:
         pytest.importorskip("tensorboard", reason="an extra")

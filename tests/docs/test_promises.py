@@ -1,4 +1,4 @@
-"""The page of promises names tests that exist, and the promises that have no other place are tested here."""
+"""The page of promises names tests that exist. Promises without a test elsewhere are tested here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tutorials are followed from top to bottom in an empty folder: files written, Python executed, commands run.
 
-Only what takes long is made shorter: see `SHORTER` and the caps on epochs. The site is built as CI builds it.
+Only long work is shortened: see `SHORTER` and the caps on epochs. The site is built as CI builds it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def follow(kind: str, text: str, where: str, names: dict[str, Any]) -> None:
             exec(compile(text, where, "exec"), names)
         case "yaml":
             file = re.match(r"# (\S+)\n", text)
-            assert file is not None, f"{where}: a file's name must stand in its first line"
+            assert file is not None, f"{where}: the first line must be the file's name"
             Path(file[1]).write_text(text, encoding="utf-8")
         case "console":
             for line in text.replace("\\\n", " ").splitlines():
-                assert line.startswith("$ "), f"{where}: {line!r} is no command"
+                assert line.startswith("$ "), f"{where}: {line!r} is not a command"
                 command(shlex.split(line[2:], comments=True), where)
         case _:
             raise AssertionError(f"{where}: blocks of kind {kind!r} are not executed; use python, yaml or console")
