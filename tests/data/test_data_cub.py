@@ -189,9 +189,9 @@ def test_whole_images_are_scaled_whatever_their_aspect(root: Path, limit: int) -
     for images in (wider.train, joined):
         assert torch.equal(images.fetch_stored(torch.tensor([1]))[0], squared(files[1], 16))
         assert torch.equal(images.fetch(torch.tensor([1]))[0], squared(files[1], 16)[:, 1:15, 1:15])
-    with pytest.raises(UserError, match="at least the size that is seen, 14, but got 12"):
+    with pytest.raises(UserError, match="at least the image size, 14, but got 12"):
         load("cub200", root, image_size=14, scaled_to=12)
-    with pytest.raises(UserError, match="scaled_to is for photographs of cub200 alone, but got 12 for digits"):
+    with pytest.raises(UserError, match="scaled_to applies to cub200 only, but got 12 for digits"):
         load("digits", scaled_to=12)
 
 

@@ -34,7 +34,7 @@ def test_images_too_large_for_the_memory_are_refused_with_size_need_and_option(t
     # None: the system does not report it, and the allocation itself fails.
     monkeypatch.setattr("softcell.data.images._memory", lambda: machine)
     fill(tmp_path / "pets", {"dog": 5, "cat": 5})
-    why = "so much is not free" if machine is None else "the machine has 16.0 GiB"
+    why = "that much is not free" if machine is None else "the machine has 16.0 GiB"
     with pytest.raises(
         UserError, match=rf"8 images of 3000000x3000000 pixels need 201,\d+.\d GiB and {why}.*--image-size"
     ):
@@ -75,7 +75,7 @@ def test_a_test_folder_is_the_test_set(tmp_path, name):
     assert (len(found.train), found.test.labels.tolist()) == (7, [1, 1]) and f"test: {name}/" in found.source
 
 
-def test_of_test_and_val_test_is_used_and_val_is_not_silently_lost(tmp_path):
+def test_test_is_preferred_to_val_with_a_warning(tmp_path):
     for name, count in (("train", 5), ("test", 2), ("val", 3)):
         fill(tmp_path / name, {"a": count, "b": count})
     with pytest.warns(UserWarning, match="val is not used"):
@@ -289,7 +289,7 @@ def test_wrong_folders_are_named(tmp_path):
 def test_other_files_in_a_class_folder_are_ignored_with_a_warning(tmp_path):
     fill(tmp_path, {"a": 3, "b": 3})
     (tmp_path / "a" / "notes.txt").write_text("x")
-    with pytest.warns(UserWarning, match=r"1 entries .* first a/notes\.txt"):
+    with pytest.warns(UserWarning, match=r"1 entries .* the first is a/notes\.txt"):
         assert len(load(tmp_path).train) == 4
 
 

@@ -82,6 +82,6 @@ def test_the_test_set_of_some_classes_stays_sealed() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 11])
-def test_a_number_of_classes_that_there_are_not_is_refused(number: int) -> None:
+def test_more_classes_than_there_are_is_refused(number: int) -> None:
     with pytest.raises(UserError, match=rf"`2 <= classes <= 10` must hold.*classes of digits.*classes={number}"):
         load("digits", some=SomeClasses(number))

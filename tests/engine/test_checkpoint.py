@@ -1,4 +1,4 @@
-"""A checkpoint comes back as it was, or is known to be spoilt."""
+"""A checkpoint is restored exactly, or known to be damaged."""
 
 import tempfile
 from collections import OrderedDict
@@ -124,7 +124,7 @@ def test_bytes_added_at_the_end_are_noticed(tmp_path: Path) -> None:
     assert number(tmp_path)[0] == 1
 
 
-def test_two_spoilt_files_are_an_error_that_names_both(tmp_path: Path) -> None:
+def test_two_damaged_files_are_an_error_that_names_both(tmp_path: Path) -> None:
     two_states(tmp_path)
     (tmp_path / CURRENT).write_bytes(b"")
     (tmp_path / PREVIOUS).write_bytes(b"nonsense" * 20)
@@ -132,7 +132,7 @@ def test_two_spoilt_files_are_an_error_that_names_both(tmp_path: Path) -> None:
         load_latest(tmp_path)
 
 
-def test_a_spoilt_current_file_does_not_push_out_the_good_previous_one(
+def test_a_damaged_current_file_does_not_replace_the_good_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_states(tmp_path)
@@ -142,7 +142,7 @@ def test_a_spoilt_current_file_does_not_push_out_the_good_previous_one(
     assert number(tmp_path)[0] == 1
 
 
-def test_a_newer_version_is_refused_and_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_refused_and_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, {"number": 1})
     monkeypatch.setattr(checkpoint, "VERSION", 2)
     save(tmp_path, {"number": 2})

@@ -1,4 +1,4 @@
-"""What a finished run left is verified when it is read: nothing that was changed passes for its result."""
+"""The files of a finished run are verified when they are read: no changed file passes for its result."""
 
 from __future__ import annotations
 

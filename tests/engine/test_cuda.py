@@ -73,7 +73,7 @@ def test_after_a_failed_recording_steps_draw_what_eager_ones_would() -> None:
 
         def bad(x: torch.Tensor) -> None:
             found[:, 1].index_copy_(0, x, torch.rand(1, 4, device=CUDA))
-            at[0] = int(x)  # asks the device for a value
+            at[0] = int(x)  # reads a value from the device
 
         steps = [CapturedStep(step, notes.append, warmup=0) if record else step for step in (good, bad)]
         for number in range(8):

@@ -51,7 +51,7 @@ def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         distributed.start("cpu")
 
 
-def test_each_rank_knows_its_place(found: list[dict[str, Any]]) -> None:
+def test_each_rank_knows_its_number_and_device(found: list[dict[str, Any]]) -> None:
     assert [rank["world"] for rank in found] == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
 
 

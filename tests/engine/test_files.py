@@ -1,4 +1,4 @@
-"""Files change in one step."""
+"""Files are written atomically."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def test_a_missing_folder_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
-    """A run folder from elsewhere must not have files outside of it written."""
+    """A run folder from an untrusted source must not cause writes outside of it."""
     (tmp_path / "precious").write_text("mine")
     (tmp_path / ".a.txt.tmp").symlink_to(tmp_path / "precious")
     atomic_write_text(tmp_path / "a.txt", "new")

@@ -1,4 +1,4 @@
-"""One process at a time works in a folder."""
+"""Only one process at a time works in a folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ except KeyboardInterrupt:
 
 
 def holding(folder: Path) -> subprocess.Popen[str]:
-    """Another process that has the folder."""
+    """Another process that holds the lock."""
     environment = {**os.environ, "PYTHONPATH": str(Path(softcell.__file__).parents[1])}
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)], env=environment, stdout=subprocess.PIPE, text=True
@@ -41,7 +41,7 @@ def holding(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_process_hears_which_one_has_the_folder_and_gets_it_after(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_with_the_holder_and_gets_the_lock_afterwards(tmp_path: Path) -> None:
     process = holding(tmp_path / "run")
     try:
         with pytest.raises(UserError) as caught, locked(tmp_path / "run"):
@@ -52,7 +52,7 @@ def test_a_second_process_hears_which_one_has_the_folder_and_gets_it_after(tmp_p
         assert process.communicate(timeout=20)[0] == "released\n"
     finally:
         process.kill()
-    assert not (tmp_path / "run").exists(), "nothing came into it"
+    assert not (tmp_path / "run").exists(), "it stayed empty"
     with locked(tmp_path / "run"):
         pass
 
@@ -81,7 +81,7 @@ def test_contexts_of_one_thread_nest_and_other_threads_wait_outside(tmp_path: Pa
     with locked(tmp_path):
         with locked(tmp_path / ".." / tmp_path.name):
             pass
-        assert (tmp_path / LOCK).exists(), "the outer one holds on"
+        assert (tmp_path / LOCK).exists(), "the outer context still holds it"
         other = threading.Thread(target=intrude)
         other.start()
         other.join()
@@ -89,7 +89,7 @@ def test_contexts_of_one_thread_nest_and_other_threads_wait_outside(tmp_path: Pa
     assert not (tmp_path / LOCK).exists()
 
 
-def test_an_error_releases_and_takes_back_the_folders_that_were_made(tmp_path: Path) -> None:
+def test_an_error_releases_the_lock_and_removes_created_folders(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), locked(tmp_path / "a" / "b"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
@@ -98,8 +98,8 @@ def test_an_error_releases_and_takes_back_the_folders_that_were_made(tmp_path: P
     assert (tmp_path / "a" / "b" / "result").exists()
 
 
-def test_a_file_that_was_removed_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening and locking, the one before removes its file: a lock on that would be seen by nobody."""
+def test_a_lock_file_that_was_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous holder removes its file between opening and locking: nobody would see a lock on it."""
     real, times = fcntl.flock, []
 
     def flock(descriptor: int, how: int) -> None:
@@ -134,15 +134,15 @@ def test_without_locks_of_the_file_system_the_file_decides(
     assert ("delete" in str(caught.value)) is (host == "elsewhere")
 
 
-def test_the_lock_keeps_space_that_can_be_given_up(tmp_path: Path) -> None:
+def test_the_lock_reserves_space_that_can_be_freed(tmp_path: Path) -> None:
     with locked(tmp_path):
         assert (tmp_path / LOCK).stat().st_size > RESERVE
         free_reserve(tmp_path)
         assert (tmp_path / LOCK).stat().st_size < 1000
-        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid(), "and still says who has it"
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid(), "and still names the holder"
 
 
-def test_a_folder_that_cannot_be_made_or_written_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_or_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(UserError, match="needs a folder"), locked(place):

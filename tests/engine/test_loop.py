@@ -94,7 +94,7 @@ def test_an_interruption_saves_its_state_and_says_how_to_resume(tmp_path: Path) 
     assert (started[1].epoch, started[1].step) == (1, 2)
 
 
-def test_a_signal_during_the_end_of_an_epoch_is_heard(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_a_signal_during_the_end_of_an_epoch_stops_the_run(tmp_path: Path, whole: dict[str, Any]) -> None:
     class Struck(Toy):
         def end_epoch(self, epoch: int) -> dict[str, Any]:
             if epoch == 0:
@@ -114,7 +114,7 @@ def test_handlers_are_as_before_after_a_run(tmp_path: Path) -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_a_checkpoint_is_never_run_over(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_overwritten_by_a_new_run(tmp_path: Path) -> None:
     loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
     with pytest.raises(UserError, match=r"--resume.*--out"):
         loop.run(Toy(num_epochs=1), tmp_path, ALONE, resume=False)
@@ -137,7 +137,7 @@ def test_resuming_without_a_checkpoint_starts_and_says_so(tmp_path: Path) -> Non
     assert "no checkpoint" in events[0].text
 
 
-def test_a_spoilt_checkpoint_costs_one_epoch_and_a_note(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_a_damaged_checkpoint_costs_one_epoch_and_a_note(tmp_path: Path, whole: dict[str, Any]) -> None:
     loop.run(Toy(), tmp_path, ALONE, resume=False)
     (tmp_path / checkpoint.CURRENT).write_bytes(b"spoilt")
     events: list[Event] = []
@@ -192,7 +192,7 @@ def test_a_signal_together_with_a_failure_saves_no_bad_state(tmp_path: Path) -> 
     assert checkpoint.load_latest(tmp_path) is None
 
 
-def test_checkpoints_come_every_so_many_epochs_and_files_with_every_one(tmp_path: Path) -> None:
+def test_checkpoints_follow_save_every_epochs_and_files_every_epoch(tmp_path: Path) -> None:
     seen, saved = [], []
 
     def look(event: Event) -> None:
@@ -208,7 +208,7 @@ def test_checkpoints_come_every_so_many_epochs_and_files_with_every_one(tmp_path
         loop.run(Toy(), tmp_path, ALONE, resume=True, save_every_epochs=0)
 
 
-def test_slow_saving_is_done_as_often_as_it_may_take_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_saving_keeps_within_its_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[tuple[int, int]] = []
     save, killed = checkpoint.save, tmp_path / "killed"
     for folder in (tmp_path / "whole", tmp_path / "cut", killed):
@@ -296,7 +296,7 @@ def test_too_few_batches_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [{"_records": {"metrics": 1}}, {"epoch": 3}, {"_records": {"../x": 1}}])
-def test_names_of_the_loops_own_are_refused(tmp_path: Path, names: dict[str, Any]) -> None:
+def test_names_reserved_for_the_loop_are_refused(tmp_path: Path, names: dict[str, Any]) -> None:
     class Named(Toy):
         def end_epoch(self, epoch: int) -> dict[str, Any]:
             return names

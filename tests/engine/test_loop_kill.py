@@ -1,4 +1,4 @@
-"""A run that is killed without warning, anywhere, and resumed must equal one that was left alone."""
+"""A run that is killed at any point and resumed equals an uninterrupted one."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Run folders: refusing, updating, migrating."""
+"""Run folders: create, update, overwrite, read old ones."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import softcell
-from softcell.engine import manifest as provenance
+from softcell.engine import manifest as manifests
 from softcell.engine.files import FILE_LIST, atomic_write_text, listed_files
 from softcell.engine.manifest import VERSION, new_manifest
 from softcell.engine.runfolder import MANIFEST, RunFolder
@@ -21,7 +21,7 @@ def stored(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_manifest_tells_where_a_run_comes_from(tmp_path: Path) -> None:
+def test_a_manifest_records_where_a_run_comes_from(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "a" / "run", new_manifest("search", RECIPE, 7))
     manifest = RunFolder.open(folder.path).manifest
     assert manifest == folder.manifest == stored(folder.path)
@@ -30,7 +30,7 @@ def test_a_manifest_tells_where_a_run_comes_from(tmp_path: Path) -> None:
     assert manifest["recipe"] == RECIPE
     assert manifest["results"] == {}
     assert set(manifest["versions"]) == {"python", "torch", "numpy", "softcell"}
-    assert manifest["versions"]["softcell"] == softcell.__version__, "of the code that runs, installed or not"
+    assert manifest["versions"]["softcell"] == softcell.__version__, "the version of the running code, installed or not"
     assert set(manifest["hardware"]) == {"cpu", "cores", "memory", "gpus"}
     assert manifest["created"].endswith("+00:00")
     assert manifest["finished"] is None
@@ -68,7 +68,7 @@ def test_overwriting_clears_the_old_run_and_spares_other_files(tmp_path: Path) -
     assert listed_files(tmp_path) == {FILE_LIST, MANIFEST}
 
 
-def test_a_run_of_an_earlier_version_loses_only_files_with_names_that_it_gave(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_loses_only_files_with_known_names(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, new_manifest("search", {}, 0))
     (tmp_path / FILE_LIST).unlink()
     ours = ("checkpoint.bin", "metrics.jsonl", "genotype.json", "architecture-normal.svg", "report.html")
@@ -96,7 +96,7 @@ def test_a_run_with_a_damaged_manifest_can_be_overwritten(tmp_path: Path) -> Non
     assert stored(tmp_path)["seed"] == 1
 
 
-def test_a_list_that_names_other_kinds_of_files_or_places_deletes_none_of_them(tmp_path: Path) -> None:
+def test_a_list_that_names_other_kinds_of_files_or_paths_deletes_none_of_them(tmp_path: Path) -> None:
     run = tmp_path / "run"
     RunFolder.create(run, new_manifest("search", {}, 0))
     (tmp_path / "outside.json").write_text("mine")
@@ -108,14 +108,14 @@ def test_a_list_that_names_other_kinds_of_files_or_places_deletes_none_of_them(t
     assert (tmp_path / "outside.json").exists() and (run / "thesis.docx").exists()
 
 
-def test_a_list_of_somebody_else_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_file_list_of_another_program_is_ignored(tmp_path: Path) -> None:
     (tmp_path / FILE_LIST).write_text("bread\nbutter\n")
     with pytest.raises(UserError, match="empty folder"):
         RunFolder.create(tmp_path, new_manifest("search", {}, 0))
     assert (tmp_path / FILE_LIST).read_text() == "bread\nbutter\n"
 
 
-def test_a_part_of_a_run_that_leads_elsewhere_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_part_of_a_run_that_is_a_link_is_not_overwritten(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "mine", new_manifest("train", {}, 0))
     atomic_write_text(tmp_path / "mine" / "metrics.jsonl", "mine")
     RunFolder.create(tmp_path / "foreign", new_manifest("train", {}, 0))
@@ -123,7 +123,7 @@ def test_a_part_of_a_run_that_leads_elsewhere_is_not_overwritten(tmp_path: Path)
     with pytest.raises(UserError, match="is a link to"):
         RunFolder.create(tmp_path / "foreign" / "random-1", new_manifest("train", {}, 0), overwrite=True)
     assert (tmp_path / "mine" / "metrics.jsonl").read_text() == "mine"
-    (tmp_path / "link").symlink_to(tmp_path / "mine")  # as users do whose runs lie on another disk
+    (tmp_path / "link").symlink_to(tmp_path / "mine")  # as users do who keep runs on another disk
     RunFolder.create(tmp_path / "link", new_manifest("train", {}, 0), overwrite=True)
 
 
@@ -189,8 +189,8 @@ def test_a_run_with_an_engine_of_earlier_versions_is_read(tmp_path: Path) -> Non
 
 def test_provenance_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert provenance.commit(tmp_path) is None
-    assert provenance.commit(tmp_path / "none") is None
+    assert manifests.commit(tmp_path) is None
+    assert manifests.commit(tmp_path / "none") is None
     monkeypatch.setenv("PATH", "")
-    assert provenance.commit() is None
-    json.dumps(provenance.collect())
+    assert manifests.commit() is None
+    json.dumps(manifests.collect())

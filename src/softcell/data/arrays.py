@@ -42,7 +42,7 @@ def _channels_first(pixels: AnyArray, key: str, path: Path) -> AnyArray:
 
 
 def _factor(pixels: AnyArray) -> int:
-    """What brings the values to 0..255: 255 for booleans and for floats in 0..1, else 1."""
+    """The factor that scales the values to 0..255: 255 for booleans and for floats in 0..1, else 1."""
     if pixels.dtype.kind == "b":
         return 255
     return 255 if pixels.dtype.kind == "f" and float(pixels.max()) <= 1 else 1

@@ -36,7 +36,7 @@ _LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601
 
 @dataclass(frozen=True, slots=True)
 class Augment:
-    """What is done to training images at random.
+    """The random changes to training images.
 
     crop_padding: pad by this many black pixels on each side, then crop back to the size.
     flip: mirror left and right with probability one half.
@@ -72,7 +72,7 @@ class Augment:
 
     @property
     def from_stored(self) -> bool:
-        """Whether all of a stored image is drawn from, not just the centre that is seen."""
+        """Whether crops are drawn from the whole stored image, not only from its centre."""
         return self.resized_crop or self.window
 
 

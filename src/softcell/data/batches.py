@@ -40,7 +40,7 @@ class Batch:
 
 
 Draft = tuple[Tensor, ...]
-"""What a batch is made of, on the device: (index [n], epoch []), of images read from files (pixels, labels) before."""
+"""What a batch is made from, on the device: (index [n], epoch []), preceded by (pixels, labels) if read from files."""
 
 
 class SmallDataWarning(UserWarning):
@@ -48,7 +48,7 @@ class SmallDataWarning(UserWarning):
 
 
 class _BatchReader(TorchDataset[Tensor | str]):
-    """What worker processes run: item k is the stored pixels of batch k, or the message of a UserError.
+    """Read by worker processes: item k is the stored pixels of batch k, or the message of a UserError.
 
     A message instead of the exception, because a DataLoader would bury it under the worker's traceback.
     """
@@ -133,11 +133,11 @@ class Batches:
         return self.indices[permutation(self.seed, epoch, len(self.indices), "order")]
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from number `start` on, exactly as a full pass would give them."""
+        """The batches of one epoch from number `start` on, identical to those of a full pass."""
         return (self.finish(*draft) for draft in self.drafts(epoch, start))
 
     def drafts(self, epoch: int, start: int = 0) -> Iterator[Draft]:
-        """The same batches before `finish`, which a recorded step does itself: nothing is launched for them here."""
+        """The same batches before `finish`, which a recorded step calls itself: nothing is launched here."""
         if not 0 <= start <= self.num_batches:
             raise UserError(
                 f"0 <= start <= num_batches must hold, but got start={start}, "
@@ -152,7 +152,7 @@ class Batches:
 
     @property
     def draft_size(self) -> int:
-        """How many tensors a draft has."""
+        """The number of tensors of a draft."""
         return 4 if isinstance(self.images, Files) else 2
 
     def _slice(self, order: Tensor, number: int) -> Tensor:
@@ -213,7 +213,7 @@ class Batches:
 
 
 def _num_cores() -> int:
-    """Cores this process may use, which in a container are fewer than the machine has."""
+    """The cores that this process may use; in a container fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -260,7 +260,7 @@ _PIXELS_AT_ONCE = 256 * 32 * 32
 
 @dataclass(frozen=True, slots=True)
 class Feeds:
-    """Makes `Batches` of a dataset on one device for one rank."""
+    """Makes the `Batches` of one run: the settings that all of its loaders share."""
 
     dataset: Dataset
     batch_size: int
@@ -275,12 +275,12 @@ class Feeds:
         return self._batches(self.dataset.train, indices, self.seed * 16 + stream, augment, training=True)
 
     def plain(self, images: Images, indices: Tensor | None = None) -> Batches:
-        """Every image once, in order, as it is."""
+        """Every image once, in order, without augmentation."""
         chosen = torch.arange(len(images)) if indices is None else indices
         return self._batches(images, chosen, self.seed, None, training=False)
 
     def _plain_size(self, images: Images) -> int:
-        """How many images are looked at together: on a GPU enough to fill it, as no gradient keeps anything."""
+        """Images per batch without training: on a GPU enough to fill it, since no activations are kept."""
         if self.device.type != "cuda":
             return self.batch_size
         fitting = _PIXELS_AT_ONCE // (images.shape[1] * images.shape[2])

@@ -38,7 +38,7 @@ def datasets() -> dict[str, str]:
 
 
 def _root(root: str | Path | None) -> Path:
-    """Where named datasets are looked for: the argument, else $SOFTCELL_DATA, else ./data."""
+    """The folder of named datasets: the argument, else $SOFTCELL_DATA, else ./data."""
     return Path(root or os.environ.get(_ROOT_VARIABLE) or "data").expanduser()
 
 
@@ -71,8 +71,8 @@ def load(
     scaled_to: side that photographs of cub200 are scaled to before a square of `image_size` is taken out of them.
     memory_limit: bytes of pixels up to which image folders are held in memory; beyond, files are decoded
         each time they are read.
-    some: a number of classes to draw at random; None for all.
-    A name goes before a path: a folder that is called digits is ./digits.
+    some: draw this many classes at random; None for all.
+    A known name is preferred to a path: a folder called digits is ./digits.
 
     Example:
         >>> from softcell.data import load
@@ -97,13 +97,13 @@ def _load(
     scaled_to: int | None,
     some: SomeClasses | None,
 ) -> Dataset:
-    if some is not None and str(name_or_path) != "imagenet":  # which decodes no more than it needs
+    if some is not None and str(name_or_path) != "imagenet":  # which decodes only the files it needs
         return with_some_classes(_load(name_or_path, root, image_size, memory_limit, scaled_to, None), some)
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)
     if scaled_to is not None and name not in cub.NAMES:
-        raise UserError(f"scaled_to is for photographs of cub200 alone, but got {scaled_to} for {name}; leave it out")
+        raise UserError(f"scaled_to applies to cub200 only, but got {scaled_to} for {name}; leave it out")
     if name == "imagenet":
         return load_imagenet(_root(root), image_size, memory_limit, some)
     if name in cub.NAMES:

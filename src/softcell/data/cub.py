@@ -2,7 +2,7 @@
 
 Wah et al.: The Caltech-UCSD Birds-200-2011 Dataset, 2011. The folder has `images.txt` (number, path),
 `image_class_labels.txt`, `classes.txt`, `train_test_split.txt` (1 for training), `images/` and `bounding_boxes.txt`
-(left, top, width, height in pixels). As `cub200-boxes` every image is cropped to the square around its bird.
+(left, top, width, height in pixels). `cub200-boxes` crops every image to the square around its bird.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZE = 448
 
 
 def read_table(file: Path) -> dict[int, str]:
-    """Lines of a number and a text."""
+    """A file with a number and a text per line."""
     found: dict[int, str] = {}
     try:
         text = file.read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def read_table(file: Path) -> dict[int, str]:
 
 
 def read_boxes(file: Path, images: Iterable[int]) -> dict[int, Box]:
-    """The boxes of all `images` by their number."""
+    """The boxes of all `images`, by number."""
     found: dict[int, Box] = {}
     for number, text in read_table(file).items():
         try:
@@ -63,7 +63,7 @@ def read_boxes(file: Path, images: Iterable[int]) -> dict[int, Box]:
 
 
 def read_parts(file: Path) -> dict[int, bool]:
-    """By their number, whether images are for training; some must be."""
+    """Whether each image is for training, by number; at least one must be."""
     found: dict[int, bool] = {}
     for key, text in read_table(file).items():
         if text.strip() not in ("0", "1"):
@@ -81,13 +81,13 @@ def read_parts(file: Path) -> dict[int, bool]:
 
 
 def _line_of(file: Path, key: int) -> int:
-    """Where a table speaks of `key`; the last such line counts."""
+    """The last line of a table that has `key`."""
     lines = file.read_text(encoding="utf-8").splitlines()
     return max(number for number, line in enumerate(lines, 1) if line.strip() and int(line.split()[0]) == key)
 
 
 def check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path]) -> None:
-    """Raises `UserError` where a box has nothing in common with its image; only headers are read."""
+    """Raise `UserError` if a box lies outside its image; reads only headers."""
 
     def outside(key: int) -> tuple[int, int] | None:
         left, top, width, height = boxes[key]
@@ -108,13 +108,13 @@ def check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path])
 def load_cub(
     root: Path, image_size: int | None, memory_limit: int, *, boxed: bool = False, scaled_to: int | None = None
 ) -> Dataset:
-    """`root` is CUB_200_2011/ or the folder above it; the official split, its second part being the test set.
+    """CUB-200-2011 with its official test set; without a test set if all images are for training.
 
-    Where all images are for training there is no test set.
-    Every whole image is scaled to a square of `scaled_to` pixels, which is the image size itself unless said otherwise
-    (full-attention NAS, §IV-E: 448; §IV-F: 256, of which 227 are seen). Evaluation sees the centre of that, training
-    takes random crops from all of it. `boxed`: of every image there is only the square around its bounding box, with
-    a margin (8/7 of it, unless said otherwise), so that evaluation sees just the square.
+    `root` is CUB_200_2011/ or the folder above it.
+    Every whole image is scaled to a square of `scaled_to` pixels, by default the image size (full-attention NAS, §IV-E:
+    448; §IV-F: 256, of which 227 are used). Evaluation uses the centre of that, training takes random crops. `boxed`:
+    only the square around the bounding box is kept, with a margin (by default 8/7), so that evaluation uses exactly
+    that square.
     """
     folder = root if (root / FILES[0]).is_file() else root / "CUB_200_2011"
     for name in (*FILES, BOXES) if boxed else FILES:
@@ -132,7 +132,7 @@ def load_cub(
     wrong = next((key for key, label in labels.items() if not label.isdigit() or int(label) not in place), None)
     if wrong is not None:
         raise UserError(
-            f"{folder / FILES[1]}: image {wrong} has the class {labels[wrong]!r}, which classes.txt has not"
+            f"{folder / FILES[1]}: image {wrong} has the class {labels[wrong]!r}, which is not in classes.txt"
         )
     boxes = read_boxes(folder / BOXES, names) if boxed else None
     if boxes is not None:
@@ -140,7 +140,7 @@ def load_cub(
     size = image_size or _SIZE
     stored = scaled_to or (round(size * 8 / 7) if boxed else size)
     if stored < size:
-        raise UserError(f"images must be scaled to at least the size that is seen, {size}, but got {stored}")
+        raise UserError(f"scaled_to must be at least the image size, {size}, but got {stored}")
     resident = len(names) * 3 * stored * stored <= memory_limit
 
     def images(*, is_test: bool) -> Images:
@@ -161,7 +161,7 @@ def load_cub(
         Augment(resized_crop=True, flip=True),
         "CUB-200-2011, Wah et al. 2011; the official split; "
         + ("the square around every bounding box" if boxed else "whole images, scaled to squares"),
-        # A picture from elsewhere has no box: whoever uses such a network gives it the square itself.
+        # Other pictures have no box: users of such a network pass the square itself.
         scaled_to=None if boxed else (stored, stored),
         whole=not boxed,
     )

@@ -1,4 +1,4 @@
-"""A dataset: training images, perhaps test images, what is known about them; some of its classes; its fingerprint."""
+"""A dataset: training images, optional test images, their statistics, random subsets of classes, fingerprints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softcell.data.splits import fingerprint, split
 from softcell.errors import UserError
 
 _STATISTICS_SAMPLE = 512  # images decoded for mean and std when not all are in memory
-_SMALLEST_STD = 1 / 255  # of a channel that never varies
+_SMALLEST_STD = 1 / 255  # for a constant channel
 _SPLIT_SEED = 0
 TEST_FRACTION = 0.2
 MOST_STATED = 100_000
@@ -32,10 +32,10 @@ class Dataset:
     """Images with the names of their classes.
 
     mean, std: per channel over the training images, in 0..1 units; std is at least 1/255.
-    augment: what suits these images in training. source: one line on where they come from.
+    augment: the default augmentation in training. source: one line on where the images come from.
     test: never read in a search; see `softcell.data.guard`.
-    scaled_to: (H', W') that a picture is scaled to before its centre is looked at, None where that is all of it.
-    whole: whether all of a picture is scaled to that, whatever its aspect, or a central part of that aspect.
+    scaled_to: (H', W') that a picture is scaled to before its centre is taken; None if nothing is cut off.
+    whole: whether the whole picture is scaled to that, changing its aspect, or a central part of that aspect.
 
     Example:
         >>> from softcell.data import load
@@ -66,7 +66,7 @@ class Dataset:
 
 
 def _blocks(images: Images, size: int) -> Iterator[Tensor]:
-    """The images to take statistics of, in blocks uint8 [n, C, H, W]."""
+    """The images for the statistics, in blocks uint8 [n, C, H, W]."""
     chosen = torch.arange(len(images))
     if isinstance(images, Files) and len(images) > _STATISTICS_SAMPLE:
         # Evenly spaced: files are sorted by class, so this is a sample of all classes.
@@ -78,7 +78,7 @@ def _blocks(images: Images, size: int) -> Iterator[Tensor]:
 def statistics(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std of each channel in 0..1 units, of all images (of 512 spread evenly when they are `Files`).
 
-    Taken from a histogram of the 256 values: exact, whatever the number of images.
+    Computed from a histogram of the 256 values, so exact for any number of images.
     """
     channels = images.shape[0]
     histogram = np.zeros((channels, 256), np.float64)
@@ -110,7 +110,7 @@ def from_arrays(
 
 
 def hold_out_test(labels: NDArray[np.int64], classes: tuple[str, ...], where: str) -> tuple[Tensor, Tensor, str]:
-    """Train indices, test indices and a note on them, for data that comes without a test set.
+    """Train indices, test indices and a note on them, for data without a test set.
 
     A fifth of `labels` int64 [N], stratified. The seed is fixed: the same data always has the same test set.
     """
@@ -129,7 +129,7 @@ def hold_out_test(labels: NDArray[np.int64], classes: tuple[str, ...], where: st
 
 
 def check_fixed_size(name: str, image_size: int | None, actual: tuple[int, int]) -> None:
-    """Raise UserError if another size is asked of images that are not resized."""
+    """Raise UserError if `image_size` differs from the size of images that are not resized."""
     if image_size is not None and (image_size, image_size) != actual:
         raise UserError(
             f"image_size only applies to image folders and imagenet, but got image_size={image_size} "
@@ -145,7 +145,7 @@ class SomeClasses:
     seed: int = 0
 
     def draw(self, classes: Sequence[str], where: str) -> list[int]:
-        """Which of the classes are taken, in their own order."""
+        """The numbers of the drawn classes, sorted."""
         if not 2 <= self.number <= len(classes):
             raise UserError(
                 f"`2 <= classes <= {len(classes)}` must hold, the number of classes of {where}, but got "
@@ -159,7 +159,7 @@ class SomeClasses:
 
 
 def with_some_classes(dataset: Dataset, some: SomeClasses) -> Dataset:
-    """The images of some classes, numbered from 0 in their own order; mean and std stay those of all."""
+    """The images of some classes, numbered from 0 in order; mean and std stay those of all classes."""
     taken = some.draw(dataset.classes, dataset.name)
     return replace(
         dataset,
@@ -178,7 +178,7 @@ def _among(images: Images, taken: Sequence[int]) -> Images:
 
 
 def renumbered(labels: Tensor, taken: Sequence[int]) -> Tensor:
-    """Labels int64 [n], all of them among the sorted `taken`, to their places in it."""
+    """Labels int64 [n], all in the sorted `taken`, as indices into it."""
     return torch.searchsorted(torch.tensor(taken), labels)
 
 
@@ -193,7 +193,7 @@ def content_of(dataset: Dataset) -> dict[str, str]:
     the contents of 64, both spread evenly; and separately the modification times, which also change when a dataset is
     copied. A fingerprint is computed once per process and dataset.
 
-    The test images have none: nothing reads them before the last epoch, and no step depends on them.
+    The test images are not included: no step depends on them.
     """
     return {f"train_{key}": value for key, value in _content(dataset.train).items()}
 
@@ -206,7 +206,7 @@ def _content(images: Images) -> dict[str, str]:
 
 def _of_pixels(images: Images) -> dict[str, str]:
     if not isinstance(images, Resident):
-        return {"labels": _labels(images)}  # a user's own images, which may be costly to read
+        return {"labels": _labels(images)}  # a user's own class, which may be slow to read
     total = hashlib.sha256(str((images.pixels.shape, images.shape)).encode())
     for block in torch.split(images.pixels, _BLOCK):
         total.update(np.ascontiguousarray(block.cpu().numpy()).data)
@@ -234,5 +234,5 @@ def _of_files(images: Files) -> dict[str, str]:
 
 
 def _spread(count: int, most: int) -> range:
-    """At most `most` of `count` numbers, evenly spread: files are sorted by class, so these are of all classes."""
+    """At most `most` of `count` numbers, evenly spaced: files are sorted by class, so all classes are covered."""
     return range(0, count, max(1, math.ceil(count / most)))

@@ -1,4 +1,4 @@
-"""Decode one image file of any kind to uint8, or say which file cannot be decoded and why."""
+"""Decodes an image file of any kind to uint8; an error names the file and the reason."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class DecodeError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is known of an image without decoding it: its upright size and whether its mode is grey."""
+    """The upright size of an image and whether its mode is grey, read without decoding it."""
 
     height: int
     width: int
@@ -41,9 +41,9 @@ class Header:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    """The image at `path`; whatever goes wrong while it is in use is a UserError that names the file."""
-    if path.exists() and not path.is_file():  # to open a pipe would wait for whoever writes to it
-        raise UserError(f"every image must be a regular file, but {path} is none; remove it")
+    """The image at `path`; any error while it is open becomes a UserError that names the file."""
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+        raise UserError(f"every image must be a regular file, but {path} is not; remove it")
     try:
         with Image.open(path) as image:
             yield image
@@ -85,7 +85,7 @@ def _to_eight_bits(image: Image.Image, path: Path) -> Image.Image:
 def _to_mode(image: Image.Image, channels: int, path: Path) -> Image.Image:
     """The image in mode L (channels=1) or RGB (channels=3); transparency is laid over white.
 
-    White, because that is what drawings and icons with black strokes are made for.
+    White, because drawings and icons with black strokes assume it.
     """
     mode = "L" if channels == 1 else "RGB"
     if image.mode == "F":
@@ -104,13 +104,12 @@ def _to_mode(image: Image.Image, channels: int, path: Path) -> Image.Image:
 def _fit(image: Image.Image, height: int, width: int) -> Image.Image:
     """Scale so that `height` x `width` is covered and take the centre.
 
-    One resampling of the central box, not a full resize and a crop, so that a 1 x 100,000 image does
-    not become a giant on its way.
+    One resampling of the central box instead of a resize and a crop, which would make a 1 x 100,000 image huge.
     """
     if image.size == (width, height):
         return image
     scale = min(image.width / width, image.height / height)
-    # Rounding must not push the box past a border, on no side: Pillow refuses that.
+    # Rounding must not push the box past a border: Pillow refuses that.
     left, top = max(0.0, (image.width - width * scale) / 2), max(0.0, (image.height - height * scale) / 2)
     right, bottom = min(left + width * scale, image.width), min(top + height * scale, image.height)
     return image.resize((width, height), Image.Resampling.BILINEAR, box=(left, top, right, bottom))
@@ -123,7 +122,7 @@ Box = tuple[float, float, float, float]
 def square_around(box: Box, width: int, height: int, margin: float) -> tuple[int, int, int, int]:
     """(left, top, right, bottom) of a square around `box` in an image; its side is the box's longer one times `margin`.
 
-    It is moved into the image where it reaches over a border, and no longer than the image's short side.
+    It is moved into the image if it crosses a border, and is at most as long as the image's short side.
     """
     left, top, wide, high = box
     side = min(max(1, round(max(wide, high) * margin)), width, height)
@@ -151,7 +150,7 @@ def decode(
         if box is not None:
             upright = upright.crop(square_around(box, upright.width, upright.height, margin))
         converted, (height, width) = _to_mode(upright, channels, path), size
-        # Pillow gives the image itself back where it has this size already.
+        # Pillow returns the image itself if it has this size already.
         fitted = converted.resize((width, height), Image.Resampling.BILINEAR) if whole else _fit(converted, *size)
         pixels = np.array(fitted, np.uint8)
     return pixels.reshape(*size, channels).transpose(2, 0, 1)

@@ -27,7 +27,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _IMAGENET_SIZE = 224
 _TEST_FOLDERS = ("test", "val")
-_SMALLEST, _LARGEST, _STEP = 32, 224, 8  # of a size that is chosen here
+_SMALLEST, _LARGEST, _STEP = 32, 224, 8  # limits and step of a chosen size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Scan:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in `folder`, sorted by name, hidden files left out."""
+    """The entries of `folder`, sorted by name, without hidden ones."""
     try:
         with os.scandir(folder) as found:
             return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda e: e.name)
@@ -102,7 +102,7 @@ def scan(root: Path, classes: tuple[str, ...] | None = None) -> Scan:
         raise UserError(f"an image folder must hold images in class folders, but {root} holds none")
     if ignored:
         warnings.warn(
-            f"{len(ignored)} entries of {root} are no images and are ignored, first {ignored[0]}",
+            f"{len(ignored)} entries of {root} are not images and are ignored, the first is {ignored[0]}",
             stacklevel=2,
         )
     return Scan(root, classes, tuple(names), np.array(labels, np.int64))
@@ -218,7 +218,8 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: S
     """`root` has train/ and val/ with one folder per class, or is the one above imagenet/ that has them.
 
     The short side is scaled to 8/7 of the image size (256 for 224) and the central square is kept; evaluation
-    sees the centre of that, training takes random resized crops from it. Of some classes alone files are decoded.
+    sees the centre of that, training takes random resized crops from it. With `some`, only files of these classes are
+    decoded.
     """
     folder = root if (root / "train").is_dir() else root / "imagenet"
     for part in ("train", "val"):
@@ -255,14 +256,14 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: S
 
 
 def scan_some_classes(part: Scan, taken: Sequence[int]) -> Scan:
-    """The same for files that have not been decoded yet."""
+    """The files of the classes `taken`, numbered from 0, before they are decoded."""
     kept = part.take(np.flatnonzero(np.isin(part.labels, taken)))
     numbers = renumbered(torch.from_numpy(kept.labels), taken)
     return replace(kept, classes=tuple(part.classes[number] for number in taken), labels=numbers.numpy())
 
 
 def load_unlabelled(root: Path, image_size: int | None, memory_limit: int = MEMORY_LIMIT) -> Dataset:
-    """All images below `root`, however deep; where it has a train/ with classes, those below that alone.
+    """All images below `root`, at any depth, without labels; only those below train/ if that has class folders.
 
     Sizes and colours are chosen as for a folder with classes. There is one class, and no test set.
     """
@@ -277,7 +278,7 @@ def load_unlabelled(root: Path, image_size: int | None, memory_limit: int = MEMO
         ]
     if len(names) < 2:
         raise UserError(
-            f"a folder to learn from must hold at least 2 images ({', '.join(sorted(SUFFIXES))}), but {root} holds "
+            f"a folder of images must hold at least 2 images ({', '.join(sorted(SUFFIXES))}), but {root} holds "
             f"{len(names)}"
         )
     part = Scan(top, ("image",), tuple(names), np.zeros(len(names), np.int64))

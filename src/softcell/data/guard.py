@@ -1,10 +1,10 @@
-"""A seal on the test set: code that must not look at it can be run where looking fails.
+"""A seal on the test set: within it any read of test images fails.
 
     with test_set_sealed():
         search(...)          # any read of test pixels raises AssertionError
 
-The seal counts for the whole process, all threads included: a loader thread must not be a way around it. Only runs that
-take turns in one process (`softcell.engine.interleave`) have each their own (`exchange_seal`).
+The seal holds for the whole process and all its threads, loader threads too. Only runs that take turns in one process
+(`softcell.engine.interleave`) have one each (`exchange_seal`).
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ test_set_sealed.__test__ = False  # type: ignore[attr-defined]
 
 
 def exchange_seal(depth: int | None) -> int:
-    """Gives how often the seal is on, and puts `depth` in its place: for runs that take turns. None: leaves it."""
+    """Return the nesting depth of the seal and install `depth`: for runs that take turns. None leaves it unchanged."""
     global _depth
     with _lock:
         before, _depth = _depth, _depth if depth is None else depth

@@ -50,9 +50,9 @@ class Images(ABC):
 
 
 def check_memory(count: int, shape: tuple[int, int, int], bytes_each: int = 1) -> None:
-    """Raises UserError unless `count` images of `shape` (C, H, W) fit into this machine's memory at all.
+    """Raise UserError unless `count` images of `shape` (C, H, W) fit into this machine's memory.
 
-    bytes_each: of one value of a pixel.
+    bytes_each: bytes per pixel and channel.
     """
     channels, height, width = shape
     needed, there = count * channels * height * width * bytes_each, _memory()
@@ -89,7 +89,7 @@ def centre_view(stored: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def box_of(boxes: NDArray[np.float64] | None, index: int) -> Box | None:
-    """Row `index` of boxes [N, 4], where there are any."""
+    """Row `index` of boxes [N, 4]; None without boxes."""
     if boxes is None:
         return None
     left, top, width, height = boxes[index].tolist()
@@ -139,7 +139,7 @@ class Resident(Images):
 
     @property
     def pixels(self) -> Tensor:
-        """All images as stored, uint8 [N, C, H', W'], without the guard of the test set: for fingerprints alone."""
+        """All images as stored, uint8 [N, C, H', W'], without the guard of the test set: only for fingerprints."""
         return self._pixels
 
     def to(self, device: torch.device | str) -> "Resident":
@@ -166,7 +166,7 @@ class Files(Images):
 
     names: paths relative to `root`, one per image. labels: int64 [N]. channels: 1 or 3.
     size: (H, W) as a network sees them. stored: the size decoded to before that centre is taken.
-    boxes: float [N, 4], what of each image is looked at (`softcell.data.decode.Box`); its square fills `size`.
+    boxes: float [N, 4], the part of each image that is used (`softcell.data.decode.Box`); its square fills `size`.
     whole: all of an image is scaled to `stored`, whatever its aspect; else a central part of that aspect.
 
     Example:
@@ -209,12 +209,12 @@ class Files(Images):
         return self.root / os.fsdecode(bytes(self._names[index]))
 
     def layout(self) -> bytes:
-        """What is known of the images without reading a file: names, sizes as seen and stored, boxes."""
+        """Names, sizes as seen and stored, and boxes, as bytes; reads no file."""
         boxes = b"" if self._boxes is None else self._boxes.astype("<f8").tobytes()
         sizes = str((self.shape, self.stored, self._whole)).encode()
         return b"\0".join((sizes, boxes, b"\0".join(map(bytes, self._names))))
 
-    def _looked_at(self, index: int) -> tuple[Box | None, float]:
+    def _box_and_margin(self, index: int) -> tuple[Box | None, float]:
         return box_of(self._boxes, index), self.stored[0] / self.shape[1]
 
     def fetch_stored(self, indices: Tensor) -> Tensor:
@@ -222,13 +222,13 @@ class Files(Images):
         return self.read(indices)
 
     def read(self, indices: Tensor) -> Tensor:
-        """What `fetch_stored` gives, without the guard.
+        """`fetch_stored` without the guard.
 
-        Only for worker processes, which cannot see the seal of their parent; the parent checks it.
+        Only for worker processes, which do not see the seal of their parent; the parent checks it.
         """
         out = self._room(len(indices))
         for row, index in enumerate(indices.tolist()):
-            at = self._looked_at(index)
+            at = self._box_and_margin(index)
             out[row] = decode(self.path(index), self.shape[0], self.stored, *at, whole=self._whole)
         return torch.from_numpy(out)
 
@@ -238,14 +238,14 @@ class Files(Images):
         check_memory(count, shape)
         try:
             return np.empty((count, *shape), np.uint8)
-        except MemoryError as error:  # taken by others, or a limit of this process
-            raise _too_large(count, shape, count * math.prod(shape), "so much is not free") from error
+        except MemoryError as error:  # used by others, or a limit of this process
+            raise _too_large(count, shape, count * math.prod(shape), "that much is not free") from error
 
 
 def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images:
-    """The images at the numbers int64 [n] given with each part, one part after the other, as one whole.
+    """The images at the numbers int64 [n] given with each part, concatenated.
 
-    Parts must be alike: all in memory or all in files, of one shape. Nothing is decoded or looked at.
+    All parts must be in memory or all in files, with the same shape. Nothing is decoded.
     """
     first, labels = parts[0][0], torch.cat([images.labels.cpu()[chosen] for images, chosen in parts])
     assert len({(type(images), images.shape) for images, _ in parts}) == 1, "parts of one dataset are alike"
@@ -256,7 +256,7 @@ def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images
     files = [(images, chosen) for images, chosen in parts if isinstance(images, Files)]
     boxes = [images._boxes[chosen.numpy()] for images, chosen in files if images._boxes is not None]
     names = [str(images.path(number).absolute()) for images, chosen in files for number in chosen.tolist()]
-    if len(files) == 1:  # one root: names stay as they are, so that the data may be moved
+    if len(files) == 1:  # one root: names stay relative, so that the data may be moved
         names = [os.fsdecode(bytes(first._names[number])) for number in files[0][1].tolist()]
     return Files(
         first.root,

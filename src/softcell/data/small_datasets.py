@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from softcell.data._pickles import check_labels, read_batch
 from softcell.data.augment import Augment
 from softcell.data.dataset import Dataset, from_arrays
-from softcell.data.pickles import check_labels, read_batch
 from softcell.errors import UserError
 
 _DIGITS = Path(__file__).parent / "assets" / "digits.npz"
@@ -38,7 +38,7 @@ def load_digits() -> Dataset:
 
 Part = tuple[NDArray[np.uint8], NDArray[np.int64]]
 _PIXELS = 3 * 32 * 32
-# Images per file; a file cut short at the end of a record could not be told from a whole one otherwise.
+# Images per file; otherwise a file cut short at the end of a record would look complete.
 RECORDS = {"data_batch": 10_000, "test_batch": 10_000, "train": 50_000, "test": 10_000}
 _CLASSES_10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CLASSES_100 = """
@@ -54,7 +54,7 @@ television tiger tractor train trout tulip turtle wardrobe whale willow_tree wol
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How one of the two datasets lies on disk."""
+    """The files of one of the two datasets."""
 
     name: str
     classes: tuple[str, ...]
@@ -169,7 +169,7 @@ def _read_svhn(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         content = loadmat(path, variable_names=["X", "y"])
         pixels, labels = np.asarray(content["X"]), np.asarray(content["y"])
     except Exception as error:
-        # The reader raises whatever the damaged bytes lead to.
+        # The reader raises many types on damaged bytes.
         raise UserError(
             f"an svhn file must be a whole MATLAB 5 file with X and y, but {path} is not "
             f"({type(error).__name__}: {error}); fetch it again from {_SVHN_SITE}"

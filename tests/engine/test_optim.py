@@ -1,4 +1,4 @@
-"""Optimisers whose parameters do not all take part in every step."""
+"""Optimisers whose parameters do not all have a gradient in every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def late(optimiser: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """The second parameter takes part from the third step on."""
+    """The second parameter has a gradient from the third step on."""
     for step in range(5):
         for i, parameter in enumerate(parameters):
             parameter.grad = torch.full_like(parameter, 1.0 + step + i) if i == 0 or step >= 2 else None
@@ -44,7 +44,7 @@ def test_parameters_may_join_late_on_a_gpu_and_after_a_resume() -> None:
     for resumed in (False, True):
         parameters = [nn.Parameter(torch.ones(n, device="cuda")) for n in (3, 2)]
         optimiser = sgd(parameters, torch.device("cuda"), lr=0.1, momentum=0.9, weight_decay=0.01)
-        if resumed:  # from a state of a CPU, which lacks the momenta of what has not taken part
+        if resumed:  # from a state of a CPU, which lacks momenta of parameters without gradients so far
             load_optimiser(optimiser, made()[0].state_dict())
         late(optimiser, parameters)
         for a, b in zip(parameters, expected[1], strict=True):
@@ -60,14 +60,14 @@ def test_gradients_are_copied_only_where_they_share_memory() -> None:
         [buffer[5:], buffer[:6]],
         [buffer, buffer],
         [buffer[2:4], buffer],
-        [buffer[0:12:2], buffer[1:12:2]],  # woven into each other: not worth telling apart
+        [buffer[0:12:2], buffer[1:12:2]],  # interleaved: copied, though they do not overlap
     ):
         first, second = _owned(meeting)
         assert first is meeting[0]
         assert second is not None and second.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
         torch.testing.assert_close(second, meeting[1])
     weight = torch.zeros(2, 3, 1, 1).to(memory_format=torch.channels_last)
-    gradient = buffer[:6].view(2, 3, 1, 1)  # laid out alike, though steps of single places differ
+    gradient = buffer[:6].view(2, 3, 1, 1)  # the same layout, though strides of size 1 differ
     assert gradient.stride() != weight.stride()
     seen = _laid_out_like(weight, gradient)
     assert seen is not None and seen.data_ptr() == buffer.data_ptr() and seen.stride() == weight.stride()

@@ -1,4 +1,4 @@
-"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA itself is played by a stand-in."""
+"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA itself is replaced by a stand-in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class State:
 
 
 class Generator:
-    """Stands in for a device's: as torch's, it stays in recording, and refuses to draw, where a recording failed."""
+    """Stands in for a device's generator: like torch's, it refuses to draw after a failed recording."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -74,7 +74,7 @@ class Recording:
 
     def replay(self) -> None:
         assert self.alive, "a recording that was dropped must not be replayed"
-        assert self.state is Recording.generator.state, "it would draw from a state that nobody saves"
+        assert self.state is Recording.generator.state, "it would draw from a state that is never saved"
         for call in self.calls:
             call()
 
@@ -83,7 +83,7 @@ class Recording:
 
 
 class Stream:
-    """Out of a pool that begins again after as many streams as torch's; each priority has its own."""
+    """From a pool that starts over after as many streams as torch's; each priority has its own."""
 
     dealt: ClassVar[dict[int, int]] = {}
 
@@ -106,7 +106,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(Stream, "dealt", {})
-    gc.collect()  # what earlier tests have left gives its streams back
+    gc.collect()  # frees the streams of earlier tests
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
@@ -177,12 +177,12 @@ def test_too_many_recordings_are_dropped_together_and_made_again_on_demand() -> 
     assert list(subject.run._graphs) == ["c", "b"]
 
 
-def test_no_two_steps_that_live_share_a_stream_however_many_torch_has_dealt_out() -> None:
+def test_no_two_live_steps_share_a_stream_however_many_torch_has_handed_out() -> None:
     mine = [Subject(warmup=1) for _ in range(3)]
     for subject in mine:
         subject("a", 0.0)
     for _ in range(STREAM_POOL):
-        Stream()  # somebody else's; the next is the first again
+        Stream()  # streams of others; the next one is the first again
     more = [Subject(warmup=1) for _ in range(STREAM_POOL)]
     for subject in more:
         subject("a", 0.0)
@@ -190,7 +190,7 @@ def test_no_two_steps_that_live_share_a_stream_however_many_torch_has_dealt_out(
     assert len(set(handles)) == len(handles) == STREAM_POOL + 3
 
 
-def test_streams_of_what_has_ended_are_taken_again_and_too_many_at_once_are_refused() -> None:
+def test_freed_streams_are_reused_and_too_many_at_once_are_refused() -> None:
     for _ in range(3 * STREAM_POOL * len(STREAM_PRIORITIES)):
         Subject(warmup=1)("a", 0.0)
     alive = [Subject(warmup=1) for _ in range(STREAM_POOL * len(STREAM_PRIORITIES))]
@@ -243,7 +243,7 @@ def test_a_run_that_records_nothing_says_why_once(engine: Engine, device: str, s
     assert said is None or (said in notes[0] and f"engine={engine}" in notes[0])
 
 
-def test_a_readback_gives_what_was_sent_one_call_before() -> None:
+def test_a_readback_returns_the_value_of_the_previous_call() -> None:
     back, value = Readback(), torch.zeros(2)
     assert back.exchange(value) is None
     value += 1

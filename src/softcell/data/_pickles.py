@@ -57,7 +57,7 @@ class _Array:
         kind = dtype.numpy()
         if len(data) != math.prod(shape) * kind.itemsize:
             raise pickle.UnpicklingError(f"{len(data)} bytes do not fill an array of {shape} {kind}")
-        # Copied, because bytes are read-only and torch wants to own what it wraps.
+        # Copied, because bytes are read-only and torch needs writable memory.
         self.value = np.frombuffer(data, kind).copy().reshape(shape, order="F" if fortran else "C")
 
 
@@ -97,7 +97,7 @@ def read_arrays(path: Path) -> dict[str, object]:
         with path.open("rb") as stream:
             content = _Unpickler(stream, encoding="latin1").load()
     except Exception as error:
-        # Damaged pickles raise nearly any type; nothing of them has been run.
+        # Damaged pickles raise nearly any type; none of their code has run.
         raise UserError(
             f"a data batch must be a whole pickle of arrays and lists only, but {path} is not "
             f"({type(error).__name__}: {error}); fetch the file again from its official source"

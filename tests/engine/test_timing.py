@@ -1,8 +1,9 @@
-"""The precision of a device: timed once, remembered, and float32 unless short numbers are clearly faster."""
+"""The precision of a device: timed once, cached, and float32 unless bfloat16 is clearly faster; and the stopwatch."""
 
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 @pytest.fixture
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """A pretended GPU on which a step takes as long as this says."""
+    """A fake GPU: seconds of a step by precision."""
     seconds = {"float32": 3.0, "bfloat16": 1.0}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Pretended")
@@ -47,7 +48,7 @@ def test_the_faster_one_is_chosen_reported_and_remembered(device: dict[str, floa
     assert set(json.loads(timing.cache_file().read_text()).values()) == {"bfloat16", "float32"}
 
 
-def test_a_small_gain_is_no_reason(device: dict[str, float]) -> None:
+def test_a_small_gain_does_not_choose_bfloat16(device: dict[str, float]) -> None:
     device["bfloat16"] = 2.9
     assert choose() == "float32"
 
@@ -60,7 +61,7 @@ def test_several_processes_do_not_try_but_use_what_is_known(device: dict[str, fl
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": "float8"}', "\x00"])
-def test_a_broken_memory_counts_for_nothing(device: dict[str, float], content: str) -> None:
+def test_a_damaged_cache_file_is_ignored(device: dict[str, float], content: str) -> None:
     timing.cache_file().parent.mkdir(parents=True)
     timing.cache_file().write_text(content)
     assert choose() == "bfloat16" and choose() == "bfloat16"
@@ -74,3 +75,15 @@ def test_a_cpu_computes_in_float32_and_a_run_says_so(tmp_path: Path) -> None:
     assert found.recipe.precision == "float32"
     assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["precision"] == "float32"
     assert stored_recipe(tmp_path / "run", {"precision": "auto"}).precision == "float32"
+
+
+def test_a_stopwatch_separates_wall_and_processor_time() -> None:
+    watch = timing.Stopwatch(CPU)
+    with pytest.raises(RuntimeError, match="only after its"):
+        _ = watch.timing
+    with watch:
+        time.sleep(0.05)
+    slept = watch.timing
+    assert 0.05 <= slept.seconds == slept.wall_seconds < 5.0
+    assert slept.cpu_seconds < slept.wall_seconds
+    assert slept.peak_bytes > 10 * 2**20
