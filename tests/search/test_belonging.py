@@ -207,7 +207,7 @@ def test_a_change_that_softcell_makes_itself_is_amended(place: Path) -> None:
     assert resume(place / "search") == []
 
 
-def test_files_are_told_by_names_sizes_and_samples_and_times_are_only_a_note(tmp_path: Path) -> None:
+def test_files_are_compared_by_names_sizes_and_samples_and_times_are_only_a_note(tmp_path: Path) -> None:
     root = tmp_path / "images"
     draw = np.random.default_rng(0)
     for index in range(12):

@@ -1,4 +1,4 @@
-"""Searches in two phases: logits carry over, stopping inside either goes on bit for bit, and any folder will do."""
+"""Searches in two phases: logits carry over, a stop inside either resumes bit for bit, and any folder is accepted."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("phase", [1, 2])
-def test_a_search_stopped_inside_either_phase_goes_on_bit_for_bit(
+def test_a_search_stopped_inside_either_phase_resumes_bit_for_bit(
     phase: int, data: Path, whole: Path, tmp_path: Path
 ) -> None:
     seen: list[int] = []
@@ -237,7 +237,7 @@ def test_the_papers_recipe() -> None:
     assert both.space == "fullattention" and both.space_settings["channels"] == 16
 
 
-def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_combined_is_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pretrain\.epochs=0"):
         recipe(data, objective="context")
     bred = {"generations": 1}
@@ -258,7 +258,7 @@ def test_what_cannot_be_combined_is_told(data: Path, tmp_path: Path) -> None:
         ({"resource": {"preset": "mild", "latency_table": "nothere.yaml", "max_latency": 3.0}}, "latency"),
     ],
 )
-def test_what_is_wrong_with_phase_2_is_told_before_phase_1(
+def test_what_is_wrong_with_phase_2_is_refused_before_phase_1(
     wrong: dict[str, Any], said: str, data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=said):

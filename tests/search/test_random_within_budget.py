@@ -98,7 +98,7 @@ def test_a_latency_is_a_budget_of_draws_too(data: Path, tmp_path: Path) -> None:
     assert found["budget_met"] is True and found["derived_latency"] <= most
 
 
-def test_a_stopped_search_goes_on_with_the_same_draws(data: Path, tmp_path: Path) -> None:
+def test_a_stopped_search_resumes_with_the_same_draws(data: Path, tmp_path: Path) -> None:
     check_resumed(recipe(data, max_params=LIMIT), tmp_path, 1, 1)
 
 
@@ -118,12 +118,12 @@ def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
     numbers = [DRAWS.index(genotype) for genotype in ALLOWED[:3]]
     assert list(heard) == list(range(numbers[-1] + 1)), "every number once, in order"
     for number, scores in heard.items():
-        told = {own: score for own, score in zip(numbers, measured, strict=True) if own < number}
-        assert scores == [told.get(before, 0.0) for before in range(number)]
+        said = {own: score for own, score in zip(numbers, measured, strict=True) if own < number}
+        assert scores == [said.get(before, 0.0) for before in range(number)]
 
 
 @pytest.mark.parametrize(
-    ("resource", "told"),
+    ("resource", "said"),
     [
         ({"max_params": 100}, "a budget of 100 parameters is out of reach .* smallest .* resource.network.channels=N"),
         ({"preset": "mild"}, "a resource penalty works through a method's probabilities, and 'random' has none"),
@@ -131,9 +131,9 @@ def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(
-    resource: dict[str, Any], told: str, data: Path, tmp_path: Path
+    resource: dict[str, Any], said: str, data: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=said):
         search(recipe(data, **resource), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -185,7 +185,7 @@ def test_a_genotype_brings_the_budget_of_its_search_along(method: str, data: Pat
 
 
 @pytest.mark.parametrize(
-    ("known", "told"),
+    ("known", "said"),
     [
         (3, "must be a mapping"),
         ({"input": [1, 8, 8]}, "classes must be given"),
@@ -194,14 +194,14 @@ def test_a_genotype_brings_the_budget_of_its_search_along(method: str, data: Pat
         ({"input": [1, 8, 8], "classes": 3, "found": {"parameters": "few"}}, "found.parameters must be a number"),
     ],
 )
-def test_a_budget_that_cannot_be_read_is_refused(known: Any, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_a_budget_that_cannot_be_read_is_refused(known: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
         stated_budget(Genotype("nb201", DRAWS[0].cells, about={"budget": known}))
 
 
-def test_a_missed_budget_is_told_by_kind() -> None:
+def test_a_missed_budget_is_reported_by_kind() -> None:
     about = {"input": [1, 8, 8], "classes": 3, "max_params": 100, "max_flops": 500}
-    for found, told in (((100, 500), None), ((150, 400), "150 parameters, 50.0% over the budget of 100 parameters")):
+    for found, said in (((100, 500), None), ((150, 400), "150 parameters, 50.0% over the budget of 100 parameters")):
         costs = dict(zip(("parameters", "flops"), found, strict=True))
         known = stated_budget(Genotype("nb201", DRAWS[0].cells, about={"budget": {**about, "found": costs}}))
-        assert known is not None and known.missed() == told
+        assert known is not None and known.missed() == said

@@ -153,7 +153,7 @@ def test_presets_order_the_expected_parameters(form: str, estimator: str) -> Non
             name: torch.zeros(table.shape, dtype=torch.float64, requires_grad=True) for name, table in tables.items()
         }
         optimiser = torch.optim.Adam(list(logits.values()), lr=0.1)
-        wish = {name: costs.of("parameters", name).mean(0).add(1).log() for name in tables}
+        preferred = {name: costs.of("parameters", name).mean(0).add(1).log() for name in tables}
         for step in range(60):
             p = {name: masked_softmax(value, tables[name].mask()) for name, value in logits.items()}
             temperature = 1.0 - 0.97 * step / 59
@@ -161,7 +161,9 @@ def test_presets_order_the_expected_parameters(form: str, estimator: str) -> Non
                 name: concrete(value, tables[name].mask(), temperature, torch.rand(value.shape, dtype=torch.float64))
                 for name, value in logits.items()
             }
-            task = sum(-2e-3 * (p[name] * wish[name]).sum() - 1e-3 * torch.special.entr(p[name]).sum() for name in p)
+            task = sum(
+                -2e-3 * (p[name] * preferred[name]).sum() - 1e-3 * torch.special.entr(p[name]).sum() for name in p
+            )
             optimiser.zero_grad()
             (task + one(p, WeightMix(costs.layout, z))).backward()
             optimiser.step()
@@ -220,7 +222,7 @@ def test_a_recipe_with_a_budget_resolves_to_itself() -> None:
     )
 
 
-def test_a_method_whose_probabilities_cannot_be_steered_is_told() -> None:
+def test_a_method_whose_probabilities_cannot_be_steered_is_reported() -> None:
     with pytest.raises(UserError, match="carry no gradient"):
         check_steerable(P, "fixed")
     check_steerable({"one": P["one"].clone().requires_grad_()}, "fine")
@@ -364,7 +366,7 @@ def test_a_budget_that_no_architecture_meets_is_refused_before_there_is_a_folder
 
 
 @pytest.mark.parametrize("method", ["darts", "snas"])
-def test_a_budget_that_is_missed_is_told_with_the_gap(method: str, data: Path, tmp_path: Path) -> None:
+def test_a_budget_that_is_missed_is_reported_with_the_gap(method: str, data: Path, tmp_path: Path) -> None:
     """The least that can be, and no time to get there."""
     space = build_space("nb201", NETWORK)
     layout = space.layout()
@@ -462,7 +464,7 @@ def test_multipliers_survive_a_stop(data: Path, tmp_path: Path) -> None:
     check_resumed(recipe, tmp_path, 2, 1)
 
 
-def test_what_belongs_to_a_supernet_is_told_to_be_ignored_by_a_sampler(data: Path, tmp_path: Path) -> None:
+def test_what_belongs_to_a_supernet_is_reported_as_ignored_by_a_sampler(data: Path, tmp_path: Path) -> None:
     events: list[Any] = []
     given = settings("nb201", data, method="random", epochs=1, method_settings={"samples": 1}, drop_path=0.2)
     search(resolve(given, {"child_every": 1}), tmp_path / "run", on_event=events.append)
@@ -481,10 +483,10 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
     resource = Resource(max_params=float(sizes["nor_conv_1x1"]), weight=0.01)
     one = ResourcePenalty(resource, costs)
     budget = Budget(resource, one, space, (1, 8, 8), 3, num_epochs=10)
-    told: list[str] = []
+    said: list[str] = []
     budget.find_cheapest(layout, costs, None)
-    budget.check_reach(told.append)
-    assert not told
+    budget.check_reach(said.append)
+    assert not said
     assert budget.verdict(found["nor_conv_1x1"])[1] is None, "just met is met"
     budget.end_epoch(4, found["nor_conv_1x1"])
     budget.end_epoch(5, found["nor_conv_3x3"])
@@ -496,12 +498,12 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
     again = Budget(resource, one, space, (1, 8, 8), 3, num_epochs=10)
     again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
     for each in (budget, again):
-        assert each.kept(found["skip_connect"], told.append) == found["skip_connect"] and not told
-        assert each.kept(found["nor_conv_3x3"], told.append) == found["nor_conv_1x1"]
-        assert "taking that of epoch 5, the last one that met the budget" in told.pop()
+        assert each.kept(found["skip_connect"], said.append) == found["skip_connect"] and not said
+        assert each.kept(found["nor_conv_3x3"], said.append) == found["nor_conv_1x1"]
+        assert "taking that of epoch 5, the last one that met the budget" in said.pop()
         none = derive(layout, {"cell": layout.tables[0].columns("none").double()}, StrongestEach())
-        assert each.is_met(none) and each.kept(none, told.append) == found["nor_conv_1x1"]
-        assert "has an empty cell: taking that of epoch 5" in told.pop()
+        assert each.is_met(none) and each.kept(none, said.append) == found["nor_conv_1x1"]
+        assert "has an empty cell: taking that of epoch 5" in said.pop()
         results, message = each.verdict(found["nor_conv_1x1"])
         assert results["budget_met"] is True and results["derived_from_epoch"] == 4 and message is None
     tight = Resource(max_params=float(sizes["skip_connect"] - 1))
@@ -547,7 +549,7 @@ def test_latencies_come_from_a_file_by_candidate_or_by_table(tmp_path: Path) -> 
         (None, "--latency-table must name"),
     ],
 )
-def test_a_bad_latency_table_is_told(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_bad_latency_table_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "times.yaml"
     if text is not None:
         file.write_text(text)
@@ -583,8 +585,8 @@ def test_a_latency_budget_is_the_sum_over_all_cells_of_the_trained_network(data:
         assert any("over the budget of a latency of 3.1" in text for text in notes_of(events))
 
 
-def test_a_latency_table_of_another_network_is_told(tmp_path: Path) -> None:
-    space, file, told = build_space("nb201", NETWORK), tmp_path / "times.yaml", []
+def test_a_latency_table_of_another_network_is_refused(tmp_path: Path) -> None:
+    space, file, said = build_space("nb201", NETWORK), tmp_path / "times.yaml", []
     times = "skip_connect: 0.5\nnor_conv_1x1: 1\nnor_conv_3x3: 3\navg_pool_3x3: 1\n"
     for about in (
         "channels: 4, input: [1, 8, 8]",
@@ -595,9 +597,9 @@ def test_a_latency_table_of_another_network_is_told(tmp_path: Path) -> None:
         file.write_text(f"about: {{unit: ms, {about}}}\n{times}")
         resource, texts = Resource(max_latency=1e9, latency_table=str(file)), []
         Budget(resource, None, space, (1, 8, 8), 3, num_epochs=1).warn_of_other_sizes(texts.append)
-        told.append(" ".join(texts))
-    assert told[0] == told[3] == ""
-    assert "channels 16 there and 4 here" in told[1] and "input [3, 8, 8] there and [1, 8, 8] here" in told[2]
+        said.append(" ".join(texts))
+    assert said[0] == said[3] == ""
+    assert "channels 16 there and 4 here" in said[1] and "input [3, 8, 8] there and [1, 8, 8] here" in said[2]
 
 
 def test_the_cheapest_architecture_is_sought_by_the_methods_own_rule() -> None:

@@ -99,7 +99,7 @@ def test_only_the_best_keeps_its_checkpoint_when_asked(recipe: SearchRecipe, tmp
         search_seeds(recipe, tmp_path / "out", [3, 4])
 
 
-def test_an_error_of_the_recipe_is_raised_and_one_of_a_seed_is_told(
+def test_an_error_of_the_recipe_is_raised_and_one_of_a_seed_is_reported(
     recipe: SearchRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError):

@@ -75,7 +75,7 @@ def test_a_missing_package_is_not_blamed_on_the_picture(
         call("0.png")
 
 
-def test_usage_is_told_without_pictures_and_when_asked_for(call: Callable[..., Answer]) -> None:
+def test_usage_is_shown_without_pictures_and_when_asked_for(call: Callable[..., Answer]) -> None:
     code, out, error = call()
     assert (code, out) == (2, "") and "usage: model.py [-h] IMAGE" in error
     code, out, error = call("--help")

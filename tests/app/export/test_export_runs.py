@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: 
     assert "version" in error(copy, "--to", "onnx")
 
 
-def test_a_whole_run_is_exported_beside_its_training_and_an_unfinished_one_says_how_to_go_on(
+def test_a_whole_run_is_exported_beside_its_training_and_an_unfinished_one_says_how_to_resume(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = tmp_path / "my photos"
