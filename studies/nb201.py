@@ -25,7 +25,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from softcell.api import layered
 from softcell.app.report import bench201
 from softcell.app.report.charts import curves_svg
 from softcell.app.report.stats import summarise
@@ -36,7 +35,7 @@ from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, SETS, Nb201Table, load_table
 from softcell.evaluate.ranking import mean_tau, taus
 from softcell.search import SearchRecipe, resolve
-from softcell.settings import assignments
+from softcell.settings import assignments, layered
 from studies.options import recipe_settings, study_parser
 from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, run_searches, write_record
 

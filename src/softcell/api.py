@@ -19,7 +19,6 @@ from softcell.arch import Genotype
 from softcell.engine.distributed import is_main_process
 from softcell.engine.interleave import drain
 from softcell.engine.lock import locked
-from softcell.engine.runfolder import RUNS as RUNS
 from softcell.engine.runfolder import free_folder, output_folder
 from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
@@ -28,12 +27,15 @@ from softcell.evaluate import TrainRecipe, TrainResult, load_network
 from softcell.evaluate.seeds import TrainedSeeds
 from softcell.evaluate.seeds import train_seeds as run_train_seeds
 from softcell.evaluate.train import finished_training, train_steps
-from softcell.recipes import check_trainable as check_trainable
-from softcell.recipes import resumed_folder, search_seeds_recipe
-from softcell.recipes import search_recipe as search_recipe
-from softcell.recipes import train_recipe as train_recipe
-from softcell.recipes import train_seeds_recipe as train_seeds_recipe
-from softcell.recipes import trust_named as trust_named
+from softcell.recipes import (
+    check_trainable,
+    resumed_folder,
+    search_recipe,
+    search_seeds_recipe,
+    train_recipe,
+    train_seeds_recipe,
+    trust_named,
+)
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
@@ -41,7 +43,7 @@ from softcell.search.restored import restore
 from softcell.search.run import finished_search, search_steps
 from softcell.search.seeds import Keep, SearchedSeeds
 from softcell.search.seeds import search_seeds as run_search_seeds
-from softcell.settings import layered as layered
+from softcell.settings import layered
 from softcell.spaces import Network, build_space
 from softcell.spaces.teacher import register_teacher
 from softcell.trust import trusting
@@ -339,24 +341,3 @@ def _draw_training(result: TrainResult) -> None:
     drawings.draw_genotype(result.folder, result.genotype, title)
     drawings.draw_curves(result.folder, result.metrics, title)
     write_report([result.folder], result.folder / REPORT)
-
-
-joined, agreed_folder, seeds_recipe, is_main = join_processes, output_folder, search_seeds_recipe, is_main_process
-
-
-def search_with(recipe: SearchRecipe, out: str | Path | None = None, **options: Any) -> SearchResult:
-    return search(recipe=recipe, out=out, **options)
-
-
-def train_with(genotype: Genotype, recipe: TrainRecipe, out: str | Path | None = None, **options: Any) -> TrainResult:
-    return train(genotype, recipe=recipe, out=out, **options)
-
-
-def search_seeds_with(recipe: SearchRecipe, folder: Path, seeds: Sequence[int], **options: Any) -> SearchedSeeds:
-    return search_seeds(recipe=recipe, out=folder, seeds=seeds, **options)
-
-
-def train_seeds_with(
-    genotype: Genotype, recipe: TrainRecipe, folder: Path, seeds: Sequence[int], **options: Any
-) -> TrainedSeeds:
-    return train_seeds(genotype, recipe=recipe, out=folder, seeds=seeds, **options)

@@ -119,7 +119,7 @@ class Reached(BaseException):
 
 # Commands import these when they run; imported first under a patch, they would keep what it put there.
 importlib.import_module("softcell.app.cli.run")
-LONG = ("softcell.api.search_with", "softcell.api.search_seeds_with", "softcell.api.train_with")
+LONG = ("softcell.api.search", "softcell.api.search_seeds", "softcell.api.train")
 SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md": "nos"}
 """Spaces whose architectures a page mentions; DARTS's on other pages."""
 

@@ -61,7 +61,7 @@ def test_the_pages_rows_of_table_vii_are_the_arms_of_the_study(
         found.append(recipe)
         raise Reached
 
-    monkeypatch.setattr("softcell.api.search_with", stop)
+    monkeypatch.setattr("softcell.api.search", stop)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Reached):
         softcell(shlex.split(line))

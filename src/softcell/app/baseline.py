@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from softcell.api import is_main, joined, train_with
+from softcell import api
 from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, check_against, sample
 from softcell.engine import RunFolder
+from softcell.engine.distributed import is_main_process
 from softcell.engine.runfolder import MANIFEST
+from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
@@ -69,15 +71,15 @@ def random_baseline(
     """
     others = draw_random(like, recipe, count) if drawn is None else drawn
     results: list[TrainResult] = []
-    with joined(recipe.device, recipe.deterministic):
+    with join_processes(recipe.device, recipe.deterministic):
         for number, genotype in enumerate(others, 1):
             folder = Path(out) / f"random-{number}"
             if on_start is not None:
                 on_start(number, genotype, folder)
-            result = train_with(
+            result = api.train(
                 genotype,
-                recipe,
-                folder,
+                recipe=recipe,
+                out=folder,
                 resume=resume and (folder / "run.json").exists(),
                 overwrite=overwrite,
                 on_event=on_event,
@@ -85,7 +87,7 @@ def random_baseline(
             results.append(result)
             if result.exit_code:
                 return Baseline(results, result.split, result.exit_code)
-        if is_main() and (Path(out) / MANIFEST).is_file():
+        if is_main_process() and (Path(out) / MANIFEST).is_file():
             write_report([out], Path(out) / REPORT)  # now with the random architectures
     return Baseline(results, results[0].split, 0)
 

@@ -43,7 +43,7 @@ def test_an_interrupted_demo_prints_the_command_that_resumes_it(
     class Stopped:
         genotype, exit_code = None, 130
 
-    monkeypatch.setattr(api, "search_with", lambda *_, **__: Stopped())
+    monkeypatch.setattr(api, "search", lambda *_, **__: Stopped())
     answer = call("demo", "--seed", "3", "--out", "my demo")
     assert answer.code == 130
     assert "softcell demo --out 'my demo' --seed 3" in answer.out

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from softcell import api
 from softcell.app.cli.latency import _search_options
 from softcell.app.cli.main import run
 from softcell.evaluate import latency as subject
+from softcell.recipes import train_recipe
 from softcell.spaces import build_space
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 from tests.helpers.unsealed import unsealed
@@ -77,7 +77,7 @@ def test_options_override_single_settings_of_a_training(
 def test_a_search_is_measured_as_the_network_that_would_be_trained(call: Softcell, searched: Path) -> None:
     answer = call("latency", searched, *FAST)
     assert answer.code == 0, answer.error
-    expected = api.train_recipe(str(searched), {})[1].space_settings
+    expected = train_recipe(str(searched), {})[1].space_settings
     sizes = f"cells_per_stage {expected['cells_per_stage']}, channels {expected['channels']}, "
     assert re.search(f"{sizes}nodes 4, input 1x8x8, 10 outputs", answer.out)
     assert re.search(f"{sizes}.*input 1x8x8, 10 classes", call("info", searched).out)  # counts the same network

@@ -19,6 +19,7 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.evaluate.seeds import train_seeds
 from softcell.evaluate.train import load_initial
+from softcell.recipes import train_seeds_recipe
 from tests.helpers.cli_calls import CELL, TINY_TRAIN, Softcell
 from tests.helpers.search_toys import write_data
 
@@ -57,7 +58,7 @@ def test_every_seed_is_the_training_it_would_be_alone(call: Softcell, tmp_path: 
 
 
 def test_interrupted_seeds_are_resumed_bit_for_bit(tmp_path: Path) -> None:
-    chosen, wanted, recipe, _ = api.train_seeds_recipe(CELL, {**SMALL, "epochs": 2}, seeds=2, out=tmp_path)
+    chosen, wanted, recipe, _ = train_seeds_recipe(CELL, {**SMALL, "epochs": 2}, seeds=2, out=tmp_path)
     train_seeds(wanted, recipe, tmp_path / "whole", chosen)
 
     def strike(seed: int) -> Any:
@@ -83,7 +84,7 @@ def test_interrupted_seeds_are_resumed_bit_for_bit(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--seeds", "2", "--random", "1"), "softcell compare"),
-        (("--at-once", "2"), "give --seeds K too"),
+        (("--at-once", "2"), "--at-once 2 requires --seeds K"),
         (("--seeds", "0"), "--seeds must be at least 1"),
         (("--seeds", "2", "--at-once", "0"), "--at-once must be at least 1"),
     ],

@@ -256,14 +256,14 @@ def test_a_run_moved_before_its_search_uses_the_moved_links(data: Path, tmp_path
 def test_a_loss_that_is_not_finite_gives_advice_with_options_of_a_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def explode(recipe: Any, folder: Path, **_: Any) -> None:
-        raise DivergedError(3, Failure(7, float("nan")), folder)
+    def explode(out: Path, **_: Any) -> None:
+        raise DivergedError(3, Failure(7, float("nan")), out)
 
     plan = Plan.create(tmp_path / "out", request(data))
     job = module._Run(plan, Screen())
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: JobTime(1.0, 2.0))
     job.choose(job.inspect())
-    monkeypatch.setattr(module, "search_with", explode)
+    monkeypatch.setattr(module.api, "search", explode)
     with pytest.raises(UserError, match=r"nan in epoch 4 at step 7.*--seed") as caught:
         run(plan, Screen())
     assert "--overwrite" not in str(caught.value) and Plan.open(plan.folder).status == "failed"

@@ -355,12 +355,13 @@ def test_a_sweep_is_interrupted_and_resumed(tmp_path: Path) -> None:
 
 def test_a_choice_made_by_the_run_is_not_a_changed_setting(tmp_path: Path) -> None:
     """A real run, because only those record what "auto" became."""
-    from softcell.api import search_recipe, search_with
+    from softcell.api import search
+    from softcell.recipes import search_recipe
 
     file = plan(tmp_path)
     (job,) = jobs_of(read_plan(file), tmp_path / "out")
     assert search_recipe(job.search).precision == "auto"
-    search_with(search_recipe(job.search), job.folder / "search")
+    search(recipe=search_recipe(job.search), out=job.folder / "search")
     assert json.loads((job.folder / "search" / "run.json").read_text())["recipe"]["precision"] == "float32"
     assert jobs_of(read_plan(file), tmp_path / "out") == [job]  # the same command again
     with pytest.raises(UserError, match="batch_size: 256 -> 128"):

@@ -41,6 +41,7 @@ from softcell.evaluate.nb201 import (
 )
 from softcell.evaluate.ranking import PROXIES, RANKINGS, Proxy, mean_tau, taus, zero_cost
 from softcell.methods import METHODS, Method
+from softcell.recipes import search_seeds_recipe
 from softcell.spaces import build_space
 
 FIRST = 24
@@ -157,16 +158,16 @@ def _table_path(given: Path | None) -> Path:
 def _search(
     screen: Console, given: dict[str, Any], seeds: int, out: Path | None, *, resume: bool, overwrite: bool, quiet: bool
 ) -> tuple[Path, int]:
-    chosen, recipe, folder = api.seeds_recipe(given, seeds=seeds, out=out, resume=resume)
+    chosen, recipe, folder = search_seeds_recipe(given, seeds=seeds, out=out, resume=resume)
     kind = METHODS.get(recipe.method)
     layout = build_space(recipe.space, recipe.space_settings).layout()
     check_search(recipe.method, layout, kind.rule if issubclass(kind, Method) else None)
     heading = f"search {recipe.method}, space nb201, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
     with Display(screen, heading, quiet) as display:
-        result = api.search_seeds_with(
-            recipe,
-            folder,
-            chosen,
+        result = api.search_seeds(
+            recipe=recipe,
+            out=folder,
+            seeds=chosen,
             resume=resume,
             overwrite=overwrite,
             on_event=lambda one: display.beside(f"seed {one}", str(folder / f"seed-{one}")),

@@ -9,13 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from softcell.api import is_main
+from softcell.engine.distributed import is_main_process
 from softcell.errors import UserError
 
 
 def console() -> Console:
     """Standard output, silent on all processes but the first; no highlighting, so that numbers look alike."""
-    return Console(highlight=False, soft_wrap=True, quiet=not is_main())
+    return Console(highlight=False, soft_wrap=True, quiet=not is_main_process())
 
 
 def print_fields(out: Console, **values: str) -> None:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from softcell.api import train_recipe
 from softcell.arch import Genotype, notation
 from softcell.engine import RunFolder
 from softcell.errors import UserError
+from softcell.recipes import train_recipe
 from softcell.registry import load_plugins, refused
 from softcell.search.genotypes import read_genotype, run_of
 from softcell.spaces import Shape

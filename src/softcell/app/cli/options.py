@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from softcell import registry
-from softcell.api import layered, trust_named
 from softcell.data import datasets
 from softcell.errors import UserError
-from softcell.settings import assignments
+from softcell.recipes import trust_named
+from softcell.settings import assignments, layered
 from softcell.trust import allow
 
 Data = Annotated[

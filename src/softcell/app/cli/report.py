@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softcell.api import RUNS
 from softcell.app.cli import options as o
 from softcell.app.cli.console import check_absent, console, write
 from softcell.app.report.compare import (
@@ -30,6 +29,7 @@ from softcell.app.report.live import LivePage, LiveServer
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.report.runs import check_intact, find_runs, read_runs
 from softcell.app.report.strings import clean
+from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
 from softcell.text import count_of
 

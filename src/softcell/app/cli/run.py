@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from softcell.api import free_folder
 from softcell.app import pipeline
 from softcell.app.cli import options as o
 from softcell.app.cli import results
@@ -21,6 +20,7 @@ from softcell.app.cli.progress import Display, counting
 from softcell.app.cli.search import run_search
 from softcell.app.cli.train import run_train
 from softcell.app.pipeline import Plan, Row, RunRequest, Summary, parse_time, verdict
+from softcell.engine.runfolder import free_folder
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.text import count_of

@@ -20,9 +20,12 @@ from softcell.app.report.tensorboard import TensorBoard
 from softcell.data import datasets
 from softcell.data.folder import is_split, scan
 from softcell.engine import RunFolder
+from softcell.engine.runfolder import RUNS, output_folder
 from softcell.engine.seeds import SEEDS, seed_folder
+from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
+from softcell.recipes import search_recipe, search_seeds_recipe
 from softcell.search import SearchRecipe
 
 commands = typer.Typer()
@@ -192,15 +195,15 @@ def run_search(
     again: Sequence[str] | None = None,
 ) -> int:
     """Searches and prints the result and the next command; `again` is the command that resumes it."""
-    recipe = api.search_recipe(given, config=config, resume_from=out if resume else None)
+    recipe = search_recipe(given, config=config, resume_from=out if resume else None)
     screen = console()
-    with api.joined(recipe.device, recipe.deterministic) as world:
-        folder = api.agreed_folder(out, world, recipe.method, recipe.space, recipe.data)
+    with join_processes(recipe.device, recipe.deterministic) as world:
+        folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
         results.already_finished(screen, folder, resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
         with Display(screen, heading, quiet) as display:
             listener = listen(display, folder, tensorboard)
-            result = api.search_with(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
+            result = api.search(recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
         results.interrupted(screen, *(again or ("search", "--resume", str(folder))))
         return result.exit_code
@@ -226,17 +229,17 @@ def run_seeds(
     """Searches with several seeds; prints the accuracy of each and the cells of the best."""
     check_at_once(at_once)
     screen = console()
-    chosen, recipe, folder = api.seeds_recipe(given, config=config, seeds=seeds, out=out, resume=resume)
+    chosen, recipe, folder = search_seeds_recipe(given, config=config, seeds=seeds, out=out, resume=resume)
     heading = (
         f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
     )
     if not quiet:
         screen.print(heading, highlight=False)
     with Display(screen, heading, quiet) as display:
-        result = api.search_seeds_with(
-            recipe,
-            folder,
-            chosen,
+        result = api.search_seeds(
+            recipe=recipe,
+            out=folder,
+            seeds=chosen,
             keep=keep,
             at_once=at_once,
             resume=resume,
@@ -306,7 +309,7 @@ def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path
 def unfinished(kind: str) -> list[Path]:
     """Runs below `runs/` that can be resumed, the newest first."""
     found = []
-    for file in sorted(api.RUNS.glob("**/run.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for file in sorted(RUNS.glob("**/run.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             manifest = RunFolder.open(file.parent).manifest
         except UserError:

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from softcell.api import RUNS
 from softcell.app.cli import options as o
 from softcell.app.cli.console import command, console
 from softcell.app.cli.report import print_comparison
@@ -22,6 +21,7 @@ from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import LOG, make_launcher
 from softcell.app.sweep.plan import PLAN, code_of, folders_of, is_finished, plain_options
 from softcell.engine.files import atomic_write_text
+from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
 from softcell.settings import assignments, merge
 from softcell.text import clock, count_of

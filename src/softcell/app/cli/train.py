@@ -19,9 +19,12 @@ from softcell.app.cli.search import absolute, check_at_once, listen, listen_to_s
 from softcell.app.report.tensorboard import TensorBoard
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
+from softcell.engine.runfolder import output_folder
 from softcell.engine.seeds import SEEDS
+from softcell.engine.session import join_processes
 from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
+from softcell.recipes import check_trainable, train_recipe, train_seeds_recipe
 
 commands = typer.Typer()
 
@@ -158,7 +161,7 @@ def run_seeds(
 ) -> int:
     """Trains one architecture with several seeds; prints the accuracy of each, mean and standard deviation."""
     check_at_once(at_once)
-    chosen, wanted, recipe, folder = api.train_seeds_recipe(
+    chosen, wanted, recipe, folder = train_seeds_recipe(
         genotype, given, config=config, seeds=seeds, out=out, resume=resume
     )
     screen = console()
@@ -169,11 +172,11 @@ def run_seeds(
     if not quiet:
         screen.print(heading, highlight=False)
     with Display(screen, heading, quiet) as display:
-        result = api.train_seeds_with(
+        result = api.train_seeds(
             wanted,
-            recipe,
-            folder,
-            chosen,
+            recipe=recipe,
+            out=folder,
+            seeds=chosen,
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
@@ -200,9 +203,9 @@ def run_train(
     again: Sequence[str] | None = None,
 ) -> int:
     """Trains the architecture, then the random ones, and compares them; `again` is the command that resumes it."""
-    chosen, recipe = api.train_recipe(genotype, given, config=config, resume_from=out if resume else None)
+    chosen, recipe = train_recipe(genotype, given, config=config, resume_from=out if resume else None)
     if not resume:
-        api.check_trainable(chosen, recipe)
+        check_trainable(chosen, recipe)
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
     if random and not resume:
@@ -214,15 +217,15 @@ def run_train(
         compared = "; the random architectures meet it" if random else ""
         screen.print(f"note: {missed}{compared}", style="yellow", markup=False)
 
-    with api.joined(recipe.device, recipe.deterministic) as world:
-        folder = api.agreed_folder(out, world, "train", chosen.space, recipe.data)
+    with join_processes(recipe.device, recipe.deterministic) as world:
+        folder = output_folder(out, world, "train", chosen.space, recipe.data)
         results.already_finished(screen, folder, resume)
         heading = (
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, seed {recipe.seed}: {folder}"
         )
         with Display(screen, heading, quiet) as display:
             listener = listen(display, folder, tensorboard)
-            result = api.train_with(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
+            result = api.train(chosen, recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener)
         again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             results.interrupted(screen, *again)
@@ -307,8 +310,8 @@ def teacher(
     if name not in (None, full.classifier):
         raise UserError(f"a resumed run keeps its network, {full.classifier}, but got {name}; leave out the name")
     screen = console()
-    with api.joined(full.device, full.deterministic) as world:
-        folder = api.agreed_folder(out, world, "teacher", full.classifier, full.data)
+    with join_processes(full.device, full.deterministic) as world:
+        folder = output_folder(out, world, "teacher", full.classifier, full.data)
         results.already_finished(screen, folder, resume)
         heading = f"teacher {full.classifier}, recipe {full.recipe}, data {full.data}, seed {full.seed}: {folder}"
         with Display(screen, heading, quiet) as display:

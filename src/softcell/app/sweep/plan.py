@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from softcell import api
 from softcell.arch import sample
 from softcell.engine import RunFolder
 from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError, nearest
 from softcell.methods import METHODS
+from softcell.recipes import search_recipe, train_recipe
 from softcell.registry import load_plugins
 from softcell.search.recipe import read_mapping
-from softcell.settings import MOST_RANDOM, MOST_SEEDS, at_most, build, merge
+from softcell.settings import MOST_RANDOM, MOST_SEEDS, at_most, build, layered, merge
 from softcell.spaces import SPACES, build_space
 from softcell.trust import Kind
 
@@ -150,10 +150,10 @@ class Job:
         """Raises if a run in the folder has other settings than the file now gives."""
         place = self.folder / "search"
         if (place / MANIFEST).is_file():
-            _check_same(place, api.search_recipe(self.search).to_dict())
+            _check_same(place, search_recipe(self.search).to_dict())
         place = self.folder / "train"
         if self.train is not None and (place / MANIFEST).is_file():
-            _check_same(place, api.train_recipe(self.folder / "search", self.train)[1].to_dict())
+            _check_same(place, train_recipe(self.folder / "search", self.train)[1].to_dict())
 
 
 def is_finished(folder: Path) -> bool:
@@ -263,16 +263,16 @@ def jobs_of(plan: Plan, out: Path) -> list[Job]:
             for method in plan.methods:
                 own = [plan.only.get(name, {}) for name in (space, method)]
                 named = {"method": method, "space": space, "seed": seed}
-                search = merge(*(api.layered(part) for part in (plan.search, *own, plugins)), named)
-                recipe = api.search_recipe(search)
+                search = merge(*(layered(part) for part in (plan.search, *own, plugins)), named)
+                recipe = search_recipe(search)
                 train = None
                 if plan.train is not False:
                     given = {} if plan.train is True else plan.train
                     where = {key: getattr(recipe, key) for key in ("data", "data_root", "image_size", "device")}
                     where = {key: value for key, value in where.items() if value is not None}
-                    train = merge(where, api.layered(given), plugins, {"seed": seed})
+                    train = merge(where, layered(given), plugins, {"seed": seed})
                     some = sample(build_space(space, recipe.space_settings).layout(), 0)
-                    api.train_recipe(some, train)
+                    train_recipe(some, train)
                 # The random architectures are the same for all methods, so only the first method trains them.
                 random = plan.random if method == plan.methods[0] else 0
                 jobs.append(Job(out / f"{method}-{space}-seed{seed}", search, train, random))
