@@ -153,7 +153,7 @@ def test_groups_repeats_and_trainings_are_distinguished(
     shutil.copytree(root / "short-1", root / "short-1-copy")
     assert run(["bench", "nb201", str(root), "--table", table, "--csv", str(tmp_path / "t.csv")]) == 0
     out = capsys.readouterr().out
-    assert "passed over: 1 × a train run" in out
+    assert "skipped: 1 × a train run" in out
     assert "short-1-copy repeats short-1" in out
     assert out.count("darts (epochs=2,") == out.count("darts (epochs=3,") == 2, "accuracies and trajectory"
     heads = next(line for line in out.splitlines() if "(n=2)" in line)

@@ -43,14 +43,14 @@ def call(
     return model
 
 
-def test_a_picture_is_given_its_classes_and_several_their_names(call: Callable[..., Answer]) -> None:
+def test_classes_of_pictures_are_printed_with_file_names_for_several(call: Callable[..., Answer]) -> None:
     first, second = (call(name) for name in ("0.png", "1.png"))
     assert first[::2] == second[::2] == (0, "")
     assert len(first[1].splitlines()) == 3 and first[1] != second[1]
     assert call("0.png", "1.png") == (0, f"0.png\n{first[1]}1.png\n{second[1]}", "")
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_is_answered(call: Callable[..., Answer]) -> None:
+def test_unreadable_files_are_named_and_the_others_classified(call: Callable[..., Answer]) -> None:
     Path("text.png").write_text("no picture")
     whole = Path("0.png").read_bytes()
     Path("half.png").write_bytes(whole[: len(whole) // 2])
@@ -67,22 +67,20 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_answered(call: Callable[..
     assert call("nowhere.png") == (2, "", "nowhere.png cannot be read as an image: No such file or directory\n")
 
 
-def test_a_missing_package_is_not_blamed_on_the_picture(
-    call: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_raises_an_import_error(call: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError):
         call("0.png")
 
 
-def test_usage_is_shown_without_pictures_and_when_asked_for(call: Callable[..., Answer]) -> None:
+def test_usage_is_printed_without_pictures_and_for_help(call: Callable[..., Answer]) -> None:
     code, out, error = call()
     assert (code, out) == (2, "") and "usage: model.py [-h] IMAGE" in error
     code, out, error = call("--help")
     assert (code, error) == (0, "") and "usage: model.py [-h] IMAGE" in out
 
 
-def test_a_reader_that_goes_away_is_no_error(call: Callable[..., Answer], file: Path) -> None:
+def test_a_closed_pipe_is_no_error(call: Callable[..., Answer], file: Path) -> None:
     """As `head` does; Python keeps lines back, and complains once more at its end if it cannot write them."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     running = subprocess.Popen(

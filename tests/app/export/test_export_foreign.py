@@ -72,7 +72,7 @@ def test_no_text_of_a_folder_becomes_code(
 
 
 @pytest.mark.parametrize("place", ["shape", "classes", "mean", "std", "scaled_to", "whole", "about", "about-key"])
-def test_values_of_another_kind_are_refused(
+def test_values_of_wrong_types_are_refused(
     place: str, foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = tmp_path / "ran"
@@ -102,14 +102,14 @@ def test_values_of_another_kind_are_refused(
     assert not mark.exists() and not (tmp_path / "out").exists()
 
 
-def test_a_foreign_folder_as_it_was_written_is_exported(foreign: Path, tmp_path: Path) -> None:
+def test_an_exported_folder_can_be_exported_again(foreign: Path, tmp_path: Path) -> None:
     done = export(foreign, "python", tmp_path / "out")
     described = json.loads((foreign / "model.json").read_text(encoding="utf-8"))
     written = import_file(done.files[0])
     assert {"space": "nb201", **described["about"]} == written.ABOUT
 
 
-def test_parts_of_a_network_are_named_by_identifiers_alone() -> None:
+def test_part_names_must_be_identifiers() -> None:
     module = nn.Module()
     module.add_module("x=print(1), y", nn.Linear(1, 1))
     with pytest.raises(UserError, match="cannot be written into a Python file"):
@@ -117,5 +117,5 @@ def test_parts_of_a_network_are_named_by_identifiers_alone() -> None:
 
 
 @pytest.mark.parametrize("hint", ["a\nb", "²", "x(", "犬", "class"])
-def test_functions_of_a_file_are_named_by_identifiers(hint: str) -> None:
+def test_function_names_are_identifiers(hint: str) -> None:
     assert _snake(hint).isidentifier() and _snake(hint).isascii()

@@ -189,9 +189,7 @@ def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tm
         export(trained, "python", tmp_path)
 
 
-def test_an_export_that_is_stopped_leaves_nothing(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_export_leaves_no_files(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -205,7 +203,7 @@ def test_an_export_that_is_stopped_leaves_nothing(
     assert list((tmp_path / "old").iterdir()) == [], "a folder that was there stays"
 
 
-def test_a_model_that_does_something_else_is_not_put_in_place(
+def test_a_file_that_differs_from_the_network_is_not_written(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = python.to_python(read_model(trained))
@@ -217,7 +215,9 @@ def test_a_model_that_does_something_else_is_not_put_in_place(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_that_are_impossible_are_refused_with_a_reason(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def error(*words: str | Path) -> str:
         assert run(["export", *map(str, words)]) == 2
         said = capsys.readouterr()
@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_is_said(trained: Path, tmp_path: Path, capsys: 
     assert "version" in error(copy, "--to", "onnx")
 
 
-def test_a_whole_run_is_exported_beside_its_training_and_an_unfinished_one_says_how_to_resume(
+def test_a_whole_run_is_exported_and_an_unfinished_one_names_the_command_to_resume(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = tmp_path / "my photos"
@@ -270,13 +270,15 @@ def test_no_format_is_written_where_another_would_be_refused(trained: Path, tmp_
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_without_onnxscript_the_way_out_is_said(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_onnxscript_the_error_names_the_extra(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(UserError, match=r"softcell\[onnx\]"):
         export(trained, "onnx", tmp_path)
 
 
-def test_definitions_of_the_same_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_definitions_of_the_same_name_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files with a helper `_scale` each: both come along under different names, each called by its own class."""
     shared = "from torch import nn\n\ndef _scale(x):\n    return x * {factor}\n\n"
     one = shared.format(factor=2) + "class One(nn.Module):\n    def forward(self, x):\n        return _scale(x)\n"

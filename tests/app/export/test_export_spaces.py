@@ -144,7 +144,7 @@ def alone(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_python_file_needs_torch_alone_and_takes_exactly_its_weights(name: str, alone: Any) -> None:
+def test_python_file_needs_only_torch_and_loads_exactly_its_weights(name: str, alone: Any) -> None:
     folder, expected, found = alone
     logits, classes = found[name]
     right, state = expected[name]

@@ -62,7 +62,7 @@ def test_runs_that_differ_by_more_than_their_seed_are_not_averaged(table: Nb201T
     assert tau_rows(table, runs, ("cifar10_test",)) == []
 
 
-def test_where_and_how_a_run_computed_makes_no_group(table: Nb201Table, tmp_path: Path) -> None:
+def test_settings_of_device_and_speed_make_no_group(table: Nb201Table, tmp_path: Path) -> None:
     make_search(tmp_path / "a", seed=0, recipe={"device": "cpu", "threads": 1})
     make_search(tmp_path / "b", seed=1, recipe={"device": "cuda", "threads": 8})
     assert list(groups(bench_runs(table, [tmp_path]))) == ["darts"]
@@ -71,10 +71,10 @@ def test_where_and_how_a_run_computed_makes_no_group(table: Nb201Table, tmp_path
 def test_a_copied_folder_is_no_second_seed(table: Nb201Table, tmp_path: Path) -> None:
     make_search(tmp_path / "run", seed=3)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    told: list[str] = []
-    (only,) = bench_runs(table, [tmp_path], told.append)
+    notes: list[str] = []
+    (only,) = bench_runs(table, [tmp_path], notes.append)
     assert only.seed == 3 and accuracy_rows(table, [only])[0][1] == "1"
-    assert told == ["run repeats copy (same recipe, seed and architecture): counted once"]
+    assert notes == ["run repeats copy (same recipe, seed and architecture): counted once"]
 
 
 def test_means_over_epochs_are_means_over_all_runs(table: Nb201Table, tmp_path: Path) -> None:
@@ -131,16 +131,14 @@ def test_a_band_is_one_standard_deviation_over_the_runs_of_a_group(table: Nb201T
     assert drawn.count("fill-opacity") == 1 and "fill-opacity" not in plain
 
 
-def test_a_folder_called_as_a_method_does_not_take_the_place_of_the_mean(table: Nb201Table, tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_method_does_not_replace_the_mean(table: Nb201Table, tmp_path: Path) -> None:
     first, second = (bench_runs(table, [make_search(tmp_path / str(seed), seed=seed)])[0] for seed in (0, 1))
     row = trajectory_rows([replace(first, label="darts"), second], "cifar10_test")[0]
     values = [run.trajectory[0]["cifar10_test"] for run in (first, second)]
     assert row["darts"] == pytest.approx(sum(values) / 2) != values[0] and row["darts/"] == values[0]
 
 
-def test_what_is_no_finished_search_is_passed_over_in_folders_and_refused_by_name(
-    table: Nb201Table, tmp_path: Path
-) -> None:
+def test_other_runs_are_skipped_in_folders_and_refused_by_name(table: Nb201Table, tmp_path: Path) -> None:
     make_search(tmp_path / "sweep/a/search")
     make_training(tmp_path / "sweep/a/train")
     make_training(tmp_path / "sweep/b/train")
@@ -148,9 +146,9 @@ def test_what_is_no_finished_search_is_passed_over_in_folders_and_refused_by_nam
     make_search(tmp_path / "sweep/c", recipe={"space": "darts"})
     # gone on with after its end: the architecture that lies there is not the last one
     RunFolder.open(make_search(tmp_path / "sweep/d", seed=2)).update(status="running")
-    told: list[str] = []
-    assert [Path(run.label).parent.name for run in bench_runs(table, [tmp_path / "sweep"], told.append)] == ["a"]
-    (note,) = told
+    notes: list[str] = []
+    assert [Path(run.label).parent.name for run in bench_runs(table, [tmp_path / "sweep"], notes.append)] == ["a"]
+    (note,) = notes
     assert "2 × a train run" in note and "a search that is interrupted" in note and "in space 'darts'" in note
     assert "a search that is running" in note
     for place, what in (("a/train", "a train run"), ("b/search", "interrupted"), ("c", "in space 'darts'")):

@@ -105,7 +105,7 @@ def test_chains_wrap_into_rows_without_overlaps(layers: int) -> None:
         assert places == sorted(places)  # left to right in every row
 
 
-def test_nodes_stand_in_the_layer_of_their_longest_path() -> None:
+def test_nodes_are_in_the_column_of_their_longest_path() -> None:
     drawing = lay_out(Cell((Pick(0, 2, "a"), Pick(2, 3, "b"), Pick(1, 4, "c"), Pick(3, 4, "d")), (2, 3, 4)), (0, 1))
     x = {node.label: node.box.x for node in drawing.nodes}
     assert x["c_{k-2}"] == x["c_{k-1}"] < x["2"] < x["3"] < x["4"] < x["c_{k}"]
@@ -113,7 +113,7 @@ def test_nodes_stand_in_the_layer_of_their_longest_path() -> None:
     assert y["c_{k-2}"] < y["c_{k-1}"]
 
 
-def test_inputs_stand_in_their_order() -> None:
+def test_inputs_are_drawn_in_order() -> None:
     for seed in range(60):
         cell = random_cell(seed)
         inputs = input_nodes(cell)
@@ -121,7 +121,7 @@ def test_inputs_stand_in_their_order() -> None:
         assert len(inputs) < 2 or y[inputs[0]] < y[inputs[-1]]
 
 
-def test_darts_v2_normal_cell_has_its_eight_edges_and_four_hand_overs() -> None:
+def test_darts_v2_normal_cell_has_eight_edges_and_four_to_the_output() -> None:
     cell = from_darts(DARTS_V2).cells["normal"]
     drawing = lay_out(cell)
     number = [-1 if node.number is None else node.number for node in drawing.nodes]
@@ -272,7 +272,7 @@ def test_families_differ_without_colour() -> None:
         ("", "other"),
     ],
 )
-def test_family_is_read_off_the_name(op: str, expected: str) -> None:
+def test_family_follows_from_the_name(op: str, expected: str) -> None:
     assert family(op) == expected
 
 

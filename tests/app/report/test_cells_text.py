@@ -165,7 +165,7 @@ def test_many_nodes_become_a_list() -> None:
     assert "26, 27, 28, 29)" in drawn
 
 
-def test_colour_can_be_turned_off_and_markup_is_not_obeyed() -> None:
+def test_colour_can_be_disabled_and_markup_is_printed_as_text() -> None:
     genotype = Genotype("any", {"[bold]cell[/bold]": Cell((Pick(0, 1, "[red]conv[/red]\x1b[2J"),), (1,))})
     lines = list(to_text(genotype).lines(80))
     assert any(line.spans for line in lines)

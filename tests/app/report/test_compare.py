@@ -63,7 +63,7 @@ def comparison(folder: Path) -> Comparison:
     return compare(read_runs(find_runs([folder])))
 
 
-def test_runs_that_differ_by_seed_are_one_group_and_the_rest_is_said(tmp_path: Path) -> None:
+def test_runs_that_differ_by_seed_are_one_group(tmp_path: Path) -> None:
     for seed, accuracy in enumerate((0.95, 0.96, 0.97)):
         make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
         make_training(tmp_path / f"b{seed}", method="darts", seed=seed, accuracy=accuracy - 0.2)
@@ -77,11 +77,11 @@ def test_runs_that_differ_by_seed_are_one_group_and_the_rest_is_said(tmp_path: P
     said = {(p.first.name, p.second.name): p.sentence for p in found.pairs}
     clear = said["darts in nb201 (epochs=3)", "snas in nb201"]
     assert clear.startswith("snas in nb201 is 20.00 points higher than darts in nb201 (epochs=3)")
-    assert "a difference at the 5 % level" in clear and "corrected for 3 comparisons" in clear
-    assert "Beware" not in clear
+    assert "a significant difference at the 5 % level" in clear and "corrected for 3 comparisons" in clear
+    assert "Caution" not in clear
     same = said["darts in nb201 (epochs=3)", "darts in nb201 (epochs=9)"]
-    assert "no difference can be claimed, nor that there is none" in same
-    assert "Beware: they also differ in epochs 3 and 9" in same
+    assert "no significant difference, which does not show that they are equal" in same
+    assert "Caution: they also differ in epochs 3 and 9" in same
 
 
 def test_networks_of_different_searches_are_never_one_group(tmp_path: Path) -> None:
@@ -96,16 +96,16 @@ def test_networks_of_different_searches_are_never_one_group(tmp_path: Path) -> N
     names = {
         "snas in nb201 (" + ", ".join(f"{k}={v}" for k, v in zip(keys, values, strict=True)) + ")"
         for values in (
-            ("as usual", "as usual", "as usual"),
-            ("9", "as usual", "as usual"),
-            ("as usual", "resnet18", "as usual"),
-            ("as usual", "as usual", "2"),
+            ("default", "default", "default"),
+            ("9", "default", "default"),
+            ("default", "resnet18", "default"),
+            ("default", "default", "2"),
         )
     }
     assert {g.name for g in found.groups} == {*names, "darts in nb201"}
     assert all(len(g.runs) == 3 for g in found.groups)
     said = [p.sentence for p in found.pairs if p.first.method == "darts" and "search.epochs=9" in p.second.name]
-    assert len(said) == 1 and "Beware: they also differ in search.epochs as usual and 9." in said[0]
+    assert len(said) == 1 and "Caution: they also differ in search.epochs default and 9." in said[0]
     assert "weights.lr" not in said[0], "methods have their own"
 
 
@@ -114,22 +114,25 @@ def test_one_seed_is_never_a_result(tmp_path: Path) -> None:
     make_training(tmp_path / "b", method="darts", accuracy=0.5)
     (pair,) = comparison(tmp_path).pairs
     assert pair.test is None
-    assert "no statement can be made, since darts in nb201 has n = 1 and snas in nb201 has n = 1" in pair.sentence
+    assert "at least 2 runs are needed, but n = 1 for darts in nb201 and snas in nb201" in pair.sentence
 
 
-def test_what_cannot_be_said_is_said_once(tmp_path: Path) -> None:
+def test_pairs_that_cannot_be_compared_are_named_once(tmp_path: Path) -> None:
     for method in ("snas", "darts", "random"):
         make_training(tmp_path / method, method=method, accuracy=0.9)
     found = comparison(tmp_path)
     assert len(found.pairs) == 3
     (said,) = found.sentences
-    assert said.startswith("On 3 pairs of groups no statement can be made: n = 1 of") and "snas in nb201" in said
+    assert (
+        said.startswith("3 pairs of groups cannot be compared: at least 2 runs are needed, but n = 1 for")
+        and "snas in nb201" in said
+    )
     for seed in (1, 2):
         make_training(tmp_path / f"snas{seed}", method="snas", seed=seed, accuracy=0.9 + seed / 100)
         make_training(tmp_path / f"darts{seed}", method="darts", seed=seed, accuracy=0.8 + seed / 100)
     found = comparison(tmp_path)
     assert len(found.sentences) == 2 and "by Welch's t-test" in found.sentences[0]
-    assert found.sentences[1].startswith("On 2 pairs")
+    assert found.sentences[1].startswith("2 pairs")
 
 
 def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
@@ -177,7 +180,7 @@ def test_unfinished_runs_are_named_and_not_counted(tmp_path: Path) -> None:
     assert "half: status interrupted; not counted" in found.notes
 
 
-def test_architectures_of_one_seed_are_called_that(tmp_path: Path) -> None:
+def test_groups_of_one_seed_are_named(tmp_path: Path) -> None:
     for k, accuracy in enumerate((0.9, 0.8)):
         make_training(tmp_path / f"f{k}", seed=k, accuracy=accuracy)
         make_training(tmp_path / f"r{k}", method="random", seed=k + 5, accuracy=accuracy - 0.1)
@@ -185,10 +188,10 @@ def test_architectures_of_one_seed_are_called_that(tmp_path: Path) -> None:
         manifest["seed"] = manifest["recipe"]["seed"] = 0
         (tmp_path / f"r{k}" / "run.json").write_text(json.dumps(unsealed(manifest)))
     (pair,) = comparison(tmp_path).pairs
-    assert "All runs of random draw in nb201 share one seed: their spread is that of architectures." in pair.sentence
+    assert "All runs of random draw in nb201 share one seed, so they vary by architecture only." in pair.sentence
 
 
-def test_tables_say_the_same_numbers(tmp_path: Path) -> None:
+def test_tables_have_the_same_numbers(tmp_path: Path) -> None:
     for seed, accuracy in enumerate((0.9, 0.92)):
         make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
         make_training(tmp_path / f"b{seed}", method="=1+1|`x`", seed=seed, accuracy=accuracy - 0.1)
@@ -204,3 +207,21 @@ def test_tables_say_the_same_numbers(tmp_path: Path) -> None:
     assert "| snas in nb201 | 2 | 91.00 | 1.41 |" in text
     assert "=1+1\\|\\`x\\`" in text
     assert {line.replace("\\|", "").count("|") for line in text.splitlines() if line.startswith("|")} == {10}
+
+
+def test_random_draws_get_no_warning_about_search_settings(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.9, 0.92)):
+        about = {"settings": {"epochs": 9}}
+        make_training(tmp_path / f"found{seed}", method="snas", seed=seed, accuracy=accuracy, about=about)
+        make_training(tmp_path / f"drawn{seed}", method="random", seed=seed + 5, accuracy=accuracy - 0.1)
+    (pair,) = comparison(tmp_path).pairs
+    assert "random draw" in pair.sentence and "Caution" not in pair.sentence
+
+
+def test_no_interval_is_wider_than_accuracies_can_differ(tmp_path: Path) -> None:
+    for seed, accuracy in enumerate((0.1, 0.9)):
+        make_training(tmp_path / f"a{seed}", method="snas", seed=seed, accuracy=accuracy)
+        make_training(tmp_path / f"b{seed}", method="darts", seed=seed, accuracy=accuracy / 2)
+    (pair,) = comparison(tmp_path).pairs
+    assert pair.test is not None and pair.test.interval[0] < -1 < 1 < pair.test.interval[1]
+    assert "95 % interval -100.00 to +100.00" in pair.sentence

@@ -63,7 +63,7 @@ def parse(page: str) -> Checker:
     return found
 
 
-def test_a_report_holds_all_its_parts_and_nothing_from_outside(tmp_path: Path) -> None:
+def test_a_report_has_all_sections_and_no_external_resources(tmp_path: Path) -> None:
     page = report([make_search(tmp_path / "what was found"), make_training(tmp_path / "trained")])
     parsed = parse(page)
     text = "".join(parsed.text)
@@ -123,7 +123,7 @@ def test_a_whole_run_begins_with_its_outcome(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "[1]", '{"found": 3}', "accuracy", "random", "verdict"])
-def test_a_damaged_summary_costs_its_part_only(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_summary_removes_only_its_section(tmp_path: Path, damage: str) -> None:
     summary = a_whole_run(tmp_path)
     if damage == "accuracy":
         summary["found"]["accuracy"] = "high"
@@ -134,7 +134,7 @@ def test_a_damaged_summary_costs_its_part_only(tmp_path: Path, damage: str) -> N
     assert "worth it" not in text and "Groups over seeds" in text
 
 
-def test_random_architectures_stand_beside_their_run(tmp_path: Path) -> None:
+def test_random_architectures_are_compared_with_their_run(tmp_path: Path) -> None:
     folder = make_training(tmp_path / "run", accuracy=0.95)
     assert "random architectures" not in report([folder])
     for k, accuracy in enumerate((0.8, 0.9), start=1):
@@ -142,13 +142,13 @@ def test_random_architectures_stand_beside_their_run(tmp_path: Path) -> None:
     text = "".join(parse(report([folder])).text)
     assert text.index("Most wrong images") < text.index("Comparison with random architectures") < text.index("Load the")
     assert "85.0 ± 7.1 %, n = 2" in text
-    assert "no statement can be made, since darts in nb201 has n = 1" in text
+    assert "cannot be compared: at least 2 runs are needed, but n = 1 for darts in nb201" in text
 
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
 
-def test_names_of_users_are_text(tmp_path: Path) -> None:
+def test_names_of_users_are_escaped(tmp_path: Path) -> None:
     folder = make_training(tmp_path / "a<b>'&\"", classes=[EVIL, "\u202egnp.exe", "plain"])
     search = make_search(tmp_path / "s", data=EVIL, recipe={"method_settings": {EVIL: EVIL}})
     manifest = json.loads((search / "run.json").read_text())
@@ -186,7 +186,7 @@ def test_text_is_escaped_and_markup_is_not() -> None:
 
 @pytest.mark.parametrize("half", ["", '{"epoch": 0, "train_lo', "[1, 2]\nnull\n\x00\xff", "[" * 3000])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "architecture.jsonl", "genotype.json", "predictions.safetensors"])
-def test_half_written_files_cost_their_part_only(tmp_path: Path, name: str, half: str) -> None:
+def test_half_written_files_remove_only_their_section(tmp_path: Path, name: str, half: str) -> None:
     folder = make_training(tmp_path / "run")
     make_search(tmp_path / "search")
     for place in (folder, tmp_path / "search"):
@@ -202,7 +202,7 @@ BROKEN: list[Any] = [None, [], {}, "text", -1, 1e308, [[None]], {"cell": 3}, {"c
 
 
 @pytest.mark.parametrize("turn", range(len(BROKEN)))
-def test_values_of_the_wrong_kind_break_no_report(tmp_path: Path, turn: int) -> None:
+def test_values_of_wrong_types_break_no_report(tmp_path: Path, turn: int) -> None:
     """Every value is replaced by something else; over all turns each is replaced by everything."""
 
     def broken(value: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def test_values_of_the_wrong_kind_break_no_report(tmp_path: Path, turn: int) -> 
     parse(report([search]))
 
 
-def test_an_unfinished_search_shows_what_there_is(tmp_path: Path) -> None:
+def test_an_unfinished_search_shows_its_results_so_far(tmp_path: Path) -> None:
     page = report([make_search(tmp_path / "run", status="running")])
     text = "".join(parse(page).text)
     assert "▶ running" in text and "Not final" in text and "not measured yet" in text
@@ -260,7 +260,7 @@ def test_a_retrieval_is_reported_by_its_recall(tmp_path: Path) -> None:
     assert all(part in text for part in ("recall@1", "recall@8", "80.0 %", "cosine similarities", "60 images"))
 
 
-def test_headings_say_what_is_what(tmp_path: Path) -> None:
+def test_headings_name_method_space_and_data(tmp_path: Path) -> None:
     """Method, space and data may have the same name."""
     text = "".join(parse(report([make_search(tmp_path / "search")])).text)
     assert "Search with darts in the nb201 space on digits" in text
@@ -286,7 +286,7 @@ def test_runs_on_two_datasets_have_a_chart_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["example", "again"])
-def test_code_of_a_report_works_as_it_stands(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_report_runs_unchanged(tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From any folder: the loading example gives probabilities, and the command for a repetition finds its recipe."""
     from softcell.api import train
     from softcell.app.cli.main import run as softcell
@@ -307,7 +307,7 @@ def test_code_of_a_report_works_as_it_stands(tmp_path: Path, part: str, monkeypa
         assert (tmp_path / "elsewhere" / "again" / "run.json").exists()
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_paths_without_runs_are_refused_by_name(tmp_path: Path) -> None:
     for path, message in ((tmp_path, "holds no run"), (tmp_path / "nowhere", "no such folder")):
         with pytest.raises(UserError, match=message):
             find_runs([path])
@@ -351,7 +351,7 @@ def darts_search(folder: Path) -> Path:
 def test_frames_are_explained_by_the_rule_that_the_search_follows(tmp_path: Path) -> None:
     text = "".join(parse(report([darts_search(tmp_path / "darts")])).text)
     assert "for every node its 2 strongest edges, each with its strongest candidate other than “none”" in text
-    assert "a frame may stand beside a larger weight of it" in text
+    assert "a frame may be beside a larger weight of it" in text
     text = "".join(parse(report([make_search(tmp_path / "other")])).text)  # its architectures are drawn at random
     assert "the method may have its own rule" in text
 
@@ -396,13 +396,13 @@ def test_many_classes_become_lists(tmp_path: Path) -> None:
     assert "kind 11" in text and "75.0 %" in text and "predicted class" in text  # 3 of 4 are right
 
 
-def test_a_network_without_mistakes_has_none(tmp_path: Path) -> None:
+def test_a_network_without_mistakes_is_reported_so(tmp_path: Path) -> None:
     text = "".join(parse(report([make_training(tmp_path / "run", accuracy=1.0)])).text)
     assert "No mistakes." in text
     assert "Most wrong images" not in text
 
 
-def test_the_overlay_brightens_where_the_network_looked() -> None:
+def test_the_overlay_is_brightest_where_the_map_is_largest() -> None:
     image = torch.full((1, 8, 8), 128, dtype=torch.uint8)
     heat = torch.zeros(2, 2)
     heat[0, 0] = 1.0

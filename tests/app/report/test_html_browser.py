@@ -67,7 +67,7 @@ def test_no_label_of_a_chart_is_cut_off(browser: Browser, pages: dict[str, Path]
     assert browser.run(outside) == []
 
 
-def test_the_slider_takes_the_weights_through_the_epochs(browser: Browser, pages: dict[str, Path]) -> None:
+def test_the_slider_shows_the_weights_of_every_epoch(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["search"])
     first = "document.querySelector('td[data-i=\"0\"]').textContent"
     assert browser.run(first) == "0.90"
@@ -99,13 +99,13 @@ def test_the_theme_can_be_chosen_against_the_system(browser: Browser, pages: dic
     assert all(a != b for a, b in zip(light, dark, strict=True))  # page, pictures and tables
     browser.prefer(dark=False)
     browser.run("document.querySelector('button.theme').click()")
-    assert browser.run(colours) == dark  # told to be dark on a light system
+    assert browser.run(colours) == dark  # dark was chosen on a light system
     browser.run("document.querySelector('button.theme').click()")
     assert browser.run("document.querySelector('button.theme').textContent") == "theme: auto"
     assert browser.run(colours) == light
 
 
-def test_charts_tell_their_values_to_pointer_and_keys(browser: Browser, pages: dict[str, Path]) -> None:
+def test_charts_show_their_values_to_pointer_and_keys(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["search"])
     box = browser.run(
         "(() => { document.querySelector('.plot').scrollIntoView();"
@@ -141,13 +141,13 @@ def test_runs_are_chosen_and_grad_cam_can_be_hidden(browser: Browser, pages: dic
     assert browser.run(seen) == 0
 
 
-def test_code_can_be_copied_or_is_at_least_selected(browser: Browser, pages: dict[str, Path]) -> None:
+def test_code_is_copied_or_selected(browser: Browser, pages: dict[str, Path]) -> None:
     browser.open(pages["training"])
     browser.run("document.querySelector('.copy').click()")
     browser.wait("['copied', 'selected'].includes(document.querySelector('.copy').textContent)")
 
 
-def test_text_stands_out_from_its_ground(browser: Browser, pages: dict[str, Path]) -> None:
+def test_text_has_enough_contrast(browser: Browser, pages: dict[str, Path]) -> None:
     """Contrast of WCAG AA for every piece of text outside of pictures, in both themes."""
     code = """(() => {
       const lum = (c) => {

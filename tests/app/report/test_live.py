@@ -79,7 +79,7 @@ def test_two_host_lines_are_refused(server: LiveServer) -> None:
         assert raw.recv(12) == b"HTTP/1.0 403"
 
 
-def test_half_written_files_are_survived(server: LiveServer, tmp_path: Path) -> None:
+def test_half_written_files_do_not_break_the_page(server: LiveServer, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "first"
     _, before, _ = ask(server)
     whole = (folder / "run.json").read_text()

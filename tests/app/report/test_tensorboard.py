@@ -39,20 +39,20 @@ def test_epochs_are_written_once_even_when_some_are_run_again(tmp_path: Path) ->
     assert scalars(tmp_path)["loss/train"] == [(1, 4.0), (2, 3.0), (3, 2.5), (4, 1.0)]
     assert scalars(tmp_path)["entropy/cell"][0] == (1, 1.5)
     assert len(passed) == 9
-    board(Started(0, 0, 1))  # anew
+    board(Started(0, 0, 1))  # a new run
     board(epoch(0, 9.0))
     board(Interrupted(2, 130, 1, 0, ""))
     assert scalars(tmp_path)["loss/train"] == [(1, 9.0)]
 
 
-def test_tags_stand_together() -> None:
+def test_tags_group_metrics_of_one_kind() -> None:
     names = ("val_accuracy", "best_val_accuracy", "skip_share_cell", "entropy", "lr", "expected_parameters")
     assert [_tag(name) for name in names] == [
         "accuracy/val", "accuracy/best_val", "share/skip_cell", "entropy/mean", "lr", "expected/parameters",
     ]  # fmt: skip
 
 
-def test_without_tensorboard_the_user_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(UserError, match=r"pip install 'softcell\[tensorboard\]'"):

@@ -1,7 +1,7 @@
 """The forward pass of a module as straight-line code, with its children as calls.
 
-A module is traced symbolically in eval mode: what its code decides by its settings (the picks of a cell, options that
-are off) disappears, and what it computes remains. Modules whose code depends on the values or sizes of tensors cannot
+A module is traced symbolically in eval mode: decisions by its settings (the picks of a cell, options that are off)
+disappear, and the computation remains. Modules whose code depends on the values or sizes of tensors cannot
 be traced; their source is copied instead (see `_source`).
 """
 
@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Traced:
-    """The code of a `forward`, and what it uses of its module.
+    """The code of a `forward`, and the parts of its module that it uses.
 
     calls: in their order the path of a child and its arguments, where None is a tensor; tensors: the paths of
     parameters and buffers; result: None for a tensor, else lists and tuples of them.
@@ -66,7 +66,7 @@ class Traced:
 
 
 def trace(module: nn.Module, arguments: tuple[Any, ...]) -> Traced:
-    """The code of `module.forward`; arguments: what it is called with, where None is a tensor, possibly in lists."""
+    """The code of `module.forward`; arguments: None for a tensor, possibly in lists."""
     flat: list[None] = []
     _map(arguments, lambda _: flat.append(None))
     root = _ROOTS.get(len(flat))
@@ -120,7 +120,7 @@ _ROOTS: dict[int, type[_Root]] = {1: _Root1, 2: _Root2, 3: _Root3}
 
 
 class _Value(fx.Proxy):
-    """A tensor on the CPU that needs no gradient, as far as code asks for that."""
+    """A tensor on the CPU that needs no gradient, for code that checks."""
 
     is_cuda = False
     requires_grad = False
@@ -144,7 +144,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Writer:
-    """Writes a graph as statements; what is used once stands inside the expression that uses it."""
+    """Writes a graph as statements; a value that is used once is inlined."""
 
     def __init__(self, module: nn.Module, arguments: tuple[Any, ...], graph: fx.Graph) -> None:
         self._module, self._graph = module, graph

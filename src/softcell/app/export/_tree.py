@@ -39,13 +39,13 @@ class Expression:
     open: str
     parts: tuple[tuple[str, Expression], ...] = ()
     close: str = ""
-    hint: str = ""  # what a function that returns it, or an argument for it, could be called
+    hint: str = ""  # a name for a function that returns it, or for an argument
 
     def line(self) -> str:
         return self.open + ", ".join(prefix + part.line() for prefix, part in self.parts) + self.close
 
     def lines(self, room: int = WIDTH, prefix: str = "") -> list[str]:
-        """Broken to `room` columns, where `prefix` will stand before the first line."""
+        """Broken to `room` columns, with `prefix` before the first line."""
         if not self.parts or len(prefix) + len(self.line()) <= room:
             return [self.line()]
         result = [self.open]
@@ -121,7 +121,7 @@ def _resolved(given: Any, results: Mapping[str, Any]) -> Any:
 
 
 class Tree:
-    """Expressions for modules and values: those of traced modules, and of copied ones with what their code reads."""
+    """Expressions for modules and values; a copied module has the values that its code reads."""
 
     def __init__(self, sources: Sources, units: Units | None = None) -> None:
         self._sources, self._units = sources, units
@@ -321,7 +321,7 @@ def _given(module: nn.Module, base: type) -> list[tuple[str, Any]]:
         if isinstance(value, Tensor) or (value is None and name == "bias"):
             value = value is not None
         if isinstance(value, tuple) and len(set(value)) == 1 and name != "normalized_shape":
-            value = value[0]  # (3, 3) is what 3 has become
+            value = value[0]  # 3 has become (3, 3)
         if value != parameter.default:
             found.append((name, value))
     return found
@@ -380,7 +380,7 @@ class Function:
 
     name: str
     example: Expression
-    columns: list[list[int]]  # for each argument the positions of the numbers that it stands for
+    columns: list[list[int]]  # for each argument the positions of its numbers
     arguments: list[str]
 
 
@@ -416,7 +416,7 @@ class Functions:
         self._root = root
 
     def write(self) -> tuple[list[tuple[str, list[str], Expression]], Expression]:
-        """Name, arguments and body of every function, inner ones first, and what is left of the whole."""
+        """Name, arguments and body of every function, inner ones first, and the rest."""
         made = []
         for one in reversed(self._known.values()):  # a part is met after those that it is part of
             values = [leaf.open for leaf in _numbers(one.example)]

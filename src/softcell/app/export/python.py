@@ -46,7 +46,7 @@ def having(module, **parts):
 '''
 
 FOOTER = '''def normalise(pixels: Tensor) -> Tensor:
-    """pixels [n, c, h, w] in 0..1 to what the network was trained on."""
+    """pixels [n, c, h, w] in 0..1 normalised as in training."""
     mean, std = (torch.tensor(values, device=pixels.device).view(1, -1, 1, 1) for values in (MEAN, STD))
     return (pixels - mean) / std
 
@@ -255,12 +255,12 @@ def _class(name: str, about: str, lines: Sequence[str]) -> str:
 
 
 def _scaled(model: Model) -> str:
-    """The lines that bring a picture to its size as it was in training: scaled, and the centre taken."""
+    """The lines that resize a picture as in training: scaled, then the centre cropped."""
     (_, height, width), (rows, columns) = model.shape, model.scaled_to or model.shape[1:]
     how = "image.resize(" if model.whole else "ImageOps.fit(image, "
     lines = [f"image = {how}({columns}, {rows}), Image.Resampling.BILINEAR)"]
     if (rows, columns) != (height, width):
-        lines.append(f"left, top = {(columns - width) // 2}, {(rows - height) // 2}  # only the centre is seen")
+        lines.append(f"left, top = {(columns - width) // 2}, {(rows - height) // 2}  # only the centre is used")
         lines.append("image = image.crop((left, top, left + width, top + height))")
     return "".join(f"    {line}\n" for line in lines)
 
@@ -271,7 +271,7 @@ def _function(name: str, arguments: Sequence[str], expression: Expression) -> st
 
 
 def check_python(file: Path, model: Model) -> float:
-    """Runs the file with the weights beside it and compares; gives the largest relative difference."""
+    """Runs the file with its weights and returns the largest relative difference from the network."""
     loaded = import_file(file)
     network: nn.Module = loaded.load()
     worst = 0.0
@@ -284,7 +284,7 @@ def check_python(file: Path, model: Model) -> float:
 
 
 def import_file(file: Path) -> ModuleType:
-    """A Python file as a module that nobody else sees."""
+    """A Python file as a module, without an entry in `sys.modules`."""
     spec = importlib.util.spec_from_file_location("softcell_exported", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,7 @@
-"""Searches in NAS-Bench-201 set beside its table: what was found, how it came about, and how well it was ranked.
+"""Searches in NAS-Bench-201 compared with its table.
 
-Accuracy of the found cell on three datasets beside optimum and chance; accuracy of the cell that each epoch would have
-derived (IT-NAS, Figure 2); Kendall's tau of the method's indicator per edge (Figures 3, 6-8).
+Accuracy of the found cell on three datasets, compared with optimum and chance; accuracy of the cell derived in each
+epoch (IT-NAS, Figure 2); Kendall's tau of the method's indicator per edge (Figures 3, 6-8).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPACE = "nb201"
 class Benched:
     """One search: its cell's accuracies, those of each epoch's cell, and its indicator [6][5] where it has one.
 
-    settings: all that may tell it from a run it must not be averaged with; the seed is not among them.
+    settings: all but the seed; only runs with equal settings are averaged.
     """
 
     label: str
@@ -48,11 +48,11 @@ class Benched:
 def bench_runs(
     table: Nb201Table, paths: Sequence[str | Path], notify: Callable[[str], None] = lambda text: None
 ) -> list[Benched]:
-    """All finished searches in the folders, each experiment once; what else lies in a folder is passed over.
+    """All finished searches in the folders, each experiment once; other runs are skipped.
 
-    A run that is named itself is refused where it is none. notify: receives a sentence on what is left out.
+    A path that is itself another kind of run is refused. notify: receives sentences on skipped runs.
     """
-    found, passed = [], []
+    found, skipped = [], []
     named = set(map(Path, paths))
     folders = find_runs(paths)
     check_intact(folders)
@@ -62,11 +62,11 @@ def bench_runs(
         elif run.folder in named:
             raise UserError(f"{run.folder} must be a finished search in space {SPACE}, but it is {reason}")
         else:
-            passed.append(reason)
+            skipped.append(reason)
     if not found:
         raise UserError(f"no finished search in space {SPACE} in {', '.join(map(str, paths))}")
-    if passed:
-        notify(f"passed over: {', '.join(f'{n} × {what}' for what, n in Counter(passed).items())}")
+    if skipped:
+        notify(f"skipped: {', '.join(f'{n} × {what}' for what, n in Counter(skipped).items())}")
     kept, repeats = without_repeats(found)
     for note in repeats:
         notify(note)
@@ -74,7 +74,7 @@ def bench_runs(
 
 
 def _unfit(run: Run) -> str | None:
-    """What a run is instead of a finished search in the space; None where it is one."""
+    """Why a run cannot be used, or None for a finished search in the space."""
     if run.kind != "search":
         return f"a {run.kind} run"
     if run.space != SPACE:
@@ -94,7 +94,7 @@ def _benched(table: Nb201Table, run: Run) -> Benched:
 
 
 def to_dict(run: Benched) -> dict[str, Any]:
-    """Plain data, from which `from_dict` makes the same again where the run folder is gone."""
+    """Plain data for `from_dict`, which works without the run folder."""
     return {
         "method": run.method,
         "seed": run.seed,
@@ -106,9 +106,9 @@ def to_dict(run: Benched) -> dict[str, Any]:
 
 
 def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched:
-    """What `to_dict` gave; the accuracies of the cell are looked up anew.
+    """The inverse of `to_dict`; the accuracies of the cell are looked up again.
 
-    Settings are not kept: whoever stores runs this way has seen to it that those of one method differ by their seed.
+    Settings are not stored: runs of one method must differ by their seed alone.
     """
     genotype, rows = from_nb201(data["architecture"]), data["indicator"]
     indicator = None if rows is None else tuple(tuple(map(float, row)) for row in rows)
@@ -118,7 +118,7 @@ def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched
 
 
 def _trajectory(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Per epoch the accuracies of the cell derived then; of architectures trained one by one the best so far."""
+    """Per epoch the accuracies of the derived cell; for methods that train single architectures, of the best so far."""
     found: list[dict[str, float]] = []
     best = -math.inf
     for row in rows:
@@ -142,9 +142,9 @@ def _indicator(recipe: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def groups(runs: Sequence[Benched]) -> dict[str, list[Benched]]:
-    """Runs that differ by nothing but their seed, in the order in which they came.
+    """Groups of runs that differ only by their seed, in the order of `runs`.
 
-    They go by the name of their method and, where several groups share it, by the settings that tell those apart.
+    Their name is that of their method; if several groups share it, the settings that differ are added.
     """
     members: dict[tuple[str, str], list[Benched]] = {}
     for run in runs:
@@ -193,14 +193,14 @@ def trajectory_rows(runs: Sequence[Benched], column: str) -> list[dict[str, floa
             values = {run.label: row[column] for run in own for row in run.trajectory if row["epoch"] == epoch}
             if len(values) == len(own):
                 line[name] = sum(values.values()) / len(values)
-            # A folder may be called as a method is.
+            # A folder may have the name of a method.
             line |= {f"{label}/" if label in members else label: value for label, value in values.items()}
         found.append(line)
     return found
 
 
 def trajectory_notes(runs: Sequence[Benched]) -> list[str]:
-    """A sentence on each group whose runs do not all have the same epochs, as those do not that stopped early."""
+    """A sentence for each group whose runs have different epochs, for example because some stopped early."""
     found = []
     for name, own in groups(runs).items():
         epochs = [{row["epoch"] for row in run.trajectory} for run in own]
@@ -220,7 +220,7 @@ def trajectory_svg(runs: Sequence[Benched], column: str) -> str:
 
 
 def trajectory_bands(runs: Sequence[Benched], column: str) -> dict[str, list[tuple[float, float, float]]]:
-    """By group (epoch from 1, mean - std, mean + std) of every epoch that all its runs have; where they are several."""
+    """By group with several runs (epoch from 1, mean - std, mean + std) of every epoch that all its runs have."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for name, own in groups(runs).items():
         values: dict[float, list[float]] = {}

@@ -1,6 +1,6 @@
-"""A cell as a graph to be drawn: its vertices and edges with their labels, and the columns that they stand in.
+"""A cell as a graph to be drawn: its vertices and edges with their labels, and their columns.
 
-Nodes stand in even columns by their depth (longest path from the inputs), the labels of operations in odd ones.
+Nodes are in even columns by their depth (longest path from the inputs), the labels of operations in odd ones.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def graph_of(cell: Cell, inputs: tuple[int, ...]) -> Graph:
 
 
 def _depths(graph: Graph) -> list[int]:
-    """Longest path from the inputs; a node without inputs stands just before the first that reads it."""
+    """Longest path from the inputs; a node without inputs is just before its first reader."""
     depth = [0 if kind == "input" else 1 for kind in graph.kinds]
     for start, end, _ in sorted(graph.edges, key=lambda edge: edge[1]):
         depth[end] = max(depth[end], depth[start] + 1)  # vertices are numbered along the flow
@@ -140,6 +140,6 @@ def _depths(graph: Graph) -> list[int]:
     readers = {start for start, _, _ in graph.edges}
     for vertex, kind in enumerate(graph.kinds):
         if kind == "output" and vertex not in readers:
-            depth[vertex] = max(depth)  # the output stands last
+            depth[vertex] = max(depth)  # the output comes last
     used = sorted(set(depth))
     return [used.index(value) for value in depth]

@@ -1,9 +1,9 @@
 """Lays out a cell in fixed columns, as plain data: boxes, labels and lines, from left to right.
 
-Nodes stand in even columns by their depth (longest path from the inputs), the labels of operations in odd columns. An
+Nodes are in even columns by their depth (longest path from the inputs), the labels of operations in odd columns. An
 edge is a level line through all columns between its nodes; it only climbs in the gaps beside its first and last column.
-Whatever shares a column keeps its distance there, so no label or box covers another, and no line crosses a label or box
-that is not its own. Lengths are pixels, y grows downwards.
+Items that share a column keep their distance there, so no label or box covers another, and no line crosses a label or
+box of another edge. Lengths are pixels, y grows downwards.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def place_items(
             above[item].append((other, apart[item][other]))
             below[other].append((item, apart[item][other]))
         lowest.update(dict.fromkeys(span, item))
-    pulls: list[list[tuple[int, float]]] = [[] for _ in range(total)]  # an item should lie so far below another
+    pulls: list[list[tuple[int, float]]] = [[] for _ in range(total)]  # an item should be so far below another
     for number, ((start, end, _), (leave, enter)) in enumerate(zip(graph.edges, ports, strict=True)):
         item = vertices + number
         pulls[item] += [(start, leave), (end, enter)]
@@ -313,7 +313,7 @@ def _draw(graph: Graph, ports: Sequence[tuple[float, float]], y: Sequence[float]
             widths[column] = max(widths[column], sizes[item])
     gaps = _gaps(graph, ports, y)
     rows = _rows(graph, widths, gaps)
-    if len(rows) > 1:  # columns of all rows stand below each other
+    if len(rows) > 1:  # the columns of all rows are aligned
         widths = [max(widths[column % 2 :: 2]) for column in range(len(widths))]
         gaps = [max(gaps)] * len(gaps)
         rows = _rows(graph, widths, gaps)
@@ -399,7 +399,7 @@ def _rows(graph: Graph, widths: Sequence[float], gaps: Sequence[float]) -> list[
         rows, first, used = [], 0, 0.0
         for here, after in zip([0, *cuts], [*cuts, len(widths)], strict=True):
             piece = sum(widths[here:after]) + sum(gaps[here:after])
-            alone = after == len(widths) and after - here == 1  # the last node must not stand alone in a row
+            alone = after == len(widths) and after - here == 1  # the last node must not be alone in a row
             if used and used + piece > limit and not alone:
                 rows.append((first, here))
                 first, used = here, 0.0

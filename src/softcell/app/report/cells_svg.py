@@ -11,7 +11,7 @@ from softcell.arch import Cell, Genotype
 
 SANS_CHAR = 7.2  # a generous advance of 12 px sans-serif text
 LEGEND_CHAR = 6.4
-PAGE_WIDTH = 1120.0  # cells stand side by side while they fit
+PAGE_WIDTH = 1120.0  # cells are drawn side by side while they fit
 CELL_GAP = 40.0
 HEAD = 52.0  # heading and subtitle of a cell
 CORNER = 8.0
@@ -30,7 +30,7 @@ class _Panel:
 
 
 def to_svg(genotype: Genotype, title: str | None = None, *, titled: bool = True) -> str:
-    """A picture of all cells of a genotype, for light and dark pages; unless `titled`, the title is only told.
+    """A picture of all cells of a genotype, for light and dark pages; without `titled`, the title is metadata only.
 
     Example:
         >>> from softcell.app.report import to_svg
@@ -66,7 +66,7 @@ def to_svg(genotype: Genotype, title: str | None = None, *, titled: bool = True)
 
 
 def describe(cell: Cell) -> str:
-    """A cell in words, for those who do not see the picture."""
+    """A cell in words, for screen readers."""
     parts = []
     for target in cell.targets:
         terms = " + ".join(f"{pick.op}({pick.source})" for pick in cell.incoming(target))
@@ -99,7 +99,7 @@ def _draw_panel(panel: _Panel, x: float, y: float) -> list[str]:
     lines = [text(x, y + 12, panel.name, "sc-head"), text(x, y + 31, panel.subtitle, "sc-quiet")]
     drawing = panel.drawing
     lines.append(f'<g transform="translate({num(x)} {num(y + HEAD)})">')
-    for edge in drawing.edges:  # lines first: labels and boxes lie on top of all of them
+    for edge in drawing.edges:  # lines first: labels and boxes are drawn over them
         lines += _draw_line(edge)
     for edge in drawing.edges:
         lines += _draw_label(edge, drawing)
@@ -119,7 +119,7 @@ def _draw_line(edge: Edge) -> list[str]:
         line, tip = f"sc-edge sc-l-{name}", f"sc-f-{name}"
     points = edge.points
     x, y = points[-1]
-    # The line ends inside the arrowhead, or its round cap would show at the tip.
+    # The line ends inside the arrowhead, so that its round cap does not show.
     shaft = (*points[:-1], (x - 6, y))
     head = f"M{num(x - 1)} {num(y)}l-8 -4v8z"
     return [f'<path class="{line}" d="{path(shaft)}"/>', f'<path class="{tip}" d="{head}"/>']

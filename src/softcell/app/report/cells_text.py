@@ -8,7 +8,7 @@
     │  ├──│─▶3                 ■ sep_conv_3x3
           ╰──┴──────────▶ c_{k} = concat(2, 3)
 
-A node's number stands where its last input arrives; its rail ends with its last reader. Several operations on one edge
+A node's number is where its last input arrives; its rail ends with its last reader. Several operations on one edge
 share its line, and more lines where they need them. Cells with more rails than fit become a list per node, and plain
 chains run from left to right.
 """
@@ -53,7 +53,7 @@ NAMES = 18  # columns kept for names before rails move closer
 
 
 def to_text(genotype: Genotype, width: int | None = None, colour: bool = True) -> CellsText:
-    """A rich renderable of all cells; `width` caps the terminal's, and ASCII is used where the terminal has no more.
+    """A rich renderable of all cells; `width` caps the terminal's, and ASCII is used where the terminal has no Unicode.
 
     Example:
         >>> from rich.console import Console
@@ -250,7 +250,7 @@ class _Rails:
     def _named(self, row: Text, name: Text) -> Text:
         row.rstrip()
         gap = self.names - columns(row.plain)
-        # A dotted leader takes the eye from a short line to its name.
+        # A dotted leader connects a short line with its name.
         row.append(" " + "·" * (gap - 2) + " " if gap > 4 else " " * gap, "bright_black dim")
         return row.append_text(name)
 
@@ -289,7 +289,7 @@ def _is_chain(cell: Cell, picks: list[Pick], inputs: tuple[int, ...]) -> bool:
 
 
 def _chain(picks: list[Pick], inputs: tuple[int, ...], width: int) -> list[Text]:
-    """`in ── a ─▶ 1 ── b ─▶ 2`, in rows whose columns stand below each other."""
+    """`in ── a ─▶ 1 ── b ─▶ 2`, in rows with aligned columns."""
     number_width = max(len(str(picks[-1].target)), 3)
     name_width = max(columns(clean(pick.op)) for pick in picks)
     name_width = max(min(name_width, width - 2 * number_width - 11), 1)

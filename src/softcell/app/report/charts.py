@@ -53,7 +53,7 @@ class Cloud:
 
 
 def series(rows: Sequence[Mapping[str, object]], names: Mapping[str, str], first: int = 1) -> list[Series]:
-    """Lines of the metrics `names` (key: name to show) over epochs, the first of which is shown as `first`.
+    """Lines of the metrics `names` (key: name to show) over epochs, counted from `first`.
 
     A row without an epoch counts by its position. A metric that was not measured in a row is skipped; one that is not
     a finite number leaves a gap.
@@ -79,7 +79,7 @@ def curves_svg(
 ) -> str:
     """An SVG file with the metrics `keys` over epochs, each named at the end of its line.
 
-    history: one mapping per epoch, which stands at its `epoch`, else at its position. bands: by metric (epoch, low,
+    history: one mapping per epoch, which is drawn at its `epoch`, or else its position. bands: by metric (epoch, low,
     high).
 
     Example:
@@ -163,7 +163,7 @@ def line_chart(
 
 
 def scatter(title: str, x_label: str, clouds: Sequence[Cloud]) -> Html:
-    """A card with accuracy against cost; every point names its run to those who point at it."""
+    """A card with accuracy against cost; every point shows its run in a tooltip."""
     points = [point for cloud in clouds for point in cloud.points]
     for cloud in clouds:
         if cloud.spread is not None:
@@ -264,7 +264,7 @@ def _labelled(rows: Sequence[Tick], shares: bool) -> list[Tick]:
 
 
 def _frame(axes: Axes, rows: Sequence[Tick], x_ticks: Sequence[Tick], x_label: str) -> list[str]:
-    """Grid and axis with their labels. One at the right border ends there, for it would be cut off in a card."""
+    """Grid and axis with their labels. A label at the right border ends there, since it would be cut off in a card."""
     body = []
     for value, label in rows:
         y = axes.place(axes.low[0], value)[1]

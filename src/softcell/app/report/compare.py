@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from softcell.app.report.html import big
-from softcell.app.report.runs import Run, number
+from softcell.app.report.runs import DRAWN, Run, number
 from softcell.app.report.stats import LEVEL, Summary, Welch, holm, summarise, welch
 from softcell.app.report.strings import clean
 from softcell.search.genotypes import WHERE
@@ -19,7 +19,7 @@ from softcell.settings import flat
 
 _NAMED = {"method", "space", "data"}
 _SEARCH = "search"
-# Settings in which two methods or spaces may differ by their nature. In anything else a comparison is not of equals.
+# Settings in which two methods or spaces may differ; a difference in others is worth a warning.
 _OF_METHODS = {
     "method_settings",
     "regime",
@@ -39,7 +39,7 @@ _OF_SPACES = {"space_settings", "auxiliary"}
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one method in one space on the same data by the same recipe; `name` tells it apart from the others."""
+    """Runs of one method in one space on the same data by the same recipe; `name` is unique among them."""
 
     name: str
     method: str
@@ -93,16 +93,15 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """One on every pair that could be tested; those that could not be are named together."""
+        """One for every pair that could be tested, and one for all others together."""
         tested = [pair.sentence for pair in self.pairs if pair.test is not None]
         untested = [pair for pair in self.pairs if pair.test is None]
         if len(untested) < 2:
             return tested + [pair.sentence for pair in untested]
         groups = {id(group): group for pair in untested for group in (pair.first, pair.second)}.values()
         few = [group.name for group in groups if len(group.runs) < 2]
-        reason = f"n = 1 of {', '.join(few)}" if few else "groups without any spread"
-        needed = "a spread over at least 2 runs on both sides is needed"
-        return [*tested, f"On {len(untested)} pairs of groups no statement can be made: {reason}; {needed}."]
+        reason = f"at least 2 runs are needed, but n = 1 for {', '.join(few)}" if few else "the runs do not vary"
+        return [*tested, f"{len(untested)} pairs of groups cannot be compared: {reason}."]
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -114,7 +113,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     measures = list(dict.fromkeys(group.measure for group in groups))
     if len(measures) > 1:
         listed = "; ".join(measures)
-        notes.append(f"accuracies of different kinds stand in separate rows and are never compared: {listed}")
+        notes.append(f"accuracies of different kinds are never compared: {listed}")
     couples = [
         pair
         for pair in itertools.combinations(groups, 2)
@@ -135,7 +134,7 @@ def _why_not(run: Run) -> str:
 
 
 def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """One run of each that are the same experiment: to repeat a seed is no new evidence."""
+    """Every experiment once: a repeated seed is no new evidence."""
     seen: dict[str, Run] = {}
     notes = []
     for run in runs:
@@ -149,13 +148,13 @@ def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 
 
 def what(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe without what says where and how it was run."""
+    """A recipe without the settings of where and how it was run."""
     return {key: value for key, value in recipe.items() if key not in WHERE}
 
 
 def _done(run: Run) -> dict[str, Any]:
-    """What was done, apart from the seed; of a training also how its architecture was searched for, as `search`."""
-    # A setting that is None is as one that is not there: earlier versions did not write it.
+    """The settings of a run except its seed; a training also has those of its search, as `search`."""
+    # Earlier versions did not write settings that are None.
     given = {key: value for key, value in what(run.recipe).items() if value is not None}
     return {**given, **({_SEARCH: dict(run.searched)} if run.searched else {})}
 
@@ -195,9 +194,9 @@ def texts(settings: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in flat(settings).items()}
 
 
-def _value(told: Mapping[str, str], key: str) -> str:
-    """As text; of a search only what is not in its method's recipe is known."""
-    return told.get(key, "as usual" if key.startswith(f"{_SEARCH}.") else str(None))
+def _value(settings: Mapping[str, str], key: str) -> str:
+    """The value of a setting; for a search only those that differ from its method's recipe are recorded."""
+    return settings.get(key, "default" if key.startswith(f"{_SEARCH}.") else str(None))
 
 
 def varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
@@ -209,43 +208,43 @@ def _sentence(first: Group, second: Group, test: Welch | None, p: float | None, 
     names = f"{first.name} and {second.name}"
     unequal = _unequal(first, second)
     if test is None or p is None:
-        few = [f"{group.name} has n = {len(group.runs)}" for group in (first, second) if len(group.runs) < 2]
-        reason = " and ".join(few) if few else "neither group has any spread"
-        needed = "a spread over at least 2 runs on both sides is needed" if few else "no test applies"
-        return f"{names}: no statement can be made, since {reason}; {needed}.{unequal}"
-    low, high = (100 * bound for bound in test.interval)
+        few = [group.name for group in (first, second) if len(group.runs) < 2]
+        needed = f"at least 2 runs are needed, but n = 1 for {' and '.join(few)}"
+        return f"{names} cannot be compared: {needed if few else 'the runs do not vary'}.{unequal}"
+    low, high = (100 * min(1.0, max(-1.0, bound)) for bound in test.interval)  # no difference is larger than 100 points
     if test.difference < 0:
         first, second, low, high = second, first, -high, -low
     by = f"{abs(test.difference) * 100:.2f} points higher"
     facts = f"95 % interval {low:+.2f} to {high:+.2f}, p = {_p(p)} by Welch's t-test"
     facts += f", corrected for {count} comparisons" if count > 1 else ""
     shared = [g for g in (first, second) if len(g.seeds) < 2]
-    seeds = "".join(f" All runs of {g.name} share one seed: their spread is that of architectures." for g in shared)
+    seeds = "".join(f" All runs of {g.name} share one seed, so they vary by architecture only." for g in shared)
     if p < LEVEL:
-        return f"{first.name} is {by} than {second.name} ({facts}): a difference at the 5 % level.{seeds}{unequal}"
-    return (
-        f"{first.name} is {by} than {second.name} ({facts}): no difference can be claimed, nor that there is "
-        f"none.{seeds}{unequal}"
-    )
+        verdict = "a significant difference at the 5 % level"
+    else:
+        verdict = "no significant difference, which does not show that they are equal"
+    return f"{first.name} is {by} than {second.name} ({facts}): {verdict}.{seeds}{unequal}"
 
 
 def _unequal(first: Group, second: Group) -> str:
-    """A warning where more than method and space differs."""
+    """A warning if the groups differ in more than method and space."""
     ignored = set(_NAMED)
-    if first.recipe.get("method") != second.recipe.get("method"):  # searches; a training knows no method
+    if first.recipe.get("method") != second.recipe.get("method"):  # of searches; the recipe of a training has no method
         ignored |= _OF_METHODS
     if first.space != second.space:
         ignored |= _OF_SPACES
     of_search = set(_OF_METHODS if first.method != second.method else ()) | set(
         _OF_SPACES if first.space != second.space else ()
     )
+    if DRAWN in (first.method, second.method):
+        ignored.add(_SEARCH)  # an architecture that was drawn at random had no search
     kept = [{key: value for key, value in group.recipe.items() if key not in ignored} for group in (first, second)]
-    told = [texts(recipe) for recipe in kept]
-    keys = [key for key in varying(told) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
+    settings = [texts(recipe) for recipe in kept]
+    keys = [key for key in varying(settings) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
     if not keys:
         return ""
-    listed = ", ".join(f"{key} {_value(told[0], key)} and {_value(told[1], key)}" for key in keys[:4])
-    return f" Beware: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
+    listed = ", ".join(f"{key} {_value(settings[0], key)} and {_value(settings[1], key)}" for key in keys[:4])
+    return f" Caution: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
 
 
 def _p(value: float) -> str:
@@ -273,7 +272,7 @@ def group_row(group: Group) -> tuple[str, ...]:
 
 
 def markdown(found: Comparison) -> str:
-    """The table, one sentence per pair, and the notes."""
+    """The table, a sentence for each pair, and the notes."""
     lines = [_line(HEADER), _line("---:" if i in NUMERIC else "---" for i in range(len(HEADER)))]
     lines += [_line(group_row(group)) for group in found.groups]
     lines += ["", *(f"- {_plain(said)}" for said in found.sentences)] if found.pairs else []
@@ -286,7 +285,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that Markdown shows as it is: nothing of it opens a cell, a tag or a link."""
+    """Text escaped for Markdown: no part of it opens a cell, a tag or a link."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in clean(text))
 
 
@@ -340,7 +339,7 @@ def plain_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _cell(value: object) -> object:
-    """A spreadsheet must not take a name for a formula."""
+    """A value for CSV; a text that a spreadsheet would read as a formula is quoted."""
     if isinstance(value, str):
         text = clean(value)
         return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text

@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves a `LivePage` on 127.0.0.1; port 0 takes a free one. `serve_forever` and `shutdown` as usual."""
+    """Serves a `LivePage` on 127.0.0.1; port 0 means any free one. Run by `serve_forever`, ended by `shutdown`."""
 
     daemon_threads = True
 

@@ -168,7 +168,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def is_phase(folder: Path) -> bool:
-    """Whether this folder is the first phase of the run that it lies in."""
+    """Whether this folder is the first phase of the run around it."""
     return folder.name == FIRST and (folder.parent / MANIFEST).is_file()
 
 

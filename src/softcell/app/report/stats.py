@@ -40,16 +40,16 @@ class Welch:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
-    """Welch's test (1947), which lets the spreads differ; None where it says nothing.
+    """Welch's test (1947), which allows different variances; None where it does not apply.
 
-    That is with fewer than two values on a side, or without any spread on both.
+    It needs at least two values on each side, and some variance on one.
     """
     if min(len(first), len(second)) < 2:
         return None
     parts = [statistics.variance(values) / len(values) for values in (first, second)]
     error = math.sqrt(sum(parts))
     difference = statistics.fmean(first) - statistics.fmean(second)
-    # Rounding leaves variances of equal numbers just above 0.
+    # Rounding leaves the variance of equal numbers just above 0.
     if error <= 1e-12 * max(1.0, *map(abs, first), *map(abs, second)):
         return None
     # Welch and Satterthwaite's degrees of freedom
