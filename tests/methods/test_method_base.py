@@ -1,11 +1,13 @@
 """A method stays small: what one paper alone needs is a part, not a hook of every method."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from softcell import methods
 from softcell.methods import METHODS, Method, PathPlanner
 from softcell.testing import tiny_space
 
@@ -24,7 +26,7 @@ def test_a_method_has_at_most_twelve_methods() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_parts_are_what_the_search_reads_and_nothing_else_is_public_by_accident(name: str) -> None:
+def test_methods_have_the_parts_that_their_paper_needs(name: str) -> None:
     kind = METHODS.get(name)
     if not issubclass(kind, Method):
         return
@@ -51,3 +53,11 @@ def test_a_copied_method_has_parts_of_its_own() -> None:
     twin.load_state_dict({**twin.state_dict(), "key": twin.key + 1})
     assert [twin.planner.draw(step) for step in range(4)] != drawn, "a loaded key is read again"
     assert [method.planner.draw(step) for step in range(4)] == drawn
+
+
+def test_folders_are_discovered_as_files_are() -> None:
+    root = Path(methods.__file__).parent
+    folders = {path.parent.name for path in root.glob("*/__init__.py")}
+    assert "itnas" in folders
+    homes = {METHODS.get(name).__module__.split(".")[2] for name in METHODS}
+    assert folders <= homes, "a folder whose `__init__.py` does not import its method registers nothing"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from softcell.arch import Genotype, Plan
 from softcell.data import Batch, Batches
 from softcell.data.batches import Draft
-from softcell.engine.capture import MAX_GRAPHS, CapturedStep, Readback, once, prepare_step
+from softcell.engine.capture import MAX_GRAPHS, CapturedStep, Engine, Readback, once, prepare_step
 from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.metrics import Failure, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
@@ -359,7 +359,7 @@ def _step_state(
 
 def _cells_and_engine(
     recipe: SearchRecipe, supernet: Supernet, method: Method, world: World, notify: Callable[[str], None]
-) -> tuple[Callable[[], AbstractContextManager[None]], Any]:
+) -> tuple[Callable[[], AbstractContextManager[None]], Engine]:
     """The context in which cells run, fused or module by module, and the engine of steps."""
     cells: Callable[[], AbstractContextManager[None]] = nullcontext if recipe.fused else modules_only
     num_plans = None if method.planner is None else method.planner.num_plans()

@@ -8,8 +8,8 @@ summaries of the maps, values stay maps:
     Z   = W_v Σ_k a_k X_k                                 (W_v commutes with the sum, so it is applied once)
     Y   = LN(X_0 + Z),  output = LN(Y + FFN(Y))
 
-Only the IT's row is computed: nobody reads the other tokens' outputs. Maps are laid together, channels last, so that a
-step has few large operations instead of many small ones: on a GPU each costs a launch.
+Only the IT's row is computed: the other tokens' outputs are not used. Maps are stacked, channels last, so that a step
+has few large operations instead of many small ones: on a GPU each costs a launch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from softcell.nn.pool import adaptive_windows
 
 Shape = tuple[int, int, int]
 NARROWING = 4
-"""How many times fewer channels the feed-forward network has inside than outside."""
+"""The feed-forward network has this many times fewer channels inside than outside."""
 
 
 class LiteTransformer(nn.Module):
     """One encoder layer with a single head over the IT and up to `tokens` maps of `shape`, positions 1 to `tokens`.
 
     `pool`: side of the summary that queries and keys are read off; None reads the whole map. `width`: d_q. Without
-    `values` there is attention alone (`attend`), for maps that are not put together here. `token_norm`: a LayerNorm
+    `values` there is attention alone (`attend`), for maps that are combined elsewhere. `token_norm`: a LayerNorm
     on the tokens before queries and keys; without it the encoder is post-norm, as in the paper. Without
     `learned_values` W_v stays the identity, without `feed_forward` the feed-forward network stays 0: an edge then has
     no convolution of its own that could do a candidate's work.
@@ -79,16 +79,16 @@ class LiteTransformer(nn.Module):
         """
         if attention_alone:
             return (self.attend(outputs),)
-        maps = self._laid_together([x for x in outputs.values() if x is not None])
+        maps = self._stacked([x for x in outputs.values() if x is not None])
         weights = self._attention(self._summaries(maps[:, 1:]), order_of(outputs))
         return self.combine(maps, weights), by_position(weights, order_of(outputs), self.tokens)
 
     def attend(self, outputs: Mapping[int, Tensor | None]) -> Tensor:
-        """a [n, tokens + 1], in float32 at least whatever the maps are in; all-zero columns for absent candidates."""
+        """a [n, tokens + 1], at least in float32; 0 for absent candidates."""
         present = [x for x in outputs.values() if x is not None]
         assert present, "tokens of zeros alone have no attention"
         if all(x.shape[1:] == self.shape for x in present):
-            summaries = self._summaries(self._laid_together(present)[:, 1:])
+            summaries = self._summaries(self._stacked(present)[:, 1:])
         else:
             summaries = torch.stack([self._summary(x) for x in present], dim=1)
         return by_position(self._attention(summaries, order_of(outputs)), order_of(outputs), self.tokens)
@@ -106,8 +106,8 @@ class LiteTransformer(nn.Module):
             tokens = torch.cat(parts, dim=1) + taken(self.positions, order)
             if self.norm is not None:
                 tokens = self.norm(tokens)
-            # q·(W_k t) = (W_k^T q)·t: one vector meets every token instead of a matrix. The IT's token is the same for
-            # all images.
+            # q·(W_k t) = (W_k^T q)·t: tokens are multiplied by a vector instead of a matrix. The IT's token is the same
+            # for all images.
             asked = self.key.weight.T @ (self.query.weight @ tokens[0, 0])
             return torch.softmax(tokens @ asked * self.query.out_features**-0.5, dim=1)  # Eq 4
 
@@ -125,7 +125,7 @@ class LiteTransformer(nn.Module):
             total = normalised(total + _pointwise(inner, self.ffn[2]), self.after_ffn, written_out=maps.is_cuda)
         return total.view(n, h, w, c).permute(0, 3, 1, 2)
 
-    def _laid_together(self, maps: Sequence[Tensor]) -> Tensor:
+    def _stacked(self, maps: Sequence[Tensor]) -> Tensor:
         """The IT's map and others [n, c, h, w] as one tensor [n, m + 1, h, w, c]."""
         first = self.indicator.to(maps[0].dtype).expand(maps[0].shape)
         return torch.stack([x.permute(0, 2, 3, 1) for x in (first, *maps)], dim=1)
@@ -140,12 +140,12 @@ class LiteTransformer(nn.Module):
 
     @property
     def token_eps(self) -> float | None:
-        """What the norm of tokens adds to variances; None where tokens are not normalised."""
+        """The epsilon of the tokens' norm; None where tokens are not normalised."""
         return None if self.norm is None else self.norm.eps
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Of the summaries."""
+        """Height and width of the summaries."""
         return self.shape[1:] if self.pool is None else (self.pool, self.pool)
 
 
@@ -191,7 +191,7 @@ def order_of(outputs: Mapping[int, object | None]) -> list[int]:
 
 
 def taken(x: Tensor, wanted: Sequence[int], dim: int = 0) -> Tensor:
-    """Places of a dimension in runs; without an index tensor, which would have to reach the device first."""
+    """Entries of a dimension, in runs: an index tensor would have to be copied to the device first."""
     runs: list[list[int]] = []
     for k in wanted:
         if runs and runs[-1][1] == k:
