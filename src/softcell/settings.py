@@ -104,7 +104,7 @@ def to_dict(value: Any) -> Any:
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings laid over each other; the later wins."""
+    """Nested mappings merged into one; the later wins."""
     result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -246,26 +246,26 @@ def not_negative(name: str, value: float) -> None:
 MOST_EPOCHS = 1_000_000
 """Of a run. A larger number is a mistake, and a run must be able to list its epochs."""
 MOST_RANDOM = 1_000
-"""Random architectures that are drawn and trained beside one that was found."""
+"""Random architectures that are trained for comparison."""
 SEEDS = 2**63
-"""Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may take one for the sign."""
+"""Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may use one for the sign."""
 MOST_SEEDS = 10_000
 """Most runs for `--seeds`; larger values are probably a seed passed by mistake."""
 
 
 def is_seed(name: str, value: int) -> None:
-    """Raises unless `value` is a seed that every generator takes."""
+    """Raises unless `value` is a seed that every generator accepts."""
     if not 0 <= value < SEEDS:
         raise UserError(f"`0 <= {name} < 2**63` must hold, but got {name}={value}")
 
 
 def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without those that leave a choice to the program, which in a resumed run has been made."""
+    """Settings without `precision=auto`: a resumed run has already chosen."""
     return {key: value for key, value in given.items() if not (key == "precision" and value == "auto")}
 
 
 def refuse_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises where a resumed run would get other settings than it began with."""
+    """Raises if a resumed run would get other settings than it started with."""
     different = [key for key in stored if stored[key] != wanted[key]]
     if different:
         changes = ", ".join(f"{key}: {stored[key]} -> {wanted[key]}" for key in different)

@@ -386,7 +386,7 @@ def test_the_search_s_own_weights_are_put_back(data: Path, tmp_path: Path) -> No
     [
         ({"method": "random"}, "trains architectures one by one"),
         ({"evolution": {"generations": 2}}, "both select the architecture"),
-        ({"resource": {"max_params": "1M"}}, "keeps to no budget, but got"),
+        ({"resource": {"max_params": "1M"}}, "cannot meet a budget, but got"),
         ({"objective": "context"}, "objective=context has none"),
         ({"split": {"validation": 0}}, "split.validation=0 leaves none"),
         ({"space": "nos", "method": "nos", "space_settings": None}, "picks operations of several edges together"),

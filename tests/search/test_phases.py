@@ -198,7 +198,7 @@ def test_phase_1_learns_from_some_classes_alone(tmp_path: Path) -> None:
 
 
 def test_some_classes_need_labels_and_a_phase(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"pretrain\.classes=2 \(--classes\) is about the first of two phases"):
+    with pytest.raises(UserError, match=r"pretrain\.classes=2 \(--classes\) needs a first phase"):
         recipe(data, pretrain={"epochs": 0, "classes": 2})
     with pytest.raises(UserError, match=r"`pretrain\.classes >= 2`"):
         recipe(data, pretrain={"epochs": 1, "classes": 1})

@@ -223,7 +223,7 @@ def test_a_recipe_with_a_budget_resolves_to_itself() -> None:
 
 
 def test_a_method_whose_probabilities_cannot_be_steered_is_reported() -> None:
-    with pytest.raises(UserError, match="carry no gradient"):
+    with pytest.raises(UserError, match="have no gradient"):
         check_steerable(P, "fixed")
     check_steerable({"one": P["one"].clone().requires_grad_()}, "fine")
 

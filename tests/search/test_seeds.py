@@ -132,7 +132,7 @@ def draws(seed: int, count: int) -> Running[list[float]]:
     return result
 
 
-def test_lanes_draw_what_they_would_alone_and_leave_the_process_as_it_was() -> None:
+def test_interleaved_runs_draw_the_same_numbers_as_alone_and_restore_the_process() -> None:
     torch.manual_seed(9)
     before = torch.get_rng_state()
     starts: Any = [lambda seed=seed: draws(seed, 5 + seed) for seed in range(3)]

@@ -75,9 +75,9 @@ def test_a_budget_limits_what_is_selected(tmp_path: Path) -> None:
     assert count_genotype(space, result.genotype, (1, 8, 8), 10).parameters <= limit
     results = manifest(tmp_path / "a")["results"]
     assert results["budget_met"] is True
-    with pytest.raises(UserError, match="carry no gradient"):
+    with pytest.raises(UserError, match="have no gradient"):
         run(tmp_path / "b", resource={"preset": "mild"})
-    with pytest.raises(UserError, match="carry no gradient"):
+    with pytest.raises(UserError, match="have no gradient"):
         run(tmp_path / "c", resource={"max_params": limit}, evolution={"generations": 0})
 
 

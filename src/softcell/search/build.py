@@ -75,7 +75,7 @@ def build_task(
     objective: Objective
     if not issubclass(kind, Method) and recipe.objective == "context":
         raise UserError(
-            f"method {recipe.method!r} compares networks by accuracy, which context auto-regression has none of; set "
+            f"method {recipe.method!r} compares networks by accuracy, but context auto-regression has none; set "
             "objective=classify and pretrain.epochs=0"
         )
     if not issubclass(kind, Method) and recipe.select.is_on:
@@ -85,7 +85,7 @@ def build_task(
         )
     if not issubclass(kind, Method):
         for name in _of_supernets(recipe):
-            notify(f"`{name}` belongs to searches with a supernet: {recipe.method} ignores it")
+            notify(f"`{name}` is ignored: {recipe.method} has no supernet")
         sampler = kind(layout, settings, recipe.seed)
         budget = budget_of_draws(recipe, space, dataset, notify)
         if isinstance(sampler, UntrainedSampler):
@@ -152,22 +152,26 @@ def build_task(
 def _selecting(
     recipe: SearchRecipe, method: Method, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor], held: Batches
 ) -> Batches:
-    """The validation split as it is, for methods that derive from a pass over it and for evolution."""
+    """The validation split without augmentation, for methods that derive from a pass over it and for evolution."""
     selects = method.selection is not None or recipe.evolution.is_on
     if recipe.measured_split != "held" or not selects:
         return held
     if "validation" not in parts:
-        raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
+        raise UserError(
+            "the architecture is selected on the `validation` split, so `split` must have one in addition to `held`"
+        )
     return feeds.plain(dataset.train, parts["validation"])
 
 
 def _judged(recipe: SearchRecipe, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor]) -> Batches:
-    """The validation images that a selection by perturbation measures on, in a random order of the seed.
+    """The validation images that a selection by perturbation measures on, in a random order drawn by the seed.
 
-    BatchNorm may normalise by each batch, so no batch may hold a single class, nor be far shorter than the others.
+    BatchNorm may normalise by each batch, so no batch may have a single class or be much smaller than the others.
     """
     if "validation" not in parts:
-        raise UserError("an architecture is selected on the `validation` split, so `split` must name one beside `held`")
+        raise UserError(
+            "the architecture is selected on the `validation` split, so `split` must have one in addition to `held`"
+        )
     own = parts["validation"]
     own = own[permutation(recipe.seed, 0, len(own), "select")][: recipe.select.images or None]
     batches = feeds.plain(dataset.train, own)
@@ -177,7 +181,7 @@ def _judged(recipe: SearchRecipe, feeds: Feeds, dataset: Dataset, parts: Mapping
 
 
 def _of_supernets(recipe: SearchRecipe) -> list[str]:
-    """Settings that say something about a supernet and were given."""
+    """Settings of supernets that were given."""
     given = {
         "drop_path": recipe.drop_path > 0,
         "child_every": recipe.child_every > 0,
@@ -194,7 +198,7 @@ def resource_of(
     session: Session,
     notify: Callable[[str], None],
 ) -> tuple[ResourcePenalty | None, Budget | None]:
-    """The resource penalty, and the budgets that drive it, where the recipe asks for them."""
+    """The resource penalty and the budgets of a recipe; None where it has none."""
     settings = recipe.resource
     if not settings.is_on:
         return None, None
@@ -231,13 +235,13 @@ def resource_of(
 def budget_of_draws(
     recipe: SearchRecipe, space: Space, dataset: Dataset, notify: Callable[[str], None]
 ) -> Budget | None:
-    """The budget that proposed architectures must meet. Nothing can be pushed: a penalty is refused."""
+    """The budget that proposed architectures must meet. A penalty is refused: a sampler has no gradient for it."""
     settings = recipe.resource
     if settings.preset != "none" or settings.weight is not None:
         raise UserError(
             f"a resource penalty works through a method's probabilities, and {recipe.method!r} has none; leave out "
-            "`resource.preset` (--resource) and `resource.weight`, or state a budget instead (--max-params, "
-            "--max-flops, --max-latency), which every architecture drawn then meets"
+            "`resource.preset` (--resource) and `resource.weight`, or give a budget instead (--max-params, "
+            "--max-flops, --max-latency), which every drawn architecture then meets"
         )
     if not settings.budgets():
         return None
@@ -253,7 +257,7 @@ def _budget(recipe: SearchRecipe, penalty: ResourcePenalty | None, dataset: Data
 
 
 def _find_cheapest(budget: Budget, recipe: SearchRecipe, dataset: Dataset, rule: Rule | None) -> None:
-    """At the sizes of the network that is bounded: at others another candidate may be the cheapest."""
+    """At the sizes of the network that the budget is for: at others, another candidate may be the cheapest."""
     trained, shape, num_classes = counted_network(recipe, dataset.shape, dataset.num_classes)
     costs = count_candidates(trained, shape, num_classes, trained=True)
     table = recipe.resource.latency_table

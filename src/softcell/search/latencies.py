@@ -1,4 +1,4 @@
-"""Tables of measured times, as budgets are counted by: what each candidate takes, and everything around them."""
+"""Tables of measured times, for latency budgets: the time of each candidate, and of everything around them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softcell.nn.candidates import known_candidates
 from softcell.search.recipe import read_mapping
 
 FIXED = "fixed"
-"""The name of the time that no candidate takes."""
+"""The key of the time of everything around the candidates."""
 
 
 def read_latencies(path: str) -> dict[str, object]:
@@ -31,7 +31,7 @@ def read_latencies(path: str) -> dict[str, object]:
             if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
                 raise UserError(f"{path}: the time of {op!r} must be a number of 0 or more, got {time!r}")
     if not data:
-        raise UserError(f"{path}: a latency table must hold a time for every candidate, but it is empty")
+        raise UserError(f"{path}: a latency table must have a time for every candidate, but it is empty")
     return data
 
 
@@ -40,7 +40,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _check_names(path: str, latencies: Mapping[str, object], layout: Layout) -> None:
-    """A name that means nothing is a slip of the pen; candidates that are not in this search do no harm."""
+    """Raises for unknown names, which are typing errors; known candidates that this search does not use are ignored."""
     tables = {table.name: {op for choice in table.choices for op in choice.candidates} for table in layout.tables}
     own = {op for ops in tables.values() for op in ops}
     for name, value in latencies.items():
@@ -52,13 +52,13 @@ def _check_names(path: str, latencies: Mapping[str, object], layout: Layout) -> 
 
 
 def measured_for(path: str) -> Mapping[str, object]:
-    """What a table says of itself: sizes of the network and of its input; nothing where people wrote it."""
+    """The `about` of a table: sizes of the measured network and of its input; empty for a table written by hand."""
     about = _read(path).get("about")
     return about if isinstance(about, Mapping) else {}
 
 
 def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
-    """The time of one candidate; `none` takes none unless the file says otherwise."""
+    """The time of one candidate; `none` takes 0 unless the file says otherwise."""
     own = latencies.get(table)
     rows = own if isinstance(own, Mapping) else latencies
     value = rows.get(op, 0.0 if op == "none" else None)
@@ -70,9 +70,9 @@ def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
 
 
 def latency(genotype: Genotype, layout: Layout, latencies: Mapping[str, object]) -> float:
-    """The sum over all sites and picks of the network, and what is fixed."""
+    """The sum over all sites and picks of the network, and the fixed time."""
     fixed = latencies.get(FIXED, 0.0)
-    assert isinstance(fixed, int | float)  # `read_latencies` has seen to it
+    assert isinstance(fixed, int | float)  # `read_latencies` checks it
     return fixed + sum(
         latency_of(latencies, table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks
     )

@@ -1,8 +1,8 @@
 """The description of a search: plain frozen data, from which a run can be repeated.
 
-A recipe is laid together from the defaults below, the space's sizes and the method's recipe for the scale (`small`,
-`paper` or another that the method names), a configuration file and single settings, the later winning. What results
-is complete: `run.json` holds it, and no default of a later version can change it.
+A recipe is merged from the defaults below, the space's sizes and the method's recipe for the scale (`small`, `paper` or
+another that the method names), a configuration file and single settings, the later winning. The result is complete:
+`run.json` holds it, so that defaults of later versions do not change it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SCALES = ("small", "paper")
 
 @dataclass(frozen=True)
 class WeightOptimiser:
-    """SGD for the supernet's weights: the learning rate falls from `lr` to `lr_min` over the epochs.
+    """SGD for the supernet's weights: the learning rate falls from `lr` to `lr_min` over the epochs, by `schedule`.
 
-    `schedule`: along which line. `warmup` epochs rise linearly to `lr` before.
+    It rises linearly to `lr` over `warmup` epochs before.
     """
 
     lr: float = 0.025
@@ -63,8 +63,8 @@ class WeightOptimiser:
 class ArchitectureOptimiser:
     """Adam for the architecture parameters; `clip` 0 means no clipping.
 
-    `optimiser` "weights": they learn as the weights do instead, by an SGD with the settings and the learning rate of
-    `weights`; of what is said here only `clip` then holds.
+    `optimiser` "weights": SGD with the settings and the learning rate of `weights` instead; of the settings here only
+    `clip` then applies.
     """
 
     optimiser: Literal["adam", "weights"] = "adam"
@@ -85,13 +85,13 @@ class ArchitectureOptimiser:
 
 @dataclass(frozen=True)
 class Collapse:
-    """Watching for the collapse to skip connections.
+    """Detects the collapse to skip connections.
 
-    A warning is given when more than `warn_above` of a cell's picks are skip connections; with `stop`, the search ends
-    early once that held for `patience` epochs in a row, and the architecture from before is kept.
+    Warns when more than `warn_above` of a cell's picks are skip connections. With `stop`, the search ends once that has
+    lasted for `patience` epochs, and keeps the architecture from before.
 
-    Nothing is said in the first `after` of the epochs, nor in the very first: candidates without weights lead while
-    convolutions are still random, and logits of neighbouring candidates hardly differ. DARTS's collapse comes late.
+    The first epoch and the first `after` of all epochs are ignored: candidates without weights lead while convolutions
+    are still random, and logits of neighbouring candidates differ little. DARTS collapses late.
     """
 
     warn_above: float = 0.5
@@ -123,10 +123,9 @@ class Unrolled:
 class Pretrain:
     """A first phase by context auto-regression, without labels, whose architecture logits the search starts from.
 
-    `epochs` 0: no such phase. `data`, `data_root`, `image_size`: what it learns from; None for the search's own (a
-    folder without a root lies where its path says). A folder may hold images in any order. `classes`: that many
-    classes of it alone, drawn at random by the seed; None for all. `architecture_lr`, `batch_size`: None for the
-    search's own.
+    `epochs` 0: no such phase. `data`, `data_root`, `image_size`: the images it learns from; None for those of the
+    search. A folder without a root is found by its path, and may hold images in any order. `classes`: only that many
+    classes, drawn at random by the seed; None for all. `architecture_lr`, `batch_size`: None for those of the search.
     """
 
     epochs: int = 0
@@ -142,8 +141,8 @@ class Pretrain:
         at_most("pretrain.epochs", self.epochs, MOST_EPOCHS)
         if self.data is not None and not self.epochs:
             raise UserError(
-                f"`pretrain.data` is for the first phase, which `pretrain.epochs=0` leaves out, but got {self.data!r}; "
-                "set pretrain.epochs, or leave out pretrain.data"
+                f"`pretrain.data` needs a first phase, but got {self.data!r} with pretrain.epochs=0; set "
+                "pretrain.epochs, or leave out pretrain.data"
             )
         for name, least in (("batch_size", 1), ("image_size", 4), ("classes", 2)):
             value = getattr(self, name)
@@ -153,21 +152,21 @@ class Pretrain:
             positive("pretrain.architecture_lr", self.architecture_lr)
         if self.classes is not None and not self.epochs:
             raise UserError(
-                f"pretrain.classes={self.classes} (--classes) is about the first of two phases, which this search does "
-                "not have: set pretrain.epochs too, or classes=N for the data of the search itself"
+                f"pretrain.classes={self.classes} (--classes) needs a first phase, which this search does not have; "
+                "set pretrain.epochs too, or classes=N for the data of the search itself"
             )
 
 
 @dataclass(frozen=True)
 class Select:
-    """How the architecture is selected once the supernet is trained (evolution has settings of its own).
+    """How the architecture is selected once the supernet is trained (evolution has its own settings).
 
     `by` "method": as the method derives. "perturbation": DARTS-PT, edge by edge, the candidate whose removal lowers the
-    supernet's `measure` (accuracy, or loss) on the validation split most; `epochs` epochs tune the weights after each
+    supernet's `measure` (accuracy or loss) on the validation split most. `epochs` epochs tune the weights after each
     decision (0: none), at `lr` falling to `weights.lr_min` along a cosine (None: a tenth of `weights.lr`). `images`:
-    how many validation images are measured on (0: all). `norms`: what BatchNorm normalises by while measuring: the
-    statistics of each batch, as the authors' code does, recalibrated ones for every removal, or the running ones, which
-    fit methods alone that train the very mix that is measured.
+    number of validation images for each measurement (0: all). `norms`: the statistics of BatchNorm while measuring:
+    those of each batch, as in the authors' code, recalibrated ones for every removal, or the running ones, which suit
+    only methods that train the same mix that is measured.
     """
 
     by: Literal["method", "perturbation"] = "method"
@@ -193,18 +192,18 @@ class Select:
 class SearchRecipe:
     """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
 
-    `classes`: that many classes of the data alone, drawn at random by the seed; None for all.
-    `split`: `weights` and `validation` are what the two learn from; the search and its children are measured on
-    `validation`, or on `held` where that is named, which then nothing learns from. `validation` 0: both levels learn
-    from all images of `weights`, which are then what is measured on, too, unless `held` is named.
+    `classes`: only that many classes of the data, drawn at random by the seed; None for all.
+    `split`: weights learn from `weights`, the architecture from `validation`. Accuracies are measured on `validation`,
+    or on `held` if that is given, which nothing learns from. `validation` 0: both levels learn from all images of
+    `weights`, and accuracies are measured on these too, unless `held` is given.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
     and the best within the budgets is derived instead of the method's own.
     `select`: with `by` "perturbation", the architecture is selected on the trained supernet by DARTS-PT, whatever
     method trained it.
-    `drop_path`: what a choice adds to a node is dropped in training, per image, with a probability that grows linearly
-    over the epochs to this. `child_every`: every so many epochs the derived network is measured with the supernet's
+    `drop_path`: the output of a choice is dropped in training, per image, with a probability that grows linearly over
+    the epochs to this. `child_every`: number of epochs between measurements of the derived network with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
-    whole cells run in the kernels of `softcell.kernels`, where these know all candidates. `objective`: `classify`, or
+    whole cells run in the kernels of `softcell.kernels`, if these support all candidates. `objective`: `classify`, or
     `context` for context auto-regression, which needs no labels. `pretrain`: that as a first phase.
 
     Example:
@@ -266,12 +265,12 @@ class SearchRecipe:
                 f"`weights.warmup < epochs` must hold, but got warmup={self.weights.warmup}, epochs={self.epochs}"
             )
         if self.objective == "context" and self.pretrain.epochs:
-            raise UserError("a search by context auto-regression has no phase before it: set pretrain.epochs=0")
+            raise UserError("a search by context auto-regression has no first phase: set pretrain.epochs=0")
         if self.objective == "context" and self.guide.teacher is not None:
-            raise UserError("a search is guided where it classifies; leave --guide away with objective=context")
+            raise UserError("a guided search needs objective=classify; leave out --guide with objective=context")
         if self.objective == "context" and self.evolution.is_on:
             raise UserError(
-                "evolution compares accuracies, which objective=context has none of; set evolution.generations=0"
+                "evolution compares accuracies, but objective=context has none; set evolution.generations=0"
             )
         if self.select.is_on:
             self._check_select()
@@ -281,7 +280,7 @@ class SearchRecipe:
             raise UserError(f"`classes >= 2` must hold, but got classes={self.classes}")
 
     def _check_select(self) -> None:
-        """Raises where something else selects, or nothing can be measured."""
+        """Raises if something else selects the architecture, or nothing can be measured."""
         if self.evolution.is_on:
             raise UserError(
                 f"select.by={self.select.by} (--select) and evolution both select the architecture; leave out one of "
@@ -289,19 +288,19 @@ class SearchRecipe:
             )
         if self.objective == "context":
             raise UserError(
-                f"select.by={self.select.by} (--select) compares accuracies, which objective=context has none of; "
+                f"select.by={self.select.by} (--select) compares accuracies, but objective=context has none; "
                 "leave it out"
             )
         if self.resource.budgets():
             raise UserError(
-                f"select.by={self.select.by} (--select) keeps to no budget, but got "
+                f"select.by={self.select.by} (--select) cannot meet a budget, but got "
                 f"{', '.join(self.resource.budgets())}; leave out one of them, or let evolution "
                 "select (--set evolution.generations=20)"
             )
 
     @property
     def measured_split(self) -> str:
-        """The part of the training images that accuracies are measured on."""
+        """The split that accuracies are measured on."""
         if "held" in self.split:
             return "held"
         return "validation" if self.split.get("validation", 1) else "weights"
@@ -352,7 +351,7 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     base: dict[str, Any] = {"scale": scale}
     if scale == "small":
         base["space_settings"] = dict(space.small)
-        base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine lose a lot
+        base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine they lose
     own = dict(method.recipes.get(scale, {}))
     wanted = own.get("space_settings", {})
     own["space_settings"] = {key: value for key, value in wanted.items() if key not in unmet(method, space, scale)}
@@ -362,13 +361,15 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     full = to_dict(recipe)
     full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
     full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))
-    evaluation_space(recipe.space, recipe.data, recipe.resource.network)  # refuses settings that the space has not
+    evaluation_space(
+        recipe.space, recipe.data, recipe.resource.network
+    )  # refuses settings that the space does not have
     regime = recipe.regime
     if regime == "auto":
         full["regime"] = regime = method.regime if issubclass(method, Method) else "bilevel"
     if not recipe.split:
-        # DARTS: half for the weights, half for the architecture. A single-level search needs no second half to learn
-        # from, so it only holds a tenth back to be measured on.
+        # DARTS: half for the weights, half for the architecture. A single-level search learns from one split, so it
+        # holds back only a tenth, to measure accuracy on.
         full["split"] = (
             {"weights": 0.9, "validation": 0.1} if regime == "single-level" else {"weights": 0.5, "validation": 0.5}
         )
@@ -383,20 +384,20 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
 
 
 def default_scale(method: type[Method | Sampler], data: object) -> str:
-    """`small` for digits, a recipe of the dataset's name where the method has one, else `paper`."""
+    """`small` for digits, else the method's recipe of the dataset's name, else `paper`."""
     if data == "digits":
         return "small"
     return data if isinstance(data, str) and data in method.recipes else "paper"
 
 
 OF_DARTS_CELLS = {"candidates", "bottleneck"}
-"""Space settings that a method's recipe may have for the space `darts` alone."""
+"""Space settings of a method's recipe that apply to the space `darts` only."""
 
 
 def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> list[str]:
-    """Settings that the method's recipe has for a space and that are not applied to this one.
+    """Space settings of the method's recipe that do not apply to this space.
 
-    Those in `OF_DARTS_CELLS` are meant for the space of the paper: another space would be another one with them.
+    Those in `OF_DARTS_CELLS` are meant for the space of the paper; they would change what another space is.
     """
     has = {field.name for field in fields(space) if field.init}  # type: ignore[arg-type]
     has -= set() if space.name == "darts" else OF_DARTS_CELLS
@@ -418,7 +419,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def stored_fields(data: dict[str, Any], path: str | Path) -> Fields:
-    """The manifest in `data`, brought to the present version and looked at for wrong types."""
+    """The manifest in `data`, migrated to the current version and checked for wrong types."""
     manifest = migrate(data, str(path))
     check_types(manifest, str(path))
     return Fields.of(manifest, str(path))
@@ -427,7 +428,7 @@ def stored_fields(data: dict[str, Any], path: str | Path) -> Fields:
 def read_mapping(
     path: str | Path, *, option: str = "--config", holds: str = "a recipe must be a mapping of settings"
 ) -> dict[str, Any]:
-    """What a YAML or JSON file, or the `run.json` of a folder, holds; `option` and `holds` are for the errors."""
+    """The content of a YAML or JSON file, or of the `run.json` of a folder; `option` and `holds` are for errors."""
     file = Path(path)
     if file.is_dir():
         file = file / "run.json"
@@ -453,7 +454,7 @@ def _text(names: Mapping[str, Any], key: str) -> str:
 
 
 def _left(shares: Mapping[str, float | int]) -> float:
-    """The share of all images that is left for the weights where `validation` is 0."""
+    """The share of images for the weights if `validation` is 0."""
     held = shares.get("held", 0.0)
     if isinstance(held, int) and held > 0:
         raise UserError(
@@ -464,7 +465,7 @@ def _left(shares: Mapping[str, float | int]) -> float:
 
 
 def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> None:
-    """Raises where architectures would be chosen by their accuracy on images that their weights have learned."""
+    """Raises if architectures would be chosen by their accuracy on images that their weights learned from."""
     chooser = None if issubclass(method, Method) else f"method {recipe.method!r}"
     if recipe.evolution.is_on:
         chooser = "evolution"
@@ -472,8 +473,8 @@ def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> N
         chooser = f"select.by={recipe.select.by} (--select)"
     if chooser is not None:
         raise UserError(
-            f"{chooser} chooses architectures by accuracy on images that no weights have learned from, but "
-            "split.validation=0 leaves none; give --set split.validation=0.1, or hold some back with split.held"
+            f"{chooser} needs images that no weights learned from, but split.validation=0 leaves none; give "
+            "--set split.validation=0.1, or hold some back with split.held"
         )
 
 
@@ -481,7 +482,7 @@ def _check_split(split: Mapping[str, Any], regime: str) -> None:
     wanted = {"weights"} if regime == "single-level" and "held" in split else {"weights", "validation"}
     if not wanted <= set(split) <= {"weights", "validation", "held"}:
         raise UserError(
-            "`split` must name `weights` and `validation`, and may name `held` to be measured on, got "
+            "`split` must have `weights` and `validation`, and may have `held` to measure on, but got "
             f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2, or "
             "--set split.validation=0 alone: all images for both"
         )

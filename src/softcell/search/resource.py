@@ -1,4 +1,4 @@
-"""A resource penalty that any method can be searched with: SNAS §2.4 (Eq 9-11), and budgets that a person states.
+"""A resource penalty for any method: SNAS §2.4 (Eq 9-11), and budgets.
 
 The formulas are in `softcell.arch.cost`, the counting in `softcell.spaces.costs`. Here they become one term of the loss
 that trains the architecture,
@@ -51,13 +51,13 @@ def quantity(name: str, value: float | str) -> float:
     except ValueError:
         number = math.nan
     if not (number > 0 and math.isfinite(number)):
-        raise UserError(f"{name} must be a number above 0, with k, M or G behind it if you like (2.5M), got {value!r}")
+        raise UserError(f"{name} must be a number above 0, optionally followed by k, M or G (2.5M), got {value!r}")
     return number
 
 
 @dataclass(frozen=True)
 class Resource:
-    """What an architecture may cost.
+    """Settings of the resource penalty and of budgets.
 
     `preset`: a weight by name; `weight`: the weight itself (0 only records the expected cost). `form`: `log` as in the
     authors' code, `linear` as in Eq 10, as a share of the most expensive architecture's cost. `estimator`: the cost of
@@ -96,14 +96,14 @@ class Resource:
                 raise UserError(f"`resource.{name} >= {least}` must hold, but got {value}")
         if self.elsewhere and not self.budgets():
             raise UserError(
-                "`resource.image_size` (--at-size), `resource.num_classes` and `resource.sizes` say for which network "
-                "a budget is counted: state one too (--max-params, --max-flops)"
+                "`resource.image_size` (--at-size), `resource.num_classes` and `resource.sizes` define the "
+                "network that a budget is counted for: give a budget too (--max-params, --max-flops)"
             )
         if not self.kinds:
             raise UserError(f"`resource.kinds` must name at least one of {', '.join(KINDS)}, got none")
         if self.form == "log" and self.estimator == "policy":
             raise UserError(
-                "`resource.estimator=policy` estimates a linear cost, and the log form is none; "
+                "`resource.estimator=policy` estimates a linear cost, but the form is log; "
                 "add resource.form=linear or keep estimator=expectation"
             )
         if self.latency_table is None and (self.max_latency is not None or "latency" in self.kinds):
@@ -113,19 +113,19 @@ class Resource:
             )
         if self.latency_table is not None and self.max_latency is None and "latency" not in self.kinds:
             raise UserError(
-                "a latency table bounds nothing by itself: add --max-latency (`resource.max_latency`), or `latency` to "
+                "a latency table alone has no effect: add --max-latency (`resource.max_latency`), or `latency` to "
                 "`resource.kinds`"
             )
         self.budgets()
 
     @property
     def is_on(self) -> bool:
-        """Whether costs are counted at all."""
+        """Whether costs are counted."""
         return self.preset != "none" or self.weight is not None or bool(self.budgets())
 
     @property
     def elsewhere(self) -> bool:
-        """Whether budgets are stated for other data than the search's."""
+        """Whether budgets apply to other data than the search's."""
         return any(value is not None for value in (self.image_size, self.num_classes, self.sizes))
 
     @property
@@ -151,7 +151,7 @@ class Resource:
 class ResourcePenalty(nn.Module):
     """The penalty as a function of a method's probabilities, with its weight and multipliers in buffers.
 
-    Multipliers are filled in place, so that a captured step sees them rise.
+    Multipliers are filled in place, so that a captured step reads the new values.
     """
 
     multipliers: Tensor
@@ -164,7 +164,7 @@ class ResourcePenalty(nn.Module):
         for kind in self.kinds:
             for table in self.tables:
                 self.register_buffer(f"{kind}_{table}", costs.of(kind, table), persistent=False)
-        # What a kind's linear cost is a share of, and the unit in which its logarithm is taken.
+        # The cost that a linear cost is a share of, and the unit of its logarithm, by kind.
         self._whole = {kind: sum(float(c.amax(-1).sum()) for c in costs.kinds[kind]) or 1.0 for kind in self.kinds}
         self._unit = {kind: _smallest(costs, kind) if kind == "latency" else 1.0 for kind in self.kinds}
         start = settings.levels["mild"]
@@ -218,21 +218,21 @@ class ResourcePenalty(nn.Module):
 
 
 def check_steerable(probabilities: Mapping[str, Tensor], method: str) -> None:
-    """Raises where a method's probabilities carry no gradient: a penalty on them would change nothing."""
+    """Raises if a method's probabilities have no gradient: a penalty on them would have no effect."""
     if not any(p.requires_grad for p in probabilities.values()):
         raise UserError(
-            f"a resource penalty works through a method's probabilities, but those of {method!r} carry no gradient; "
+            f"a resource penalty works through a method's probabilities, but those of {method!r} have no gradient; "
             "leave out the resource settings, or state a budget and let evolution select within it "
             "(--set evolution.generations=20)"
         )
 
 
 def _smallest(costs: CostTables, kind: str) -> float:
-    """The smallest cost above 0: in this unit no logarithm of a candidate's cost is negative."""
+    """The smallest cost above 0: in this unit, no logarithm of a cost is negative."""
     positive = [float(site[site > 0].min()) for site in costs.kinds[kind] if bool((site > 0).any())]
     return min(positive, default=1.0)
 
 
 def _inside(uniform: Tensor) -> Tensor:
-    """Uniform numbers kept off 0 and 1, where a Gumbel variable is infinite."""
+    """Uniform numbers clamped away from 0 and 1, where a Gumbel variable is infinite."""
     return uniform.clamp(torch.finfo(uniform.dtype).tiny, 1.0 - torch.finfo(uniform.dtype).eps)

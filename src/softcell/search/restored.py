@@ -27,7 +27,7 @@ from softcell.spaces import Supernet, build_space
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A search as its latest checkpoint has it, with its data and their split."""
+    """The state of a search in its latest checkpoint, with its data and their split."""
 
     folder: Path
     recipe: SearchRecipe
@@ -73,7 +73,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     loaded = load_latest(folder)
     if loaded is None:
         raise UserError(
-            f"{folder} has no checkpoint: its search never came that far, or only the best of several seeds was kept"
+            f"{folder} has no checkpoint: its search ended before the first one, or only the best seed was kept"
         )
     dataset = load_images(replace(recipe, data_root=data_root or recipe.data_root))
     if loaded.note:

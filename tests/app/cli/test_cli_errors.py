@@ -23,7 +23,7 @@ from softcell.settings import assignments
 from tests.helpers.cli_calls import CELL, TINY, Softcell
 
 WRONG: list[tuple[str, str]] = [
-    ("search darts --classes 3", "pretrain.classes=3 (--classes) is about the first of two phases"),
+    ("search darts --classes 3", "pretrain.classes=3 (--classes) needs a first phase"),
     (
         "search fullattention --classes 11 --device cpu",
         "`2 <= classes <= 10` must hold, the number of classes of digits",
