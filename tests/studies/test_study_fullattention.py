@@ -57,7 +57,7 @@ def test_the_pages_rows_of_table_vii_are_the_arms_of_the_study(
     class Reached(BaseException):
         pass
 
-    def stop(recipe: SearchRecipe, *_: object, **__: object) -> None:
+    def stop(*_: object, recipe: SearchRecipe, **__: object) -> None:
         found.append(recipe)
         raise Reached
 

@@ -35,11 +35,11 @@ def test_every_slow_command_says_that_it_is_running_in_a_terminal(name: str, mon
     monkeypatch.setattr(process, "NOTICE_AFTER", 0.01)
     monkeypatch.setattr(sys, "stderr", terminal)
 
-    def slow(arguments: list[str], **_: object) -> int:
+    def slow(self: main.LazyGroup, context: object) -> int:
         time.sleep(0.1)
         return 0
 
-    monkeypatch.setattr(main, "app", slow)
+    monkeypatch.setattr(main.LazyGroup, "invoke", slow)
     assert main.run([name]) == 0
     assert terminal.getvalue() == f"softcell {name} is running; press Ctrl-C to stop it\n"
 

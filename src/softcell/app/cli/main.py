@@ -53,10 +53,6 @@ COMMANDS = {
 _UsageError: Any = typer.BadParameter.__bases__[0].__bases__[0]
 
 
-class _InterruptedError(Exception):
-    """Ctrl-C inside a command. Typer would turn KeyboardInterrupt into a bare exit code."""
-
-
 class LazyGroup(TyperGroup):
     """Imports the module of a command when that command is run or its own help is asked for."""
 
@@ -68,12 +64,6 @@ class LazyGroup(TyperGroup):
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
         return name, load_command(name), rest
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:
-            raise _InterruptedError from error
 
 
 def load_command(name: str) -> Any:
@@ -133,15 +123,20 @@ def run(arguments: list[str]) -> int:
     name = "softcell" if command is None else f"softcell {command}"
     try:
         with notice_when_slow(name), asking(_question(), lambda text: print(text, file=sys.stderr)):
-            code = app(arguments, prog_name="softcell", standalone_mode=False)
+            # Called in these two steps, a command gets Ctrl-C as it is; `app()` would turn it into a bare exit code.
+            group = typer.main.get_command(app)
+            with group.make_context("softcell", arguments) as context:
+                code = group.invoke(context)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
+    except typer.Exit as ended:  # --help and --version
+        return ended.exit_code
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
         text = str(error.format_message())
         return _fail(f"{text.rstrip('.')}; see `{name} --help`") if text else USAGE
-    except (KeyboardInterrupt, _InterruptedError, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
