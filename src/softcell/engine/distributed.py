@@ -127,7 +127,10 @@ def average_(tensors: Iterable[Tensor], world: World) -> None:
 def sum_(tensor: Tensor, world: World) -> Tensor:
     """Replace `tensor` (any shape) by its sum over the ranks, in place, and return it."""
     if world.size > 1:
-        _in_place(tensor, dist.all_reduce)
+        dense = tensor.contiguous()  # collectives need dense memory, which a view may lack
+        dist.all_reduce(dense)
+        if dense is not tensor:
+            tensor.copy_(dense)
     return tensor
 
 
@@ -240,11 +243,3 @@ def _unflatten_into(bucket: list[Tensor], flat: Tensor) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
         tensor.copy_(part.view(tensor.shape))
-
-
-def _in_place(tensor: Tensor, collective: Callable[[Tensor], Any]) -> None:
-    """Run `collective` on `tensor`; collectives need dense memory, which a view may lack."""
-    dense = tensor.contiguous()
-    collective(dense)
-    if dense is not tensor:
-        tensor.copy_(dense)
