@@ -202,22 +202,22 @@ def busy_share(task: Task, steps: int) -> float:
 
 
 def together(data: str, case: Case, session: Session, count: int, seconds: float) -> float:
-    """Milliseconds per step of one search when `count` of them share the device, each in its lane."""
-    lanes = [RunState(session.device) for _ in range(count)]
+    """Milliseconds per step of one search when `count` of them share the device, each with its own state."""
+    states = [RunState(session.device) for _ in range(count)]
     tasks: list[tuple[RunState, Task, Iterator[Any]]] = []
-    for lane in lanes:
-        with lane.active():
+    for state in states:
+        with state.active():
             task = made_search(data, case, session, **VARIANTS["fused bf16"])
             batches = started(task)
             for one in islice(batches, WARMUP + 2):
                 task.step(one)
-            tasks.append((lane, task, batches))
+            tasks.append((state, task, batches))
     torch.cuda.synchronize()
     done, began = 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
         for _ in range(5):
-            for lane, task, batches in tasks:
-                with lane.active():
+            for state, task, batches in tasks:
+                with state.active():
                     task.step(next(batches))
             done += count
         torch.cuda.synchronize()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from softcell.engine import interleave as lanes
+from softcell.engine import interleave as interleaving
 from softcell.engine.capture import MAX_SHARING_RUNS, STREAM_POOL, STREAM_PRIORITIES
 from softcell.engine.interleave import Running, Steps, drain, interleave
 
@@ -24,7 +24,7 @@ class RunState:
 
 @pytest.mark.parametrize(("device", "most"), [("cuda", MAX_SHARING_RUNS), ("cpu", 3 * MAX_SHARING_RUNS)])
 def test_a_gpu_is_shared_by_no_more_than_have_streams(device: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "RunState", RunState)
+    monkeypatch.setattr(interleaving, "RunState", RunState)
     under_way, seen = set[int](), set[int]()
 
     def steps(number: int) -> Steps[int]:

@@ -141,13 +141,13 @@ def test_interleaved_runs_draw_the_same_numbers_as_alone_and_restore_the_process
     assert found == [drain(draws(seed, 5 + seed)) for seed in range(3)]
 
 
-def test_a_lane_takes_its_numbers_along() -> None:
+def test_a_run_state_keeps_its_own_random_numbers() -> None:
     torch.manual_seed(1)
-    lane = RunState(CPU)
-    with lane.active():
+    state = RunState(CPU)
+    with state.active():
         first = torch.rand(3)
     torch.rand(100)
-    with lane.active():
+    with state.active():
         second = torch.rand(3)
     torch.manual_seed(1)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))

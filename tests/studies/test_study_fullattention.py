@@ -206,7 +206,7 @@ def flipped(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_that_is_over_may_read_the_test_set_while_others_continue() -> None:
-    """Every lane has its own seal; outside, none is left."""
+    """Every run has its own seal; outside, none is left."""
     seen: list[str] = []
 
     def steps(count: int) -> Any:

@@ -35,9 +35,9 @@ from softcell.errors import UserError
 from softcell.reading import Fields, read_json
 
 MANIFEST = "run.json"
-_KINDS_OF_FILES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")
+_OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")
 """Suffixes of the files that Softcell writes. A list that names others was not written by Softcell."""
-_KNOWN = [
+_FILES_OF_OLD_RUNS = [
     "genotype.json",
     "genotype.svg",
     "metrics.jsonl",
@@ -60,10 +60,10 @@ _KNOWN = [
     "report.html",
 ]
 """Files of runs of earlier versions, which kept no list."""
-_PARTS = ("phase-1", "random-*", "tensorboard", "export")
+_SUBFOLDERS = ("phase-1", "random-*", "tensorboard", "export")
 """Folders inside a run; those that are runs have their own lists."""
-_NAMES = ("genotype.json",)
-_SUFFIXES = (".jsonl", ".safetensors")
+_CHECKED_NAMES = ("genotype.json",)
+_CHECKED_SUFFIXES = (".jsonl", ".safetensors")
 _BLOCK = 1 << 20
 
 
@@ -198,13 +198,13 @@ def clear(path: Path) -> None:
     _check_own(path)
     listed = listed_files(path)
     for file in entries(path):
-        known = file.name in listed if listed else any(file.match(pattern) for pattern in _KNOWN)
-        if known and file.name != MANIFEST and file.suffix in _KINDS_OF_FILES and (file.is_file() or file.is_symlink()):
+        known = file.name in listed if listed else any(file.match(pattern) for pattern in _FILES_OF_OLD_RUNS)
+        if known and file.name != MANIFEST and file.suffix in _OWN_SUFFIXES and (file.is_file() or file.is_symlink()):
             file.unlink()
     for entry in path.iterdir():
         if _is_temporary(entry) and entry.is_file():
             entry.unlink()
-    left = [e.name for e in entries(path) if e.name != MANIFEST and not any(e.match(part) for part in _PARTS)]
+    left = [e.name for e in entries(path) if e.name != MANIFEST and not any(e.match(part) for part in _SUBFOLDERS)]
     if left:
         named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         warnings.warn(f"{path} is overwritten; these entries are not from the run and stay: {named}", stacklevel=3)
@@ -272,7 +272,7 @@ def checksums_of(folder: Path) -> dict[str, str]:
     architecture in `genotype.json`, would otherwise pass for the run's result. Checkpoints carry a checksum of their
     own. Runs of earlier versions have no checksums and are not verified.
     """
-    results = (file for file in folder.iterdir() if file.name in _NAMES or file.suffix in _SUFFIXES)
+    results = (file for file in folder.iterdir() if file.name in _CHECKED_NAMES or file.suffix in _CHECKED_SUFFIXES)
     return {file.name: checksum(file) for file in sorted(results) if file.is_file()}
 
 
@@ -286,7 +286,7 @@ def mismatch(folder: Path, known: Mapping[str, Any], name: str) -> str | None:
         return None
     copied = (
         "to use your own version of it, copy it out of the run folder and give that file"
-        if name in _NAMES
+        if name in _CHECKED_NAMES
         else "restore it from a backup, or repeat the run"
     )
     return f"{file} was changed after the run had finished: its SHA-256 differs from the one in run.json; {copied}."
