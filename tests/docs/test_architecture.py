@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import softcell
 from scripts import draw_layers, signature_tables
+from softcell.app.cli.main import run
+from softcell.evaluate.task import TrainTask
 from tests.test_layers import CORE, GROUND, ORDER
 
 ROOT = Path(__file__).parents[2]
@@ -45,3 +51,65 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     for path in PATHS.findall(page.read_text(encoding="utf-8")):
         places = (ROOT, ROOT / "src" / "softcell", ROOT / "tests")
         assert any((place / path).is_file() for place in places), f"{page.name} names {path}"
+
+
+def walk(heading: str) -> list[str]:
+    """`file::function` of every row of the table under a heading of the page."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([\w/]+\.py::[\w.<>]+)` \|", section, re.MULTILINE)
+
+
+class Reached(BaseException):
+    """The step began; nothing after it is needed."""
+
+
+def called(arguments: list[str], patch: Callable[[Callable[..., None]], None]) -> list[str]:
+    """The functions of Softcell on the stack when the step of a command begins, outermost first."""
+    source = Path(softcell.__file__).parent
+    stack: list[str] = []
+
+    def step(*_: object, **__: object) -> None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(source):
+                stack.insert(0, f"{file.relative_to(source).as_posix()}::{frame.f_code.co_qualname}")
+            frame = frame.f_back
+        raise Reached
+
+    patch(step)
+    with pytest.raises(Reached):
+        run(arguments)
+    return stack
+
+
+CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|"
+
+
+def test_the_walk_through_a_search_is_the_stack_of_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["search", "darts", "--space", "nb201", "--epochs", "1", "--quiet"]
+    stack = called(arguments, lambda step: monkeypatch.setattr("softcell.search.task.bilevel", step))
+    assert walk("A walk through a search") == [*stack, "search/steps.py::bilevel"]
+    assert len(stack) < 10, "from the command line to the step in at most 10 calls"
+
+
+def test_the_walk_through_a_training_is_the_stack_of_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", CELL, "--epochs", "1", "--quiet"]
+    stack = called(arguments, lambda step: monkeypatch.setattr(TrainTask, "step", step))
+    assert walk("A walk through a training") == [*stack, "evaluate/task.py::TrainTask.step"]
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([\w/]+\.py::[\w.]+)`", PAGE))))
+def test_functions_that_the_page_names_exist(name: str) -> None:
+    path, _, qualified = name.partition("::")
+    body = ast.parse((ROOT / "src" / "softcell" / path).read_text(encoding="utf-8")).body
+    for part in qualified.split("."):
+        found = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == part]
+        assert found, f"{path} has no {qualified}"
+        body = found[0].body
