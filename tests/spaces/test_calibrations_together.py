@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ from softcell.kernels.mix import small_weighted_sum
 from softcell.methods import METHODS
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.settings import build
-from softcell.spaces import _node_executor, block, build_space
+from softcell.spaces import Supernet, _node_executor, block, build_space
 from softcell.spaces.execution import modules_only
 
 SIZE = {"cells": 3, "channels": 4, "nodes": 2}
@@ -71,6 +72,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@functools.cache
+def built(settings: tuple[tuple[str, Any], ...], shape: tuple[int, int]) -> tuple[Supernet, dict[str, Tensor]]:
+    """A supernet of NOS that tests share, and its state at the start."""
+    torch.manual_seed(0)
+    supernet = build_space("nos", dict(settings)).supernet((3, *shape), 5).double()
+    return supernet, {key: value.clone() for key, value in supernet.state_dict().items()}
+
+
 def outcome(
     method: str,
     settings: dict[str, Any],
@@ -81,21 +90,22 @@ def outcome(
     shape: tuple[int, int] = (8, 8),
 ) -> list[Tensor | None]:
     """Output, gradients and running statistics of one step."""
+    supernet, state = built(tuple({**SIZE, **space}.items()), shape)
+    supernet.load_state_dict(state)
     torch.manual_seed(0)
-    supernet = build_space("nos", {**SIZE, **space}).supernet((3, *shape), 5).double()
     kind: Any = METHODS.get(method)
     searcher = kind.for_supernet(build(kind.Settings, settings), supernet.float()).double()
     supernet.double().train(training)
-    if dropping:
-        supernet.use_drop_path(0.5)
-        supernet.drop_path.set_fraction(1.0)
+    supernet.use_drop_path(0.5 if dropping else 0.0)
+    supernet.drop_path.set_fraction(1.0)
     x = torch.randn(4, 3, *shape, dtype=torch.float64)
     torch.manual_seed(1)
     planner = searcher.planner
     with nullcontext() if planner is None else planner.following(planner.draw(0)):
         y = supernet(x, searcher.relax())
     wanted = [*searcher.parameters(), *supernet.parameters()]
-    return [y, *torch.autograd.grad(y.square().sum(), wanted, allow_unused=True), *supernet.buffers()]
+    gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+    return [y, *gradients, *(buffer.clone() for buffer in supernet.buffers())]
 
 
 def require_equal(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float = 1e-9) -> None:
@@ -196,7 +206,7 @@ def test_of_some_candidates_weights_are_read_at_once_and_what_is_recomputed_runs
     require_equal(*results)
 
 
-def test_who_listens_to_a_calibration_hears_it() -> None:
+def test_hooks_of_a_calibration_are_called() -> None:
     supernet = build_space("nos", SIZE).supernet((3, 8, 8), 5)
     modules = dict(supernet.named_modules())
     name = next(name for name in modules if name.endswith("dynamic_conv_5x5.score"))

@@ -6,15 +6,18 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from torch import Tensor
 
-from softcell.spaces import SPACES, Space, build_space
+from softcell.spaces import SPACES, Shape, Space, Supernet, build_space
 from softcell.spaces.darts import DartsSpace
 from softcell.testing import SPACE_CHECKS, RaggedSpace, check_name, tiny_space
-from softcell.testing.rules import small_cuts
+from softcell.testing import spaces as checks
+from softcell.testing.rules import RULE_CHECKS, small_cuts
+from softcell.testing.tools import SHAPE, build_supernet
 
 FOUND = tuple(SPACES)
-SUBSETS = {"s2", "s3"}
-"""DARTS with some of its candidates, which `any_subset_of_candidates_works` goes through already."""
+ALIKE = {"s2", "s3", "nb1shot1-1", "nb1shot1-3"}
+"""DARTS with some of its candidates, which `any_subset_of_candidates_works` covers; other numbers of parents."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +44,46 @@ VARIANTS = {
 }
 
 
+_KNOWN: dict[tuple[Space, Shape], tuple[Supernet, dict[str, Tensor], bool]] = {}
+
+
+def shared_supernet(space: Space, shape: Shape = SHAPE) -> Supernet:
+    """One supernet for all checks of a space and shape, in the state in which it was built."""
+    if (space, shape) not in _KNOWN:
+        supernet = build_supernet(space, shape)
+        state = {name: value.clone() for name, value in supernet.state_dict().items()}
+        _KNOWN[space, shape] = supernet, state, supernet.training
+    supernet, state, training = _KNOWN[space, shape]
+    supernet.load_state_dict(state)
+    supernet.zero_grad()
+    assert not any(module._forward_hooks for module in supernet.modules()), "a check removes its hooks"
+    return supernet.train(training)
+
+
+@pytest.fixture(autouse=True)
+def one_supernet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "build_supernet", shared_supernet)
+
+
 @pytest.mark.parametrize("check", SPACE_CHECKS, ids=check_name)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in SUBSETS else []) for n in FOUND]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in ALIKE else []) for n in FOUND])
 def test_every_space_keeps_its_contracts(name: str, check: Callable[[Space], None]) -> None:
     check(tiny_space(name))
 
 
-@pytest.mark.parametrize("check", SPACE_CHECKS, ids=check_name)
-@pytest.mark.parametrize("name", VARIANTS)
+SAME_LAYOUT = {"darts-shared", "darts-narrow"}
+"""Variants whose layout is that of DARTS: checks of rules are left out."""
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        pytest.param(name, check, id=f"{name}-{check_name(check)}")
+        for name in VARIANTS
+        for check in SPACE_CHECKS
+        if name not in SAME_LAYOUT or check not in RULE_CHECKS
+    ],
+)
 def test_variants_keep_the_contracts_of_spaces(name: str, check: Callable[[Space], None]) -> None:
     check(VARIANTS[name])
 

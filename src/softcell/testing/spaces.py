@@ -33,7 +33,7 @@ from softcell.testing.tools import (
     some_genotypes,
 )
 
-LARGE: Shape = (3, 48, 48)
+LARGE: Shape = (3, 48, 24)
 """Large enough that an ImageNet stem and two reductions still leave several pixels."""
 
 SpaceCheck = Callable[[Space], None]
