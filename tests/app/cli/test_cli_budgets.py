@@ -55,7 +55,7 @@ def test_a_random_search_says_that_it_met_its_budget(call: Softcell) -> None:
         "search", "random", *TINY, "--epochs", "1", "--set", "method.samples=1", "--max-params", "85k", "--out", "run"
     )
     assert answer.code == 0
-    assert "\nbudget        " in answer.out and "parameters, within 85k parameters\n" in answer.out
+    assert "\nbudget        " in answer.out and "parameters, within the budget of 85k parameters\n" in answer.out
     assert trained(Path("run"))["budget_met"] is True
     assert "ignores" not in answer.out + answer.error
 

@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_status(run_: Path, place: Path, status: str) -> Path:
-    """The run as it would be had it ended so."""
+    """A copy of the run with another status."""
     shutil.copytree(run_, place)
     manifest = json.loads((place / "run.json").read_text())
     (place / "run.json").write_text(json.dumps({**unsealed(manifest), "status": status}))

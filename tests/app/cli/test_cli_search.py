@@ -54,7 +54,10 @@ def test_each_epoch_is_one_line_and_accuracies_name_their_split(call: Softcell) 
     assert "softcell train runs/darts-nb201-digits-1\n" in answer.out
 
 
-@pytest.mark.parametrize(("limit", "verdict"), [("90M", "within 90M parameters"), ("74k", "NOT within 74k parameters")])
+@pytest.mark.parametrize(
+    ("limit", "verdict"),
+    [("90M", "within the budget of 90M parameters"), ("74k", "EXCEEDS the budget of 74k parameters")],
+)
 def test_a_budget_is_shown_with_the_cost_found(limit: str, verdict: str, call: Softcell) -> None:
     answer = call("search", "darts", *TINY, "--epochs", "1", "--max-params", limit, "--set", "child_every=1")
     assert answer.code == 0

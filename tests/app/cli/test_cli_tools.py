@@ -117,6 +117,12 @@ def test_help_has_examples_fits_80_columns_and_documents_every_option(
     assert max(len(line) for line in answer.out.splitlines()) <= 80
 
 
+def test_paragraphs_of_help_have_no_line_breaks_of_the_source(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("TERMINAL_WIDTH", "300")
+    assert "beside random architectures and a plain network, and reports" in call("run", "--help").out
+
+
 @pytest.mark.parametrize("argument", ["--help", "--version", "nothing"])
 def test_the_list_of_commands_imports_no_command_and_no_torch(argument: str) -> None:
     imported = "print(sorted(m for m in sys.modules if m == 'torch' or m.startswith('softcell.app.cli.')))"

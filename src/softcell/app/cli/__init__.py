@@ -1,4 +1,5 @@
-"""The command line: one file per command, each a thin layer over `softcell.api`.
+"""The command line: a thin layer over `softcell.api`.
 
-Nothing here imports torch before a command runs, so that `--help` answers at once.
+`main` imports the module of a command only when that command runs or shows its own help, because those modules import
+torch and `softcell --help` must answer at once.
 """

@@ -69,7 +69,10 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     """The command itself, ready to parse its arguments."""
     module = importlib.import_module(f"softcell.app.cli.{COMMANDS[name][0]}")
-    return typer.main.get_group(module.commands).commands[name]
+    command: Any = typer.main.get_group(module.commands).commands[name]
+    # Typer would keep the line breaks of the docstring.
+    command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in command.help.split("\n\n"))
+    return command
 
 
 app = typer.Typer(

@@ -40,7 +40,7 @@ def show_search(out: Console, result: SearchResult) -> None:
     for kind, limit in result.recipe.resource.budgets().items():
         found = results.get(f"derived_{kind}")
         if found is not None:  # random searches of older versions did not count costs
-            met = "within" if found <= limit else "NOT within"
+            met = "within the budget of" if found <= limit else "EXCEEDS the budget of"
             print_fields(out, budget=f"{format_cost(kind, found)}, {met} {format_cost(kind, limit)}")
     print_fields(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
     filled = next((p for p in (result.folder / FIRST / PICTURE, result.folder / PICTURE) if p.is_file()), None)
