@@ -100,9 +100,10 @@ def test_an_interrupt_within_a_step_unwinds_the_run() -> None:
     def run() -> Running[None]:
         try:
             yield steps()
-        finally:
-            log.append("closed")
+        except KeyboardInterrupt:
+            log.append("interrupted")
+            raise
 
     with pytest.raises(KeyboardInterrupt):
         drain(run())
-    assert log == ["closed"]
+    assert log == ["interrupted"]

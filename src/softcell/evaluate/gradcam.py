@@ -1,7 +1,8 @@
-"""Where a network looked: Grad-CAM (Selvaraju et al., 2017) of the feature map that the classifier reads.
+"""Grad-CAM (Selvaraju et al., 2017) of the feature map that a network's classifier reads, and of candidates.
 
-And where every candidate of one choice of a supernet looked (IT-NAS, Figure 4): Grad-CAM of the candidates' own maps.
-In cells that calibrate (NOS) attentions and dynamic kernels have none; theirs are the maps that they add to their node.
+`candidate_cams` gives Grad-CAM of the feature maps of every candidate of one choice of a supernet (IT-NAS, Figure 4).
+In calibrating cells (NOS), attentions and dynamic kernels have no feature map of their own; the map that they add to
+their node is used.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from softcell.spaces.block import calibrates, watching
 
 
 def grad_cam(network: Network, images: Tensor, classes: Tensor) -> Tensor | None:
-    """How much each place of the last cell's output speaks for a class, [n, h, w] in 0..1.
+    """The evidence for a class at each position of the last cell's output, [n, h, w] in 0..1.
 
     images: [n, c, h', w'], normalised. classes: int64 [n], the class to be explained for each image.
-    None where the last cell has no places to tell apart. A map without any positive evidence is all 0.
+    None if the last cell's output has a single position. A map without positive evidence is all 0.
     """
     assert not network.training, "batch-norm must not mix the images of a batch"
     with torch.enable_grad():
@@ -34,7 +35,7 @@ def grad_cam(network: Network, images: Tensor, classes: Tensor) -> Tensor | None
 
 
 class _Watched(Mix):
-    """A mix that keeps the outputs of one choice at one site, and what they are combined to."""
+    """A mix that keeps the outputs of one choice at one site, and their combination."""
 
     def __init__(self, mix: Mix, site: int, choice: int) -> None:
         self._mix, self._place = mix, (site, choice)
@@ -42,7 +43,7 @@ class _Watched(Mix):
         self.combined: Tensor | None = None
 
     def live(self, site: int) -> Live | None:
-        # Plain weights know all candidates, whether they are picked at the moment or not.
+        # Plain weights exist for all candidates, picked or not.
         watched = site == self._place[0] and isinstance(self._mix, WeightMix)
         return None if watched else self._mix.live(site)
 
@@ -65,7 +66,7 @@ class _Watched(Mix):
             return outputs
         for k, x in outputs.items():
             if x is not None and k not in self.outputs:
-                # Identity and shared pools hand the same tensor to other edges: here only this edge's use counts.
+                # Identity and shared pools give the same tensor to other edges: only the use by this edge counts.
                 self.outputs[k] = x.view_as(x)
         return {k: None if x is None else self.outputs[k] for k, x in outputs.items()}
 
@@ -73,11 +74,11 @@ class _Watched(Mix):
 def candidate_cams(
     supernet: Supernet, mix: Mix, site: int, choice: int, images: Tensor, classes: Tensor
 ) -> dict[int, Tensor]:
-    """How much each place of each candidate's output at one site and choice speaks for a class, [n, h, w] in 0..1.
+    """The evidence for a class at each position of each candidate's output, at one site and choice, [n, h, w] in 0..1.
 
-    images: [n, c, h', w'], normalised. classes: int64 [n]. Candidates that make zeros are left out. Under plain weights
-    all candidates have the gradient of what they are combined to, up to their weight, which a map in 0..1 does not
-    show; so a candidate of weight 0 has a map too.
+    images: [n, c, h', w'], normalised. classes: int64 [n]. Candidates that output zeros are left out. Under plain
+    weights, all candidates have the gradient of their weighted sum, up to their own weight, which a map in 0..1 does
+    not show; so a candidate of weight 0 has a map too.
     """
     assert not supernet.training, "batch-norm must not mix the images of a batch"
     table = supernet.layout.table(supernet.layout.sites[site])

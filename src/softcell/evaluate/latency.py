@@ -1,9 +1,9 @@
-"""How long candidates and networks take on this machine, measured: medians of many calls, with their spread.
+"""Measured times of candidates and networks on this machine: medians of many calls, with their spread.
 
-A table holds one time per table and candidate: the mean over the sites and edges that could hold it, each at its real
-size, so that the times of a network's picks add up. What stands around the candidates (stem, sums, classifier) is
-`fixed`: the median of what whole networks take beyond the sum of their picks. How well the table then predicts those
-networks is part of it.
+A latency table has one time per table and candidate: the mean over the sites and edges where the candidate can be, each
+at its real size, so that the times of a network's picks add up. The time of everything else (stem, sums, classifier) is
+`fixed`: the median difference between whole networks and the sum of their picks. The table also records how well it
+predicts those networks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from softcell.spaces import Shape, Space
 from softcell.spaces.costs import cells_with_sizes
 
 WARM_UP = 0.05
-"""Seconds of calls before anything is measured: allocation, tuning and clocks settle."""
+"""Seconds of calls before the first measurement, for allocation, tuning and clocks."""
 SAMPLE = 0.002
-"""Least seconds of one sample; shorter calls are repeated within it, since a clock has a grain."""
+"""Least seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
 SAMPLES = 15
 OnStep = Callable[[int, int, str], None]
-"""Called with the number of measurements done, of all, and what comes next."""
+"""Called with the number of measurements done, their total, and a description of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Latency:
 
 @torch.no_grad()
 def measure_module(module: nn.Module, x: Tensor, *, samples: int = SAMPLES) -> Latency:
-    """The time of `module(x)` in eval mode on the device of `x`; on CUDA the device's own time, nothing left queued."""
+    """The time of `module(x)` in eval mode on the device of `x`; on CUDA the time of the device, without queueing."""
     was_training = module.training
     module.eval()
     watch = Stopwatch(x.device)
@@ -72,7 +72,7 @@ def measure_module(module: nn.Module, x: Tensor, *, samples: int = SAMPLES) -> L
 
 @dataclass(frozen=True, slots=True)
 class LatencyTable:
-    """Times in milliseconds: per table and candidate, and what is fixed.
+    """Times in milliseconds, per table and candidate, and the fixed time.
 
     `networks` are (predicted, measured) pairs of whole random networks.
     """
@@ -83,13 +83,13 @@ class LatencyTable:
 
     @property
     def error(self) -> float | None:
-        """The mean deviation of predictions from measurements, as a share; None without networks."""
+        """The mean relative deviation of predictions from measurements; None without networks."""
         if not self.networks:
             return None
         return statistics.fmean(abs(guess / found.median - 1.0) for guess, found in self.networks)
 
     def to_dict(self, about: dict[str, Any]) -> dict[str, Any]:
-        """What `--latency-table` reads."""
+        """The content of a file for `--latency-table`."""
         rows = {name: {op: _rounded(time) for op, time in row.items()} for name, row in self.candidates.items()}
         checks = [{"predicted": _rounded(guess), "measured": _rounded(found.median)} for guess, found in self.networks]
         error = None if self.error is None else _rounded(self.error)
@@ -135,11 +135,11 @@ def measure_space(
 
 
 def _places(space: Space, shape: Shape, num_classes: int) -> Iterator[tuple[str, str, Spec, tuple[int, ...]]]:
-    """(table, candidate, what it is built for, size of its input) of every edge that could hold it."""
+    """(table, candidate, its spec, size of its input) of every edge where the candidate can be."""
     layout = space.layout()
     for name, (cell, nodes) in zip(layout.sites, cells_with_sizes(space, shape, num_classes), strict=True):
         for choice in cell.table.choices:
-            # As in a network that is trained for good, which is what a budget is about.
+            # As in the final network, which budgets are for.
             spec = replace(cell.spec_of(choice.source), affine=True, pool_norm=False)
             for op in choice.candidates:
                 if not get_candidate(op).zero:

@@ -1,4 +1,4 @@
-"""The table of NAS-Bench-201: accuracies of all 15,625 cells, looked up, ranked and set beside optimum and chance.
+"""The table of NAS-Bench-201: accuracies of all 15,625 cells, compared with the optimum and with random cells.
 
 Dong, Yang, ICLR 2020; NATS-Bench, TPAMI 2021 (topology space). A table is a CSV file, gzipped or not, with a column
 `arch` and, in percent, `cifar10_valid`, `cifar10_test`, `cifar100_valid`, `cifar100_test`, `imagenet16_valid`,
@@ -67,7 +67,7 @@ class Nb201Table:
         return bool(len(self) == COMPLETE)
 
     def lookup(self, genotype: Genotype) -> Accuracies:
-        """What the benchmark measured for an architecture."""
+        """The accuracies of an architecture in the benchmark."""
         row = self.index.get(operations(genotype))
         if row is None:
             raise UserError(
@@ -77,11 +77,11 @@ class Nb201Table:
         return dict(zip(COLUMNS, self.values[row].tolist(), strict=True))
 
     def optimum(self) -> Accuracies:
-        """The best of each column, whichever architecture has it."""
+        """The best value of each column."""
         return dict(zip(COLUMNS, self.values.max(0).tolist(), strict=True))
 
     def chance(self) -> dict[str, tuple[float, float]]:
-        """Mean and deviation of each column over all architectures: those of one drawn uniformly."""
+        """Mean and standard deviation of each column over all architectures: the expectation of a random one."""
         return {
             c: (statistics.fmean(v), statistics.pstdev(v)) for c, v in zip(COLUMNS, self.values.T.tolist(), strict=True)
         }
@@ -89,7 +89,7 @@ class Nb201Table:
     def best_accuracy(self, column: str) -> list[list[float]]:
         """Per edge and operation the best accuracy of all architectures that have it there (Eq 9): [6][5].
 
-        NaN where the table holds none.
+        NaN where the table has none.
         """
         values = self.values[:, COLUMNS.index(column)]
         found = np.full((len(EDGES), len(OPERATIONS)), -math.inf)
@@ -118,19 +118,21 @@ class Nb201Table:
 
 
 def operations(genotype: Genotype) -> tuple[str, ...]:
-    """The operation of each edge, in the order of `EDGES`; every cell that is none of the benchmark's is refused.
+    """The operation of each edge, in the order of `EDGES`; cells that the benchmark does not have are refused.
 
-    An edge that is not there is one with `none`: both add nothing to their node.
+    A missing edge is one with `none`: both add nothing to their node.
     """
     if genotype.space != "nb201":
-        raise UserError(f"NAS-Bench-201 knows its own space alone, but this is a genotype of space {genotype.space!r}")
+        raise UserError(
+            f"NAS-Bench-201 has genotypes of space 'nb201' only, but this one is of space {genotype.space!r}"
+        )
     if set(genotype.cells) != {"cell"}:
         raise UserError(f"NAS-Bench-201 has one cell named 'cell', but this genotype has {sorted(genotype.cells)}")
     cell = genotype.cells["cell"]
-    if tuple(cell.output) != OUTPUT:  # else the edges that a smaller cell lacks would pass for `none`
+    if tuple(cell.output) != OUTPUT:  # otherwise the missing edges of a smaller cell would count as `none`
         raise UserError(
             f"NAS-Bench-201 has cells of 4 nodes that end in node {OUTPUT[0]}, but this one ends in "
-            f"{', '.join(map(str, cell.output)) or 'none'}: the table knows no such network"
+            f"{', '.join(map(str, cell.output)) or 'none'}; the table has no such network"
         )
     by_edge = {(pick.source, pick.target): pick.op for pick in cell.picks}
     found = tuple(by_edge.get(edge, "none") for edge in EDGES)
@@ -145,35 +147,35 @@ def operations(genotype: Genotype) -> tuple[str, ...]:
 
 
 def notation(genotype: Genotype) -> str:
-    """The benchmark's name of a cell, in which every edge has an operation, be it `none`."""
+    """The benchmark's string of a cell, in which every edge has an operation, if only `none`."""
     picks = tuple(Pick(*edge, op) for edge, op in zip(EDGES, operations(genotype), strict=True))
     return to_nb201(Genotype(genotype.space, {"cell": Cell(picks, OUTPUT)}))
 
 
 def check_search(method: str, layout: Layout, rule: Rule | None) -> None:
-    """Refuses a search whose cells the benchmark cannot have, as far as that can be known before it.
+    """Refuses a search whose cells the benchmark cannot have, as far as that is known before it.
 
-    rule: the method's own one; None: it derives by the space's.
+    rule: the method's own; None for that of the space.
     """
     ops = {op for table in layout.tables for choice in table.choices for op in choice.candidates}
     foreign = sorted(ops - set(OPERATIONS))
     if foreign and layout.space == "nb201":
         raise UserError(
-            f"NAS-Bench-201 has the operations {', '.join(OPERATIONS)}, but this search would choose among "
-            f"{', '.join(foreign)}, too; leave them out of space.candidates"
+            f"NAS-Bench-201 has the operations {', '.join(OPERATIONS)}, but this search also has "
+            f"{', '.join(foreign)}; leave them out of space.candidates"
         )
-    # Where all candidates are equally strong, a rule that may put several of them on one edge does so.
+    # If all candidates are equally strong, a rule that may put several of them on one edge does so.
     even = {table.name: torch.ones(table.shape) for table in layout.tables}
     try:
         operations(derive(layout, even, rule))
     except UserError as error:
         raise UserError(
-            f"{method} would derive cells here that the table does not have, so nothing is searched: {error}"
+            f"{method} would derive cells that the table does not have, so the search was not started: {error}"
         ) from error
 
 
 def load_table(path: str | Path) -> Nb201Table:
-    """Reads a table; anything that is none is refused with what is wrong about it."""
+    """Reads a table; raises `UserError` with the reason if the file is not one."""
     file = Path(path)
     if not file.is_file():
         raise UserError(
@@ -204,7 +206,7 @@ def load_table(path: str | Path) -> Nb201Table:
 
 
 def write_table(path: str | Path, rows: Mapping[str, Accuracies]) -> None:
-    """Writes a table of accuracies by architecture string, gzipped where the name says so."""
+    """Writes a table of accuracies by architecture string, gzipped if the name ends in `.gz`."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(("index", "arch", *COLUMNS))
@@ -265,12 +267,12 @@ _NUMBERS: list[Any] = [
 
 
 class _Plain(pickle.Unpickler):
-    """Reads dictionaries, lists, texts and numbers; whatever else a pickle names is refused."""
+    """Reads dictionaries, lists, texts and numbers; everything else in a pickle is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _READ:
             return _READ[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not read")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not allowed")
 
 
 def convert(path: str | Path) -> dict[str, Accuracies]:
@@ -314,7 +316,7 @@ def _each(file: Path, data: Any) -> Iterator[tuple[str, Any]]:
     """The architectures of a file that holds all of them."""
     infos = data.get("arch2infos") if isinstance(data, Mapping) else None
     if not isinstance(infos, Mapping):
-        raise UserError(f"{file}: `arch2infos` is missing; this is no file of NAS-Bench-201")
+        raise UserError(f"{file}: `arch2infos` is missing; this is not a file of NAS-Bench-201")
     return ((f"{file}, architecture {key}", info) for key, info in infos.items())
 
 

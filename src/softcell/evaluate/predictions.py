@@ -1,9 +1,9 @@
-"""What a trained network said of every test image, kept in the run folder for the report.
+"""The predictions of a trained network for every test image, kept in the run folder for the report.
 
 `predictions.safetensors` holds, for all N test images: `labels` and `predicted` int32 [N], `confidence` float32 [N]
-(probability of the predicted class) and `truth` float32 [N] (probability of the right one); and for the k images that
-it was most wrong about: `worst` int32 [k] (their numbers), `images` uint8 [k, c, h, w] and, where the network has
-places to look at, `heat` float32 [k, h', w'] (Grad-CAM of the predicted class).
+(probability of the predicted class) and `truth` float32 [N] (probability of the right one); and for the k worst
+mistakes: `worst` int32 [k] (numbers of the images), `images` uint8 [k, c, h, w] and, if the last cell's output has more
+than one position, `heat` float32 [k, h', w'] (Grad-CAM of the predicted class).
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Predictions:
 def predict(
     forward: Callable[[Tensor], Tensor], batches: Iterable[Batch], num_images: int, world: World
 ) -> tuple[Measured, Predictions]:
-    """Loss and accuracy of `forward` over all ranks, as `measure` gives them, and each single answer.
+    """Loss and accuracy of `forward` over all ranks, as from `measure`, and every single prediction.
 
     Every image 0..`num_images` - 1 must be in exactly one rank's batches.
     """
     meter = Meter().to(world.device)
     table = torch.zeros(num_images, 4, dtype=torch.float64, device=world.device)
     for batch in batches:
-        if batch.labels.shape[0]:  # a rank's part of a short last batch may be empty
+        if batch.labels.shape[0]:  # a rank's share of a short last batch may be empty
             logits = forward(batch.images)
             meter.judge(logits, batch.labels)
             chances = logits.double().softmax(dim=1)
             confidence, predicted = chances.max(dim=1)
             truth = chances.gather(1, batch.labels[:, None]).squeeze(1)
             table[batch.index] = torch.stack((batch.labels.double(), predicted.double(), confidence, truth), dim=1)
-    sum_(table, world)  # the others have 0 where this rank has an answer
+    sum_(table, world)  # the other ranks have 0 for images of this rank
     labels, predicted, confidence, truth = table.cpu().unbind(dim=1)
     return meter.read(world), Predictions(labels.int(), predicted.int(), confidence.float(), truth.float())
 
@@ -92,9 +92,9 @@ def write_predictions(
         (batch,) = _whole(feeds, images, worst)
         try:
             heat = grad_cam(network, batch.images, predictions.predicted[worst].long().to(batch.images.device))
-        except RuntimeError as error:  # an own network may not be differentiable; that is no reason to lose a training
+        except RuntimeError as error:  # a custom network may not be differentiable, which must not fail the training
             heat = None
-            notify(f"no Grad-CAM in the report, since this network gives no gradient of its last cell: {error}")
+            notify(f"no Grad-CAM in the report: this network has no gradient of its last cell ({error})")
         if heat is not None and bool(torch.isfinite(heat).all()):
             content["heat"] = heat.float().cpu()
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in content.items()})
@@ -102,10 +102,10 @@ def write_predictions(
 
 
 def read_predictions(folder: Path) -> dict[str, Tensor] | None:
-    """The tensors of the file, None where there is none; a damaged file is a `UserError`."""
+    """The tensors of the file; None if there is none. Raises `UserError` for a damaged file."""
     path = folder / PREDICTIONS
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} must be a regular file, but is none")
+        raise UserError(f"{path} must be a regular file, but is not")
     try:
         found = safetensors.torch.load(path.read_bytes())
     except FileNotFoundError:
@@ -128,11 +128,11 @@ def _check(found: dict[str, Tensor], path: Path) -> None:
         sound = sound and (heat is None or (heat.dim() == 3 and heat.shape[:1] == k))
         sound = sound and bool(((found["worst"] >= 0) & (found["worst"] < len(found["labels"]))).all())
     if not sound:
-        raise UserError(f"{path} does not hold the tensors of a run's predictions; train again to have them")
+        raise UserError(f"{path} does not have the tensors of a run's predictions; train again to get them")
 
 
 def _whole(feeds: Feeds, images: Images, indices: Tensor) -> list[Batch]:
-    """The images as the network sees them, in one batch."""
+    """The images, preprocessed as for the network, in one batch."""
     return list(replace(feeds, batch_size=len(indices)).plain(images, indices).epoch(0))
 
 

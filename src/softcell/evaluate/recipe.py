@@ -1,7 +1,7 @@
 """The description of a training from scratch, and the named recipes.
 
-`cifar` and `imagenet` are the evaluation settings of DARTS (§3.2, A.2), from which the papers differ in single numbers.
-`small` is the same in kind and fits a laptop.
+`cifar` and `imagenet` are the evaluation settings of DARTS (§3.2, A.2); those of other papers differ in single numbers.
+`small` is a version of them for a laptop.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class TrainRecipe:
     `schedule`: how the learning rate falls from `lr` to `lr_min` over the epochs; `exponential` multiplies it by
     `lr_decay` every `lr_every` epochs instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
     over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
-    share of training images kept away and measured each epoch; the test set is read once, at the end.
-    `task` "retrieve": instead of classes an `embedding` of so many numbers is learnt from the first half of the classes
-    (Proxy-NCA) and measured by what it retrieves among the second. `optimiser`: SGD with momentum, Adam, or
+    share of training images held back to measure accuracy after each epoch; the test set is read once, at the end.
+    `task` "retrieve": instead of classes, an embedding of `embedding` numbers is learnt from the first half of the
+    classes (Proxy-NCA) and measured by retrieval among the second. `optimiser`: SGD with momentum, Adam, or
     RMSprop with momentum in TensorFlow's form.
-    `fused`: on a GPU, DARTS cells as one fused operation each; off by default, being slower so far
+    `fused`: on a GPU, DARTS cells as one fused operation each; off by default, since it is slower
     (benchmarks/NOTES.md).
-    `init`: the folder of a finished training, from whose weights this one starts where they fit; None: random weights.
+    `init`: the folder of a finished training whose weights, as far as they fit, this one starts from; None: random.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
 
     Example:
@@ -97,13 +97,13 @@ class TrainRecipe:
                 raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")
         if self.task == "retrieve" and self.holdout:
             raise UserError(
-                "retrieval learns from all images of seen classes and is measured on unseen ones, so `holdout = 0` "
+                "retrieval trains on all images of seen classes and is measured on unseen ones, so `holdout = 0` "
                 f"must hold, but got holdout={self.holdout}"
             )
 
     @property
     def scaled_to(self) -> int | None:
-        """What photographs of birds are scaled to before they are cropped; None where a dataset knows by itself."""
+        """The size of photographs of birds before they are cropped; None for other datasets."""
         if self.task != "retrieve" or self.data not in BIRDS:
             return None
         return round((self.image_size or RETRIEVED_SIZE) * RETRIEVED_FROM / RETRIEVED_SIZE)
@@ -210,7 +210,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "jitter": 0.06,
     },
 }
-"""By name what a recipe changes in the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
+"""Changes of each recipe to the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
 SIZES = {
     "nos-cifar": "cifar",
     "nos-cifar100": "cifar",
@@ -222,15 +222,15 @@ SIZES = {
     "fine-grained": "imagenet",
     "retrieve": "imagenet",
 }
-"""By name of a recipe that of its sizes in `Space.evaluation`, where they differ."""
+"""The sizes of a recipe in `Space.evaluation`, if they have another name."""
 
 
 RETRIEVED_SIZE, RETRIEVED_FROM = 227, 256
-"""Photographs of birds are scaled to 256×256 and seen at 227×227; 448×448 to classify them (§IV-E and F)."""
+"""Photographs of birds are scaled to 256×256 and cropped to 227×227; 448×448 for classification (§IV-E and F)."""
 
 
 def default_recipe(data: str, space: str = "") -> str:
-    """The recipe that suits a dataset: one that the space's own paper has for it, else DARTS's."""
+    """The recipe for a dataset: that of the space's own paper if there is one, else that of DARTS."""
     if data in BIRDS:
         return "fine-grained"
     scale = evaluation_scale(data)
@@ -241,7 +241,7 @@ def default_recipe(data: str, space: str = "") -> str:
 def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     """A complete recipe for a genotype from layers of settings, the later winning.
 
-    What the genotype decides of its space is taken from it; the last layer must not contradict that.
+    Settings of the space that the genotype determines are taken from it; the last layer must not contradict them.
 
     Example:
         >>> from softcell.arch import sample
@@ -263,7 +263,7 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
     base: dict[str, Any] = {"recipe": name, "space_settings": dict(sizes)}
     if not space.has_auxiliary or retrieving:
         base["auxiliary"] = 0.0
-    if retrieving:  # nothing of the seen classes is held back: what is measured is what was never seen
+    if retrieving:  # nothing is held back: unseen classes are what is measured
         base |= {"optimiser": "adam", "lr": 4e-3, "holdout": 0.0}
         if data in BIRDS:
             base["image_size"] = RETRIEVED_SIZE

@@ -1,7 +1,7 @@
-"""Zero-shot retrieval: a network learns an embedding of some classes and is asked about others.
+"""Zero-shot retrieval: a network learns an embedding from some classes and is tested on others.
 
-The first half of the classes is seen: all their images are learnt from. The second half is unseen: each of its images
-is a query, for which the nearest others are looked up. Recall@k is the share of queries that have one of their own
+The first half of the classes is seen: all their images are for training. The second half is unseen: each of its images
+is a query, for which the nearest other images are found. Recall@k is the share of queries with an image of their own
 class among the k nearest.
 """
 
@@ -27,20 +27,20 @@ _BLOCK = 512  # queries whose distances to all others are held at once
 
 
 def num_seen(dataset: Dataset) -> int:
-    """How many of the classes are learnt from: the first half."""
+    """The number of classes for training: the first half."""
     if dataset.num_classes < 4:
         raise UserError(
-            f"zero-shot retrieval needs at least 4 classes, 2 to learn from and 2 to ask about, but {dataset.name} has "
+            f"zero-shot retrieval needs at least 4 classes, 2 for training and 2 for queries, but {dataset.name} has "
             f"{dataset.num_classes}"
         )
     return dataset.num_classes // 2
 
 
 def zero_shot(dataset: Dataset) -> Dataset:
-    """The same images divided by class: those of seen classes to learn from, those of unseen ones sealed as the test.
+    """The same images divided by class: seen classes for training, unseen classes as the sealed test set.
 
-    What was set aside for testing a classifier is divided in the same way: no image of an unseen class is learnt from,
-    and none of a seen class is asked about.
+    The test set of the classifier is divided in the same way: no image of an unseen class is used for training, and
+    none of a seen class is a query.
     """
     seen = num_seen(dataset)
     images = [part for part in (dataset.train, dataset.test) if part is not None]
@@ -71,7 +71,7 @@ def retrieval_step(
     world: World,
     clip: float,
 ) -> Tensor:
-    """One step of network and proxies; gives the loss []. Nothing waits for the host."""
+    """One step of network and proxies; returns the loss []. Nothing waits for the host."""
     loss: Tensor = criterion(network(images), labels)
     parameters = [*network.parameters(), *criterion.parameters()]
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -83,11 +83,11 @@ def retrieval_step(
 def recall_at(embeddings: Tensor, labels: Tensor, ranks: Sequence[int] = RANKS) -> dict[int, float]:
     """Recall@k by cosine similarity, every image a query against all others; embeddings [n, d], labels [n].
 
-    Exact: similarities in float64. Where several are equally near, the one with the lower number counts as nearer.
+    Exact: similarities in float64. Of several equally near images, the one with the lower number counts as nearer.
     """
     n = len(labels)
     if n < 2:
-        raise UserError(f"retrieval needs at least 2 images to look among, but got {n}")
+        raise UserError(f"retrieval needs at least 2 images, but got {n}")
     x = F.normalize(embeddings.double(), dim=1)
     never = max(n, *ranks)
     first = torch.full((n,), never, dtype=torch.int64, device=x.device)  # place of the nearest of the same class
@@ -110,7 +110,7 @@ def embed(network: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, Tensor]
 
 
 def measure_retrieval(network: nn.Module, dataset: Dataset, feeds: Feeds) -> tuple[dict[int, float], int]:
-    """Recall over all images of unseen classes of a `zero_shot` dataset, and how many these are."""
+    """Recall over all images of unseen classes of a `zero_shot` dataset, and their number."""
     assert dataset.test is not None
     embeddings, labels = embed(network, feeds.plain(dataset.test).epoch(0))
     return recall_at(embeddings, labels), len(labels)

@@ -1,4 +1,4 @@
-"""Training a network from scratch as a task of the engine's loop."""
+"""Training a network from scratch, as a task of the loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from softcell.spaces.execution import fused_networks
 
 
 class TrainTask:
-    """A derived network, its optimiser and its data; `held` is measured each epoch where there is one."""
+    """A network, its optimiser and its data; accuracy on `held` is measured after each epoch."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TrainTask:
         notify: Callable[[str], None],
         criterion: ProxyNCA | None = None,
     ) -> None:
-        """criterion: learns an embedding instead of classes; the network's outputs are then its coordinates."""
+        """criterion: learns an embedding instead of classes; the network's outputs are then coordinates."""
         self.recipe, self.network, self.world = recipe, network, world
         self._train, self._held = train, held
         network.use_drop_path(recipe.drop_path)
@@ -151,6 +151,6 @@ def _optimiser(recipe: TrainRecipe, modules: list[nn.Module], world: World) -> t
 
 
 def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
-    """The rate of an epoch: a linear rise over the warm-up, then the recipe's schedule over the epochs left."""
+    """The rate of an epoch: a linear rise over the warm-up, then the recipe's schedule over the remaining epochs."""
     r = recipe
     return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=r.warmup, factor=r.lr_decay, every=r.lr_every)

@@ -33,7 +33,7 @@ from softcell.spaces.teacher import classifier_metadata
 
 @dataclass(frozen=True)
 class TeacherRecipe(TrainRecipe):
-    """The training of a classifier; settings of cells and towers have no meaning here."""
+    """The training of a classifier; settings of cells and auxiliary towers have no effect."""
 
     classifier: str = "pyramidnet"
     classifier_settings: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ _FIXED: dict[str, Any] = {"auxiliary": 0.0, "drop_path": 0.0, "cutout": 0, "clip
 
 @dataclass(frozen=True, slots=True)
 class TeacherResult:
-    """What a training leaves; `accuracy` on `split` is None when interrupted or without a test set."""
+    """The result of a training; `accuracy` on `split` is None if interrupted or without a test set."""
 
     folder: Path
     recipe: TeacherRecipe
@@ -81,17 +81,17 @@ class TeacherResult:
 
 
 def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
-    """A complete recipe for the classifier `name`; `classifier: {width: 16}` sets the network itself."""
+    """A complete recipe for the classifier `name`; `classifier: {width: 16}` has settings of the network itself."""
     given = layered(*layers)
     if given.get("classifier", name) != name:
         raise UserError(
-            f"name the network as the argument, as `softcell teacher {given['classifier']}`: it is {name!r} there, but "
-            f"the setting classifier={given['classifier']!r} says otherwise; leave that away"
+            f"the network is the argument, {name!r}, but got classifier={given['classifier']!r} too; leave that out, "
+            f"or use `softcell teacher {given['classifier']}`"
         )
     if given.get("init") is not None:
-        raise UserError("a teacher is trained from random weights: leave `init` away")
+        raise UserError("a teacher is trained from random weights; leave out `init`")
     plugins = convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins")
-    load_plugins(plugins)  # first of all: the network may have a candidate of theirs
+    load_plugins(plugins)  # first: the network may use a candidate of theirs
     architecture = get_architecture(name)
     is_small = evaluation_scale(str(given.get("data", "digits"))) == "small"
     scale = str(given.get("recipe") or ("small" if is_small else "paper"))
@@ -106,7 +106,7 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
 
 
 def stored_teacher(folder: str | Path, given: Mapping[str, Any]) -> TeacherRecipe:
-    """The recipe of the run in `folder`; settings given beside it must not contradict it."""
+    """The recipe of the run in `folder`; settings given with it must not contradict it."""
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "teacher":
         raise UserError(f"--resume of a teacher needs a teacher's run, but {folder} holds a {manifest['kind']} run")
@@ -118,7 +118,7 @@ def stored_teacher(folder: str | Path, given: Mapping[str, Any]) -> TeacherRecip
 
 
 def count_classifier(name: str, settings: Mapping[str, Any], shape: Shape, num_classes: int) -> Cost:
-    """Parameters and multiply-adds; no memory is spent on weights."""
+    """Parameters and multiply-adds, without memory for weights."""
     with torch.device("meta"):
         network = build_classifier(name, settings, shape[0], num_classes)
     return count_module(network, shape)

@@ -49,7 +49,7 @@ PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set w
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a training leaves. `accuracy` is a share in 0..1 on `split` (`test`), None when interrupted.
+    """The result of a training. `accuracy` is a share in 0..1 on `split` (`test`), None if interrupted.
 
     Example:
         >>> from softcell.api import train
@@ -70,9 +70,9 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     exit_code: int
     recall: Mapping[int, float] | None = None
-    """Of a retrieval, by k: the share of queries with one of their class among the k nearest."""
+    """For a retrieval, by k: the share of queries with an image of their class among the k nearest."""
     top5: float | None = None
-    """The share of `split` whose class is among the five strongest; None with at most five classes."""
+    """The share of `split` whose class is among the five strongest; None with five classes or fewer."""
 
 
 def train(
@@ -123,7 +123,7 @@ def train_steps(
 
 
 def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe]:
-    """Genotype and recipe of the training run in `folder`; settings given beside it must not contradict it.
+    """Genotype and recipe of the training run in `folder`; settings given with it must not contradict it.
 
     Example:
         >>> from softcell.evaluate import stored_training
@@ -139,7 +139,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
     space = fit_space(
         genotype, build_space(genotype.space, recipe.space_settings), {}
-    )  # earlier versions stored others
+    )  # earlier versions stored other settings
     recipe = replace(recipe, space_settings=to_dict(space))
     wanted = resolve(genotype, manifest["recipe"], without_auto(given))
     refuse_changes(recipe.to_dict(), wanted.to_dict())
@@ -147,7 +147,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
 
 
 def finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> TrainResult | None:
-    """The result of the training in `folder`, None where it is unfinished."""
+    """The result of the training in `folder`; None if it is not finished."""
     run = RunFolder.open(folder)
     manifest = run.manifest
     if manifest["status"] != "finished":
@@ -204,7 +204,7 @@ def _train(
         recipe, task, feeds, parts = prepare(recipe, dataset, network, session, job, on_event, criterion)
 
         def manifest() -> dict[str, Any]:
-            # All at once: a run that is killed right after its birth can be resumed, and repeated from run.json alone.
+            # Complete from the start: a run that is killed at once can be resumed, and repeated from run.json alone.
             known = {"genotype": genotype.to_dict(), **facts_of(dataset, cost, parts)}
             known["data"]["outputs"] = outputs
             if initial is not None:
@@ -236,7 +236,7 @@ def _measure(
     outcome: Outcome,
     on_event: OnEvent | None,
 ) -> TrainResult:
-    """What comes after the last epoch: weights, what the test set says, and the results in the manifest."""
+    """After the last epoch: saves the weights, measures the test set, writes the results in the manifest."""
     network.eval()
     measured: Measured | None = None
     answers: Predictions | None = None
@@ -276,9 +276,9 @@ def prepare(
     on_event: OnEvent | None,
     criterion: ProxyNCA | None = None,
 ) -> tuple[R, TrainTask, Feeds, dict[str, torch.Tensor]]:
-    """The task that trains `network`, its recipe with a precision chosen, the feeds, and the parts of the images.
+    """The task that trains `network`, the recipe with its precision resolved, the feeds, and the splits.
 
-    job: what is trained, in words; a precision that was timed for it is kept under them.
+    job: a description of the network; the precision that was timed for it is stored under this key.
     """
     world = session.world
     feeds = Feeds(
@@ -292,7 +292,7 @@ def prepare(
         def make(precision: str) -> TrainTask:
             tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
             own, other = copy.deepcopy((network, criterion))
-            quiet = notifier(None, world)  # the training itself says why its steps are not recorded
+            quiet = notifier(None, world)  # the training itself says why its steps are not captured
             return TrainTask(tried, own, world, train=batches, held=None, notify=quiet, criterion=other)
 
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
@@ -302,7 +302,7 @@ def prepare(
 
 
 def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mapping[str, Any]]) -> None:
-    """Notes that the run is over and what the test set says; None where there is none."""
+    """Records that the run is finished, with its test results; measured: None without a test set."""
     folder.finish(
         "finished",
         accuracy=None if measured is None else measured.accuracy,
@@ -315,7 +315,7 @@ def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mappi
 
 
 def augment_of(dataset: Dataset, recipe: TrainRecipe) -> Augment:
-    """What training images go through."""
+    """The augmentation of training images."""
     augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
     if recipe.task == "retrieve" and augment.resized_crop:  # §IV-F: scaled to 256, then cropped to 227 at random
         return replace(augment, resized_crop=False, window=True)
@@ -329,7 +329,7 @@ def parts_of(dataset: Dataset, recipe: TrainRecipe) -> dict[str, torch.Tensor]:
 
 
 def facts_of(dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What is known before training, beside the network itself: enough to prepare its inputs."""
+    """Facts known before training that are needed to prepare inputs for the network."""
     return {
         "parameters": cost.parameters,
         "multiply_adds": cost.multiply_adds,
@@ -348,13 +348,13 @@ def facts_of(dataset: Dataset, cost: Cost, parts: Mapping[str, torch.Tensor]) ->
 
 
 def save_weights(network: nn.Module, out: Path, metadata: dict[str, str] | None = None) -> None:
-    """The weights as safetensors, without the auxiliary tower, put in place in one step."""
+    """Writes the weights as safetensors, atomically and without the auxiliary tower."""
     state = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in network.state_dict().items()
         if not name.startswith("auxiliary.")
     }
-    # By way of memory: safetensors itself writes files that only their owner can read, and its errors are not OSErrors.
+    # Through memory: safetensors itself writes files that only their owner can read, and raises no OSError.
     atomic_write_bytes(out / WEIGHTS, save(state, metadata))
 
 

@@ -123,7 +123,7 @@ def test_cells_of_another_shape_are_rejected_before_any_output(
     [
         (["--method", "entrannas-dst"], "several on one edge"),
         (["--method", "darts", "--set", "space.nodes=3"], "ends in 2"),
-        (["--method", "random", "--set", "space.candidates=[none, sep_conv_3x3]"], "choose among sep_conv_3x3"),
+        (["--method", "random", "--set", "space.candidates=[none, sep_conv_3x3]"], "this search also has sep_conv_3x3"),
         (["--method", "darts", SMALLER], "ends in 2"),
         (["--method", "darts", "EMPTY"], "holds no run"),
         (["--method", "darts", "--proxy", "magic"], "--proxy must be one of"),
