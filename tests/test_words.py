@@ -1,4 +1,4 @@
-"""Text and names are plain English: words that the project misused for years do not come back.
+"""Text and names are plain English: words that were misused here before do not come back.
 
 A word is listed only where honest English does not need it. `tell apart`, `tell from` and `file.tell()` are allowed.
 """
@@ -14,14 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SEARCHED = ("src", "tests", "docs", "studies", "benchmarks", "examples", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml", ".html", ".css", ".js", ".sh", ".ipynb")
-
-NOT_YET_CLEAN: tuple[str, ...] = (
-    "src/softcell/app/report",
-    "src/softcell/kernels/derived.py",
-    "src/softcell/kernels/derived_triton.py",
-    "tests/app/report",
-)
-"""Folders and files that still use words of the table; the list only shrinks."""
 
 WORDS = {
     # pattern, in which a blank matches any white space: what to write instead
@@ -74,16 +66,10 @@ def _files() -> Iterator[Path]:
                 yield path
 
 
-def _is_exempt(path: Path) -> bool:
-    name = path.relative_to(ROOT).as_posix()
-    return any(name == part or name.startswith(f"{part}/") for part in NOT_YET_CLEAN)
-
-
 def test_text_and_names_use_plain_words() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {words!r}; say: {instead}"
         for path in _files()
-        if not _is_exempt(path)
         for line, words, instead in findings(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(["words to replace:", *found])
@@ -91,7 +77,7 @@ def test_text_and_names_use_plain_words() -> None:
 
 def test_module_names_explain_themselves() -> None:
     named = [path for path in _files() if path.suffix == ".py" and path.stem.removeprefix("test_") in FILE_NAMES]
-    assert not [str(path.relative_to(ROOT)) for path in named if not _is_exempt(path)]
+    assert not [str(path.relative_to(ROOT)) for path in named]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Round:
 class Derived:
     """A cell of `inputs` preprocessed inputs (planes 0…), `nodes` inner nodes (the next planes) and further planes.
 
-    `preprocess` reads the input tensors. `arrivals[j]` are summed by inner node j; `paths` counts drop-path's factors.
+    `preprocess` reads the input tensors. Inner node j sums `node_inputs[j]`; `paths` counts the factors of drop-path.
     """
 
     channels: int
@@ -116,7 +116,7 @@ class Derived:
     paths: int
     preprocess: tuple[Stage, ...]
     rounds: tuple[Round, ...]
-    arrivals: tuple[tuple[NodeInput, ...], ...]
+    node_inputs: tuple[tuple[NodeInput, ...], ...]
     norms: tuple[Norm, ...]
     eps: float
 
@@ -192,7 +192,7 @@ def derived_cell_reference(
         if program.is_node(plane):
             like = values[0][:, :, :: program.stride, :: program.stride]
             total = torch.zeros_like(like)
-            for one in program.arrivals[plane - program.inputs]:
+            for one in program.node_inputs[plane - program.inputs]:
                 value = values[one.plane]
                 if factors is not None and one.path != NONE:
                     value = value * factors[one.path].to(value.dtype).view(-1, 1, 1, 1)
@@ -289,7 +289,7 @@ def consumers(program: Derived) -> dict[int, tuple[int, int]]:
     """By plane the one node that reads it and its number among the inputs; planes of inner stages have none."""
     return {
         one.plane: (j, i)
-        for j, inputs in enumerate(program.arrivals)
+        for j, inputs in enumerate(program.node_inputs)
         for i, one in enumerate(inputs)
         if not (one.plane < program.inputs or program.is_node(one.plane))
     }

@@ -880,12 +880,12 @@ class Run:
 
     def _add_up(self, plane):
         p, c = self.program, self.c
-        arrivals = p.arrivals[plane - p.inputs]
-        jobs = tuple((*self.view(a.plane), a.plane, a.path) for a in arrivals) or ((0, 0, 0, 0, NONE),)
+        node_inputs = p.node_inputs[plane - p.inputs]
+        jobs = tuple((*self.view(a.plane), a.plane, a.path) for a in node_inputs) or ((0, 0, 0, 0, NONE),)
         _, column, distance = self.view(plane)
         block = max(1, self.blocks.add_elements // self.block_c)
         _add_up[(triton.cdiv(self.rows, block), triton.cdiv(c, self.block_c))](
-            self.buffer, self.coefficients, self._scales(), table(jobs, self.device), 0, len(arrivals), self.rows,
+            self.buffer, self.coefficients, self._scales(), table(jobs, self.device), 0, len(node_inputs), self.rows,
             size=self.rows * c, planes=p.planes, column=column, distance=distance, C=c, CB=self.block_c, BLOCK=block,
             **self._drops(),
         )  # fmt: skip
@@ -931,12 +931,12 @@ class Run:
         if place is None:
             return *self.view(plane), NONE, self.unit(plane), plane, column // self.columns_unit
         j, i = place
-        return *self.view(p.inputs + j), p.arrivals[j][i].path, self.unit(plane), plane, column // self.columns_unit
+        return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
 
     def _arrive(self, node):
         """Sums over the gradient of a finished node, for the norms of all that arrives there."""
         p, c = self.program, self.c
-        planes = tuple(a.plane for a in p.arrivals[node - p.inputs] if a.plane in self.norms and a.plane >= p.inputs)
+        planes = tuple(a.plane for a in p.node_inputs[node - p.inputs] if a.plane in self.norms and a.plane >= p.inputs)
         if not planes:
             return
         jobs = tuple(self._pull_fields(plane) for plane in planes)
@@ -1059,8 +1059,8 @@ class Run:
                 for at, s in enumerate(stages)
                 if s.source == source
             ]
-            for j, arrivals in enumerate(p.arrivals):
-                for a in arrivals:
+            for j, node_inputs in enumerate(p.node_inputs):
+                for a in node_inputs:
                     if a.plane == source and (source < p.inputs or p.is_node(source)):
                         others.append((*self.view(p.inputs + j), a.path, 0, -2))
             others += [(0, 0, 0, 0, number, q.slot) for number, q in enumerate(pools) if q.source == source]

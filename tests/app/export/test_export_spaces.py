@@ -202,7 +202,14 @@ def test_python_file_can_be_loaded_by_its_path(tmp_path: Path) -> None:
             torch.testing.assert_close(module.load()(module.normalise(x)), model.normalised()(x), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Their modules are in the other spaces and in `test_onnx_holds_candidates_of_every_kind`.
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in {*ALIKE, "s4", "ragged"} else [])
+        for name in subjects()
+    ],
+)
 def test_onnx_of_every_space_runs_at_any_batch(name: str, tmp_path: Path) -> None:
     space = smaller(subjects()[name])
     model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))

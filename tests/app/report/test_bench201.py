@@ -144,7 +144,7 @@ def test_other_runs_are_skipped_in_folders_and_refused_by_name(table: Nb201Table
     make_training(tmp_path / "sweep/b/train")
     make_search(tmp_path / "sweep/b/search", seed=1, status="interrupted")
     make_search(tmp_path / "sweep/c", recipe={"space": "darts"})
-    # gone on with after its end: the architecture that lies there is not the last one
+    # resumed after its end: the architecture in the folder is not the last one
     RunFolder.open(make_search(tmp_path / "sweep/d", seed=2)).update(status="running")
     notes: list[str] = []
     assert [Path(run.label).parent.name for run in bench_runs(table, [tmp_path / "sweep"], notes.append)] == ["a"]

@@ -50,7 +50,7 @@ def decode(cell: Cell, drawn: str) -> list[Pick]:
         own = ink.find("↻")
         if own >= 0:
             source = target = nodes[own // pitch]
-        elif re.search("[├╰]", ink):  # else the names go on
+        elif re.search("[├╰]", ink):  # else the names continue
             start = next(i for i, c in enumerate(ink) if c in "├╰")
             end = next(i for i, c in enumerate(ink[start + 1 :], start + 1) if c in "╮┤▶")
             end += ink[end] == "▶"
