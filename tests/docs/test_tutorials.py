@@ -45,7 +45,7 @@ def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyt
     for name, value in {
         "MOST_SEARCH_EPOCHS": 1,
         "MOST_TRAIN_EPOCHS": 1,
-        "PROBE_BOUNDS": (0.01, 0.01),
+        "MEASURING_BOUNDS": (0.01, 0.01),
     }.items():
         monkeypatch.setattr(pipeline, name, value)
     monkeypatch.setattr("softcell.app.pipeline.summary.LATENCY_ROUNDS", 1)
