@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from softcell.app.report import to_svg
 from softcell.app.report.cells_graph import input_nodes
-from softcell.app.report.cells_layout import Box, Drawing, Point, lay_out
+from softcell.app.report.cells_layout import MOST_ITEMS, Box, Drawing, Point, lay_out
 from softcell.app.report.strings import clean, shorten
 from softcell.app.report.theme import COLOURS, FAMILIES, STROKES, family, mark
 from softcell.arch import Cell, Genotype, Pick
@@ -79,6 +79,14 @@ def test_random_cells_have_no_overlaps(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         cell = random_cell(seed)
         assert_geometry(lay_out(cell))
+
+
+def test_cells_with_many_nodes_have_no_overlaps_either() -> None:
+    """Beyond `MOST_ITEMS` the order is only improved a little, or this would take minutes."""
+    picks = tuple(Pick(i, t, "sep_conv_3x3") for t in range(2, 40) for i in (0, t - 1))
+    drawing = lay_out(Cell(picks, tuple(range(2, 40))))
+    assert len(drawing.nodes) + len(drawing.edges) > MOST_ITEMS
+    assert_geometry(drawing)
 
 
 @settings(max_examples=80, deadline=None)

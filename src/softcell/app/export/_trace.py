@@ -11,7 +11,7 @@ import inspect
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from softcell.app.export._source import REPLACED, Key, is_foreign
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.stochastic import Dropout, DropPath
 
@@ -326,3 +327,72 @@ def part_at(module: nn.Module, path: str) -> nn.Module | Tensor:
     for name in path.split("."):
         here = here[name] if isinstance(here, nn.ModuleDict) else getattr(here, name)
     return here  # type: ignore[no-any-return]
+
+
+class Units:
+    """The modules of a network that could be traced, by `id`; the classes of those that are copied instead."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.traced: dict[int, Traced] = {}
+        self.called: set[int] = set()
+        self.tensors: set[int] = set()
+        self.copied: list[Key] = []
+        self._arguments: dict[int, tuple[Any, ...]] = {}
+        self._visit(network, (None,))
+
+    def _visit(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+        """Traces a module and everything that it calls; gives the structure of its result."""
+        key = key_of(type(module))
+        if id(module) in self.called:  # called twice, in the same way if it is to be traced
+            if id(module) in self.traced and self._arguments[id(module)] != arguments:
+                del self.traced[id(module)]
+                self._copy(module)
+            return self.traced[id(module)].result if id(module) in self.traced else None
+        self.called.add(id(module))
+        if is_plain_sequence(module):
+            for child in module.children():
+                self._visit(child, (None,))
+            return None
+        if is_foreign(key[0]) or key in REPLACED:
+            return None
+        try:
+            if torch_base(type(module)) is not nn.Module:
+                raise Untraceable("a module of torch with more in it")
+            found = trace(module, arguments)
+        except Untraceable:
+            self._copy(module)
+            return None
+        self.traced[id(module)], self._arguments[id(module)] = found, arguments
+        self.tensors |= {id(part_at(module, path)) for path in found.tensors}
+        results: dict[str, Any] = {}
+        for path, given in found.calls:
+            called = part_at(module, path)
+            assert isinstance(called, nn.Module)
+            results[path] = self._visit(called, _resolved(given, results))
+        return found.result
+
+    def _copy(self, module: nn.Module) -> None:
+        keys = [key_of(type(part)) for part in module.modules()]
+        self.copied += [key for key in keys if not is_foreign(key[0]) and key not in REPLACED]
+
+
+def is_plain_sequence(module: nn.Module) -> bool:
+    """Whether `nn.Sequential` does the same: traced code never gives `ReLUFirst` a second argument."""
+    own = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return own or isinstance(module, ReLUFirst)
+
+
+def _resolved(given: Any, results: Mapping[str, Any]) -> Any:
+    """Arguments with the structure of the results that are among them."""
+    if isinstance(given, list | tuple):
+        return type(given)([_resolved(item, results) for item in given])
+    return results[given.path] if isinstance(given, Result) else given
+
+
+def key_of(kind: type) -> Key:
+    return kind.__module__, kind.__qualname__
+
+
+def torch_base(kind: type) -> type:
+    """The most special class of torch that `kind` derives from."""
+    return next(base for base in kind.__mro__ if is_foreign(base.__module__) and issubclass(base, nn.Module))

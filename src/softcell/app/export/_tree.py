@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from softcell.app.export._source import REPLACED, Key, Sources, is_foreign
-from softcell.app.export._trace import Result, Traced, Untraceable, part_at, quoted, trace
+from softcell.app.export._trace import Traced, Units, is_plain_sequence, key_of, quoted, torch_base
 from softcell.errors import UserError
-from softcell.nn.conv import ReLUFirst
 
 WIDTH = 120
 LARGEST_CONSTANT = 100_000
@@ -56,70 +55,6 @@ class Expression:
         return [*result, self.close]
 
 
-def _key(kind: type) -> Key:
-    return kind.__module__, kind.__qualname__
-
-
-class Units:
-    """The modules of a network that could be traced, by `id`; the classes of those that are copied instead."""
-
-    def __init__(self, network: nn.Module) -> None:
-        self.traced: dict[int, Traced] = {}
-        self.called: set[int] = set()
-        self.tensors: set[int] = set()
-        self.copied: list[Key] = []
-        self._arguments: dict[int, tuple[Any, ...]] = {}
-        self._visit(network, (None,))
-
-    def _visit(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """Traces a module and everything that it calls; gives the structure of its result."""
-        key = _key(type(module))
-        if id(module) in self.called:  # called twice, in the same way if it is to be traced
-            if id(module) in self.traced and self._arguments[id(module)] != arguments:
-                del self.traced[id(module)]
-                self._copy(module)
-            return self.traced[id(module)].result if id(module) in self.traced else None
-        self.called.add(id(module))
-        if _is_plain_sequence(module):
-            for child in module.children():
-                self._visit(child, (None,))
-            return None
-        if is_foreign(key[0]) or key in REPLACED:
-            return None
-        try:
-            if _torch_base(type(module)) is not nn.Module:
-                raise Untraceable("a module of torch with more in it")
-            found = trace(module, arguments)
-        except Untraceable:
-            self._copy(module)
-            return None
-        self.traced[id(module)], self._arguments[id(module)] = found, arguments
-        self.tensors |= {id(part_at(module, path)) for path in found.tensors}
-        results: dict[str, Any] = {}
-        for path, given in found.calls:
-            called = part_at(module, path)
-            assert isinstance(called, nn.Module)
-            results[path] = self._visit(called, _resolved(given, results))
-        return found.result
-
-    def _copy(self, module: nn.Module) -> None:
-        keys = [_key(type(part)) for part in module.modules()]
-        self.copied += [key for key in keys if not is_foreign(key[0]) and key not in REPLACED]
-
-
-def _is_plain_sequence(module: nn.Module) -> bool:
-    """Whether `nn.Sequential` does the same: traced code never gives `ReLUFirst` a second argument."""
-    own = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-    return own or isinstance(module, ReLUFirst)
-
-
-def _resolved(given: Any, results: Mapping[str, Any]) -> Any:
-    """Arguments with the structure of the results that are among them."""
-    if isinstance(given, list | tuple):
-        return type(given)([_resolved(item, results) for item in given])
-    return results[given.path] if isinstance(given, Result) else given
-
-
 class Tree:
     """Expressions for modules and values; a copied module has the values that its code reads."""
 
@@ -131,7 +66,7 @@ class Tree:
         """By the code of a traced module the name of its class and a sentence on it."""
 
     def module(self, module: nn.Module, hint: str = "") -> Expression:
-        key = _key(type(module))
+        key = key_of(type(module))
         if key in REPLACED and REPLACED[key] == "nn.Identity":
             return Expression("nn.Identity()")
         if self._units is not None and id(module) in self._units.traced:
@@ -139,7 +74,7 @@ class Tree:
             return self._call(name, self._traced_parts(module), hint or name)
         if isinstance(module, _CONTAINERS):
             return self._container(module, hint or key[1])
-        base = _torch_base(type(module))
+        base = torch_base(type(module))
         if base is nn.Module and self._only_holds(module):
             return self._call("Part", self._traced_parts(module), hint or key[1])
         if base is nn.Module:
@@ -154,7 +89,7 @@ class Tree:
     def _only_holds(self, module: nn.Module) -> bool:
         """Whether a module is never called itself, but only its parts are."""
         units = self._units
-        return units is not None and id(module) not in units.called and _key(type(module)) not in units.copied
+        return units is not None and id(module) not in units.called and key_of(type(module)) not in units.copied
 
     def _named(self, module: nn.Module, found: Traced) -> str:
         if found.lines not in self.classes:
@@ -165,13 +100,13 @@ class Tree:
         return self.classes[found.lines][0]
 
     def _class_name(self, kind: type) -> str:
-        key = _key(kind)
+        key = key_of(kind)
         if key in REPLACED:
             return REPLACED[key]
         return f"nn.{kind.__name__}" if is_foreign(key[0]) else self._sources.names[key]
 
     def _container(self, module: nn.Module, hint: str) -> Expression:
-        plain = self._units is not None and id(module) in self._units.called and _is_plain_sequence(module)
+        plain = self._units is not None and id(module) in self._units.called and is_plain_sequence(module)
         name = "nn.Sequential" if plain else self._class_name(type(module))
         if isinstance(module, nn.ParameterList):
             items = tuple(("", _parameter(value)) for value in module)
@@ -190,7 +125,7 @@ class Tree:
 
     def _is_needed(self, module: nn.Module) -> bool:
         """Whether a part has weights or is called; parts of copied modules are always kept."""
-        if self._units is None or any(_key(type(part)) in self._units.copied for part in module.modules()):
+        if self._units is None or any(key_of(type(part)) in self._units.copied for part in module.modules()):
             return True
         return bool(module.state_dict()) or any(id(part) in self._units.called for part in module.modules())
 
@@ -234,7 +169,7 @@ class Tree:
         """Names that the code reads of instances of `kind`: behind `self.`, or behind a dot where no tensor has one."""
         own: set[str] = set()
         for base in kind.__mro__:
-            own |= self._sources.own.get(_key(base), set())
+            own |= self._sources.own.get(key_of(base), set())
         return own | {name for name in self._sources.attributes if not hasattr(Tensor, name)}
 
     def value(self, value: Any, where: str) -> Expression:
@@ -274,8 +209,8 @@ class Tree:
     def _made(self, kind: type, fields: Mapping[str, Any], where: str) -> Expression:
         values = {name: self.value(value, f"{where}.{name}") for name, value in fields.items()}
         if len(values) <= 3:
-            return Expression(f"{self._need(_key(kind))}(", tuple(("", value) for value in values.values()), ")")
-        return self._call(self._need(_key(kind)), values, "")
+            return Expression(f"{self._need(key_of(kind))}(", tuple(("", value) for value in values.values()), ")")
+        return self._call(self._need(key_of(kind)), values, "")
 
     def _need(self, key: Key) -> str:
         if key not in self.needs:
@@ -293,11 +228,6 @@ def _keyword(name: str) -> str:
             f"a part named {name!r} cannot be written into a Python file; use --to onnx or --to torch-export"
         )
     return f"{name}="
-
-
-def _torch_base(kind: type) -> type:
-    """The most special class of torch that `kind` derives from."""
-    return next(base for base in kind.__mro__ if is_foreign(base.__module__) and issubclass(base, nn.Module))
 
 
 def _names_of(base: type, module: nn.Module) -> frozenset[str]:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from softcell.app.export._source import Key, Sources
-from softcell.app.export._tree import WIDTH, Expression, Functions, Tree, Units
+from softcell.app.export._trace import Units
+from softcell.app.export._tree import WIDTH, Expression, Functions, Tree
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
 from softcell.errors import UserError
 

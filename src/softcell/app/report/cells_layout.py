@@ -29,6 +29,7 @@ GAP = 10.0  # vertical distance of two items
 ROW_WIDTH = 1040.0  # wider drawings continue in a new row where they can
 ROW_GAP = 44.0
 CROSSING = 60.0  # climbing so many pixels is as bad as crossing another edge
+MOST_ITEMS = 80  # beyond this many nodes and edges, the search for a good order would take seconds
 TURN = 18.0  # room for the line that leads from one row to the next
 
 
@@ -168,6 +169,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
         sides[item] = [start], [end]
         sides[start][1].append(item)
         sides[end][0].append(item)
+    large = total > MOST_ITEMS
     pieces = segments(graph)
     own = [[piece for piece in pieces if item in piece[1:]] for item in range(total)]
 
@@ -183,7 +185,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
 
     def uncross(order: list[int]) -> list[int]:
         """Moves items past their neighbours while that removes crossings."""
-        for _ in range(8):
+        for _ in range(2 if large else 8):
             before = list(order)
             for item, other, at, to in neighbours(order):
                 place = _ranks(order)
@@ -205,8 +207,8 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
         return CROSSING * crossings(_ranks(order), pieces, pieces) / 2 + sum(climbs)
 
     order = uncross(list(range(total)))
-    best, least = list(order), cost(order)
-    for sweep in range(12):
+    best, least = list(order), 0.0 if large else cost(order)
+    for sweep in range(0 if large else 12):
         place = _ranks(order)
         use = ((0,), (1,), (0, 1))[sweep % 3]
         linked = [[other for side in use for other in sides[item][side]] for item in range(total)]
@@ -215,7 +217,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
         found = cost(order)
         if found < least:
             best, least = list(order), found
-    for _ in range(2):
+    for _ in range(0 if large else 2):
         for _item, _other, at, to in neighbours(best):
             moved = list(best)
             moved.insert(to, moved.pop(at))
