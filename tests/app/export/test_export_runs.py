@@ -76,7 +76,7 @@ def test_a_retrieval_is_exported_as_an_embedding(
     again = train(cell, out=run_, resume=True)  # a finished run gives its result at once
     assert again.recall == trained.recall and again.accuracy is None
     assert run(["export", str(run_), *(w for kind in FORMATS for w in ("--to", kind)), "--out", str(out)]) == 0
-    assert "embedding as the network's" in capsys.readouterr().out
+    assert "embedding equal to the network's" in capsys.readouterr().out
     model = read_model(out)
     assert (model.output, model.classes) == ("embedding", tuple("01234"))
     assert graph.check_onnx(out / "model.onnx", model) < 1e-5
