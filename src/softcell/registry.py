@@ -1,7 +1,7 @@
 """Names to classes for spaces and methods: filled by discovery, extended by users.
 
 Built-in ones are found by walking their package, so a new paper is one new file. A user's own come from a Python file
-given on the command line (`--plugin my_space.py`) or imported before use.
+passed on the command line (`--plugin my_space.py`) or imported before use.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Registry(Generic[T]):
 def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> None:
     """Runs the Python files that a recipe, a run or a sweep names, in this order; all must be trusted (`trust`).
 
-    A file that is not there, as those of a run from another machine, may be replaced by one of the same name that was
-    loaded before.
+    A missing file, such as one of a run from another machine, may be replaced by one of the same name that was loaded
+    before.
     """
     if isinstance(paths, str) or not isinstance(paths, Iterable):
         raise UserError(f"plugins must be a list of files, got {paths!r:.80}")
@@ -127,7 +127,7 @@ def load_plugin(path: str | Path) -> None:
 
 
 def refused(paths: Iterable[str | Path]) -> list[str]:
-    """Those of the files that `load_plugins` would refuse, or ask for."""
+    """The files that `load_plugins` would refuse, or ask for."""
     return [str(path) for path in paths if not _is_there(Path(path).resolve()) and not is_trusted(path)]
 
 
@@ -153,11 +153,11 @@ def _run(content: Content, path: str | Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        # The bytes that were looked at, not the file as it is by now, nor a compiled one from a __pycache__ beside it.
+        # The bytes that were checked, not the file as it is now, nor a compiled one from a __pycache__ beside it.
         exec(compile(content.data, str(content.path), "exec", dont_inherit=True), module.__dict__)
     except UserError:
         del sys.modules[name]
         raise
     except (Exception, SystemExit) as error:
-        del sys.modules[name]  # a second try must fail again, not pass for loaded
+        del sys.modules[name]  # a second attempt must fail again
         raise UserError(f"plugin {path} failed: {type(error).__name__}: {error}") from error

@@ -40,7 +40,7 @@ VARIANTS = {
     "nb201-narrow": build_space(
         "nb201", {"cells_per_stage": 1, "channels": 4, "nodes": 3, "share_features": True, "bottleneck": 2}
     ),
-    "nb201-deep": build_space("nb201", {"cells_per_stage": 2, "channels": 2, "nodes": 4}),
+    "nb201-deep": build_space("nb201", {"cells_per_stage": 2, "channels": 2, "nodes": 3}),
 }
 
 
