@@ -49,7 +49,7 @@ def test_a_seed_out_of_range_is_rejected(words: tuple[Any, ...], call: Softcell,
 
 def test_a_number_of_seeds_that_looks_like_a_seed_is_rejected(call: Softcell, tmp_path: Path) -> None:
     answer = call("search", *TINY, "--seeds", str(2**64))
-    assert answer.code == 2 and "--seeds is how many" in answer.error
+    assert answer.code == 2 and "--seeds is the number of seeds" in answer.error
     assert not list(tmp_path.iterdir())
 
 

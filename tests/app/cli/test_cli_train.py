@@ -201,5 +201,5 @@ def test_a_run_that_has_no_architecture_says_why(call: Softcell, searched: Path,
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps({**unsealed(manifest(searched)), **change}))
     assert "is a teacher run, which has no genotype" in call("train", "teacher").error
-    assert "genotype.json of this search is gone" in call("train", "lost").error
+    assert "genotype.json of this search is missing" in call("train", "lost").error
     assert "must name an epoch of a search" in call("show", "teacher@1").error

@@ -97,7 +97,9 @@ def test_info_shows_what_the_files_say_and_how_to_see_more(call: Softcell, forei
     manifest = json.loads((foreign / "train" / "run.json").read_text())
     said = " ".join(answer.out.split())
     assert (
-        f"{manifest['results']['parameters']:,} (as the run says)" in said and "--trust" in said and "evil.py" in said
+        f"{manifest['results']['parameters']:,} (as recorded by the run)" in said
+        and "--trust" in said
+        and "evil.py" in said
     )
     more = call("info", foreign / "train", "--trust")
     assert (foreign / "ran").exists() and "MB in float32" in more.out
