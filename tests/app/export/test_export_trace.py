@@ -28,7 +28,12 @@ class Arithmetic(nn.Module):
         n, c, height, width = y.shape
         z = -(y + 1) @ a.transpose(-1, -2)
         pooled = F.avg_pool2d(self.parts["0_1"](y)[:, :, 1:, ::2], 2)
-        return self.parts["a b"](y).reshape(n, c * height, width), [z, torch.cat([pooled, pooled], dim=1), y[..., 0]]
+        nested = a - (b - x) / (y / (2 + x.abs()))
+        return self.parts["a b"](y).reshape(n, c * height, width), [
+            z,
+            torch.cat([pooled, pooled], dim=1),
+            y[..., 0] - (nested[..., 0] - x[..., 1]),
+        ]
 
 
 def run(module: nn.Module, lines: tuple[str, ...], *arguments: Any) -> Any:

@@ -11,6 +11,7 @@ from softcell.app.report.cells_graph import Graph, graph_of, input_nodes
 from softcell.app.report.cells_layout import (
     GAP,
     LABEL_HEIGHT,
+    MOST_ITEMS,
     NODE_HEIGHT,
     crossings,
     distances,
@@ -104,3 +105,13 @@ def test_a_single_path_is_a_straight_line() -> None:
     drawing = lay_out(Cell((Pick(0, 1, "conv"), Pick(1, 2, "pool"), Pick(2, 3, "conv")), (3,)))
     assert {round(node.box.centre[1], 3) for node in drawing.nodes} == {NODE_HEIGHT / 2}
     assert all(len(edge.points) == 2 for edge in drawing.edges)
+
+
+def test_large_cells_lose_crossings_too() -> None:
+    rng = random.Random(0)
+    picks = tuple(Pick(rng.randrange(target), target, "conv") for target in range(2, 24) for _ in range(3))
+    found = graph(Cell(picks, (23,)))
+    order, pieces = order_items(found, distances(found)), segments(found)
+    assert len(order) > MOST_ITEMS
+    before = crossings(range(len(order)), pieces, pieces)
+    assert crossings(ranks(order), pieces, pieces) < 0.7 * before

@@ -281,6 +281,7 @@ def test_runs_on_two_datasets_have_a_chart_each(tmp_path: Path) -> None:
     text = "".join(parse(report(folders)).text)
     for data in ("digits", "cifar10"):
         assert text.count(f"accuracy on {data} against parameters") == 1
+    assert text.count(", n = 2") == 4  # in each chart of two datasets and two costs only its own group
     assert "accuracy against parameters" not in text
     assert "accuracy against parameters" in "".join(parse(report(folders[:2])).text)
 
