@@ -104,7 +104,7 @@ def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> N
 def load_plugin(path: str | Path) -> None:
     """Runs a user's Python file, which registers spaces, methods or candidates of its own.
 
-    Whoever calls this, or names the file with `--plugin`, trusts it by that: it will run unasked where a run names it.
+    Calling this, or passing the file with `--plugin`, trusts it: it then runs without asking where a run names it.
 
     Example:
         >>> from pathlib import Path
