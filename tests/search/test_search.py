@@ -166,7 +166,7 @@ def test_images_can_be_held_back_from_all_learning(data: Path, tmp_path: Path) -
         results = json.loads((tmp_path / regime / "run.json").read_text())["results"]
         assert (results["val_split"], results["child_split"]) == ("held", "held")
     assert torch.equal(*kept)
-    with pytest.raises(UserError, match="may name `held`"):
+    with pytest.raises(UserError, match="may have `held`"):
         resolve(settings("nb201", data, regime="bilevel", split={"weights": 20, "held": 12}))
 
 
