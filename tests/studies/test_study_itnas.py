@@ -80,7 +80,7 @@ def test_searches_resume_are_looked_up_and_ranked_and_records_grow(
         assert (tmp_path / f"trajectory-data-{split}.svg").is_file()
 
     shutil.rmtree(tmp_path / "runs")  # another machine has the record alone
-    monkeypatch.setattr("studies.itnas_taus.indicator", None)  # the record has what Zero-Cost-PT says
+    monkeypatch.setattr("studies.itnas_taus.zero_cost", None)  # the record has what Zero-Cost-PT says
     nb201.main([*given, "--seeds", "1"])
     second = record()
     assert second["zero_cost"] == first["zero_cost"]

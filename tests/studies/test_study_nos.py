@@ -76,7 +76,7 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
     assert not (tmp_path / "runs").exists(), "wrong settings are refused before the first run"
 
     with monkeypatch.context() as halted:
-        halted.setattr(runs, "training", nothing)
+        halted.setattr(runs, "train_steps", nothing)
         nos_guidance.main(arguments)
     file = tmp_path / "results/nos/guidance-data.json"
     record = json.loads(file.read_text())
