@@ -113,7 +113,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="safetensors"):
         read_predictions(tmp_path)
     (tmp_path / PREDICTIONS).write_bytes(safetensors.torch.save({"labels": torch.zeros(3)}))
-    with pytest.raises(UserError, match="does not hold"):
+    with pytest.raises(UserError, match="does not have the tensors"):
         read_predictions(tmp_path)
 
 

@@ -71,7 +71,7 @@ def outcomes(fused: _derived_plan.DerivedCell, given: list[Tensor], dtype: torch
     return [out, moments, *torch.autograd.grad(out, (parameters, *inputs), grad)]
 
 
-TYPES = [(torch.float32, 1e-5), *([] if INTERPRETED else [(torch.bfloat16, 0.12)])]  # the interpreter has no bfloat16
+TYPES = [(torch.float32, 1e-5), *([] if INTERPRETED else [(torch.bfloat16, 0.05)])]  # the interpreter has no bfloat16
 SIZES = [(5, (7, 6)), *([] if INTERPRETED else [(36, (16, 16)), (144, (8, 8))])]
 
 
@@ -91,9 +91,11 @@ class TestKernels:
         fused = cell.plan()
         mine = outcomes(fused, given, dtype, plain=False)
         theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True)
-        for a, b in zip(mine, theirs, strict=True):
-            assert relative(a, b) <= tolerance
         cell.float().to(DEVICE)
+        # Rounding flips ReLUs and winners of pools: the twin in the same precision says how far that carries.
+        twin = theirs if dtype == torch.float32 else outcomes(cell.plan(), given, dtype, plain=True)
+        for a, b, rounded in zip(mine, theirs, twin, strict=True):
+            assert relative(a, b) <= tolerance + 2 * relative(rounded, b)
         again = outcomes(cell.plan(), given, dtype, plain=False)
         assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))  # no atomic sums
 

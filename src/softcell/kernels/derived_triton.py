@@ -27,7 +27,7 @@ class Blocks:
 
     channels: int = 64
     rows: int = 128
-    stage_depth: int = 16
+    stage_depth: int = 32
     input_depth: int = 64
     stage_warps: int = 8
     lower_depth: int = 32
@@ -37,7 +37,7 @@ class Blocks:
     weight_side: int = 64
     weight_warps: int = 4
     weight_stages: int = 3
-    weight_programs: int = 528
+    weight_programs: int = 1056
     gather_rows: int = 64
     gather_warps: int = 4
     sums_elements: int = 1024

@@ -150,7 +150,7 @@ def test_a_budget_is_counted_for_images_of_another_size(call: Softcell) -> None:
     assert call("train", "larger", *TINY_TRAIN, "--out", "trained").code == 0
     rejected = call("search", "darts", *TINY, "--at-size", "16")
     assert rejected.code == 2
-    assert "state one too (--max-params, --max-flops)" in rejected.error
+    assert "give a budget too (--max-params, --max-flops)" in rejected.error
 
 
 def test_an_empty_cell_is_reported_and_trained_only_on_request(call: Softcell) -> None:
