@@ -57,7 +57,7 @@ SIZE_EVERY = 5
 def arms_parser(module: str, doc: str | None, data: str) -> argparse.ArgumentParser:
     """The options of such studies, which add their own --arms; data: the default dataset."""
     names = ("seeds", "epochs", "batch_size", "scale", "precision", "engine", "set", "at_once")
-    return study_parser(module, doc, *names, data=data)
+    return study_parser(module, doc, *names, one_file=True, data=data)
 
 
 def recipe_of(method: str, settings: Mapping[str, Any], seed: int, options: argparse.Namespace) -> SearchRecipe:

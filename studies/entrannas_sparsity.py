@@ -62,7 +62,13 @@ def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options
 
 def main() -> None:
     parser = study_parser(
-        "studies.entrannas_sparsity", __doc__, "epochs", "at_once", data="digits", seeds=2, runs=Path("runs/sparsity")
+        "studies.entrannas_sparsity",
+        __doc__,
+        *("epochs", "at_once"),
+        one_file=True,
+        data="digits",
+        seeds=2,
+        runs=Path("runs/sparsity"),
     )
     parser.add_argument("--space", help="another search space than DARTS's")
     parser.add_argument("--lr", type=float, help="another architecture.lr than the recipe's")

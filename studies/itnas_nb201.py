@@ -256,10 +256,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--proxies", type=int, default=1, metavar="SEEDS", help="seeds of Zero-Cost-PT; 0: without")
     found = parser.parse_args(arguments)
-    candidates = recipe_of("itnas", 0, found).space_settings.get("candidates")
+    check_candidates(recipe_of("itnas", 0, found))
+    return found
+
+
+def check_candidates(recipe: SearchRecipe) -> None:
+    """Raises where a search has other candidates than the table."""
+    candidates = recipe.space_settings.get("candidates")
     if list(candidates or OPERATIONS) != list(OPERATIONS):
         raise UserError(f"the table knows the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")
-    return found
 
 
 if __name__ == "__main__":

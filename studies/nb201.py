@@ -32,12 +32,13 @@ from softcell.arch.notation import from_nb201
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, SETS, Nb201Table, load_table
+from softcell.evaluate.nb201 import COLUMNS, SETS, Nb201Table, load_table
 from softcell.evaluate.ranking import mean_tau, taus
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered
+from studies.itnas_nb201 import AT_ONCE, SHARED, check_candidates
 from studies.options import recipe_settings, study_parser
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, run_searches, write_record
+from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, run_searches, spread, write_record
 
 PT: dict[str, Any] = {"select": {"by": "perturbation"}}
 ARMS: dict[str, dict[str, Any]] = {
@@ -60,10 +61,8 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 """What differs between arms; the method is called as the arm where it is not named."""
 
-SHARED = ("batch_size", "weights", "epochs", "split", "drop_path", "child_every", "resource", "validate_every")
 SEPARATE = ("random", "zero-cost")
 """Arms without a supernet: they take the data's split and batch size from the recipe, not its length."""
-AT_ONCE = 4
 
 PUBLISHED = {
     "darts": (54.30, 0.00),
@@ -128,22 +127,17 @@ def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict
         groups.setdefault((row["data"], row["arm"]), []).append(row)
     found = []
     for (data, arm), own in groups.items():
-        accuracies = {c: _spread([row["accuracies"][c] for row in own]) for c in COLUMNS}
+        accuracies = {c: spread([row["accuracies"][c] for row in own]) for c in COLUMNS}
         found.append(
             {
                 **{"data": data, "arm": arm, "n": len(own), "accuracies": accuracies},
-                "seconds": _spread([row["seconds"] for row in own]),
+                "seconds": spread([row["seconds"] for row in own]),
                 "tau": _tau(table, own),
                 "cells": [row["architecture"] for row in own],
                 "published": PUBLISHED.get(arm) if data == "cifar10" else None,
             }
         )
     return found
-
-
-def _spread(values: Sequence[float]) -> dict[str, float | int | None]:
-    found = summarise(list(values))
-    return {"n": len(values), "mean": found.mean, "std": found.std}
 
 
 def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:
@@ -241,9 +235,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--seeds", nargs="*", type=int, default=[0, 1, 2, 3], metavar="SEED", help="seeds of each arm; none: no search"
     )
     found = parser.parse_args(arguments)
-    candidates = recipe_of("darts", 0, found).space_settings.get("candidates")
-    if list(candidates or OPERATIONS) != list(OPERATIONS):
-        raise UserError(f"the table knows the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")
+    check_candidates(recipe_of("darts", 0, found))
     return found
 
 

@@ -40,17 +40,22 @@ _ALWAYS = ("data", "data_root", "device", "minutes", "runs", "out")
 _OF_RECIPES = ("data", "data_root", "scale", "epochs", "batch_size", "device", "precision", "engine")
 
 
-def study_parser(module: str, doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
+def study_parser(
+    module: str, doc: str | None, *names: str, one_file: bool = False, **defaults: Any
+) -> argparse.ArgumentParser:
     """A parser with the options that every study has and those of `names`.
 
     Args:
         doc: the module's docstring; its first line describes the study.
+        one_file: --out is the file of the record, not a folder.
         defaults: defaults that differ from the shared ones; an option that has one need not be named.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=(doc or "").splitlines()[0])
     for name, option in _OPTIONS.items():
         if name in (*_ALWAYS, *names, *defaults):
             own = {"default": defaults[name]} if name in defaults else {}
+            if name == "out" and one_file:
+                own["help"] = "JSON file of the record; drawings go beside it"
             parser.add_argument(f"--{name.replace('_', '-')}", **{**option, **own})
     return parser
 

@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -32,3 +33,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_registrations() -> Iterator[None]:
+    """Plugins, methods and spaces of a test are forgotten after it, so that no test depends on those before it."""
+    from softcell.methods import METHODS
+    from softcell.spaces import SPACES
+
+    known = {registry: {name: registry.get(name) for name in registry} for registry in (METHODS, SPACES)}
+    modules = {*sys.modules}
+    yield
+    for registry, classes in known.items():
+        registry._known = classes
+    for name in {*sys.modules} - modules:
+        if name.startswith("softcell_plugin_"):
+            del sys.modules[name]

@@ -59,5 +59,6 @@ def test_folders_are_discovered_as_files_are() -> None:
     root = Path(methods.__file__).parent
     folders = {path.parent.name for path in root.glob("*/__init__.py")}
     assert "itnas" in folders
-    homes = {METHODS.get(name).__module__.split(".")[2] for name in METHODS}
+    modules = [METHODS.get(name).__module__.split(".") for name in METHODS]
+    homes = {parts[2] for parts in modules if parts[:2] == ["softcell", "methods"]}  # other tests may load plugins
     assert folders <= homes, "a folder whose `__init__.py` does not import its method registers nothing"

@@ -8,25 +8,16 @@ from typing import Any
 
 import pytest
 
-from softcell.arch import Cell, Genotype, notation
+from softcell.arch import notation
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS
-from softcell.spaces import build_space
 from studies import nb201
+from tests.helpers.bench_tables import write_made
 from tests.helpers.search_toys import write_data
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cells; accuracies rise with the number."""
-    layout = build_space("nb201", {}).layout()
-    lines = [",".join(("arch", *COLUMNS))]
-    for i, picks in enumerate(layout.rule.enumerate(layout.tables[0])):  # type: ignore[attr-defined]
-        text = notation.to_nb201(Genotype("nb201", {"cell": Cell(picks, (3,))}))
-        lines.append(",".join((text, *(str(i / 200) for _ in COLUMNS))))
-    path = tmp_path_factory.mktemp("nb201") / "table.csv"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return write_made(tmp_path_factory.mktemp("nb201") / "table.csv")
 
 
 def test_all_searches_share_one_recipe(table: Path) -> None:

@@ -112,7 +112,7 @@ def load_cub(
 
     `root` is CUB_200_2011/ or the folder above it.
     Every whole image is scaled to a square of `scaled_to` pixels, by default the image size (full-attention NAS, §IV-E:
-    448; §IV-F: 256, of which 227 are used). Evaluation uses the centre of that, training takes random crops. `boxed`:
+    448; §IV-F: 256, cropped to 227). Evaluation uses the centre of that, training takes random crops. `boxed`:
     only the square around the bounding box is kept, with a margin (by default 8/7), so that evaluation uses exactly
     that square.
     """

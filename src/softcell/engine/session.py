@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy
 import torch
@@ -298,6 +298,32 @@ def join_processes(device: str, deterministic: bool) -> Iterator[World]:
         yield world
     finally:
         distributed.stop()
+
+
+class RunSettings(Protocol):
+    """What every recipe says about the process of its run."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def threads(self) -> int: ...
+
+
+def session_of(recipe: RunSettings) -> AbstractContextManager[Session]:
+    """`open_session` for a recipe."""
+    return open_session(
+        device=recipe.device,
+        seed=recipe.seed,
+        precision=recipe.precision,
+        deterministic=recipe.deterministic,
+        threads=recipe.threads,
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from softcell.engine.interleave import drain
 from softcell.engine.lock import locked
 from softcell.engine.metrics import Measured, measure
 from softcell.engine.runfolder import failure_recorded, run_in_folder
-from softcell.engine.session import Session, open_session
+from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate.recipe import TrainRecipe
@@ -134,14 +134,7 @@ def train_teacher(
 ) -> TeacherResult:
     """Trains the classifier in the folder `out`; the test set is sealed until training is over."""
     load_plugins(recipe.plugins)
-    opened = open_session(
-        device=recipe.device,
-        seed=recipe.seed,
-        precision=recipe.precision,
-        deterministic=recipe.deterministic,
-        threads=recipe.threads,
-    )
-    with opened as session, locked(out, session.world):
+    with session_of(recipe) as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return _train(recipe, Path(out), session, resume, overwrite, on_event)
 

@@ -26,7 +26,7 @@ from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
 from softcell.engine.metrics import Measured
 from softcell.engine.runfolder import checksum, failure_recorded, notifier, run_in_folder
-from softcell.engine.session import Session, open_session
+from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
 from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
@@ -110,14 +110,7 @@ def train_steps(
 ) -> Running[TrainResult]:
     """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
     load_plugins(recipe.plugins)
-    opened = open_session(
-        device=recipe.device,
-        seed=recipe.seed,
-        precision=recipe.precision,
-        deterministic=recipe.deterministic,
-        threads=recipe.threads,
-    )
-    with opened as session, locked(out, session.world):
+    with session_of(recipe) as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
         return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event))
 

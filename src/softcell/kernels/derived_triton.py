@@ -12,6 +12,7 @@ dense kernel depthwise[tap, k] · matrix[n, k], which tensor cores compute.
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -669,6 +670,14 @@ class Read:
         return self.sources[stage.source], stage.dilation, shift, stage.padding
 
 
+class Lowered(NamedTuple):
+    """∂ of depthwise results within a border of zeros, `size` elements each."""
+
+    tensor: torch.Tensor
+    size: int
+    border: int
+
+
 def by_size(stages):
     """Stages in groups of one window size, whose loops the compiler then knows."""
     return [tuple(s for s in stages if s.size == size) for size in sorted({s.size for s in stages}, reverse=True)]
@@ -973,7 +982,7 @@ class Run:
             lowered = self._lower_and_weigh(found.second, self.buffer)
             self._gather(inner, found.second, (), lowered, self.buffer, self.gradient, adds=False, stats=inner)
         x, dx = (self.given, self.given_gradient) if inward else (self.buffer, self.gradient)
-        lowered = self._lower_and_weigh(found.first, x) if found.first else None
+        lowered = self._lower_and_weigh(found.first, x) if found.first else Lowered(x, 0, 0)
         stats = found.sources if inward else ()
         self._gather(found.sources, found.first, found.pools, lowered, x, dx, adds=not inward, stats=stats)
 
@@ -1000,7 +1009,7 @@ class Run:
             PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
         )  # fmt: skip
         self._weigh(stages, read, dy, (self.out_height, self.out_width), self.rows)
-        return Read(to, size, 0, 0, read.border, {})
+        return Lowered(to, size, read.border)
 
     def _weigh(self, stages, read, dy, size, rows):
         """Gradients of the stages' matrices and depthwise kernels; dy [stages, rows, c]."""
@@ -1075,12 +1084,12 @@ class Run:
         tiles = triton.cdiv(rows, block)
         partial = self.parameters.new_empty(2, tiles, len(sources), c) if stats else None
         _gather[(tiles, len(own), triton.cdiv(c, self.block_c))](
-            x, self.coefficients, self.moments, self.depths, x if lowered is None else lowered.tensor, self.gradient,
+            x, self.coefficients, self.moments, self.depths, lowered.tensor, self.gradient,
             x if pulled is None else pulled, dx, self._scales(), self.winners,
             self.parameters if partial is None else partial, table(tuple(own), self.device),
             table(tuple(jobs) or ((0,) * 5,), self.device), table(tuple(others) or ((0,) * 6,), self.device), rows,
-            height, width, self.out_height, self.out_width, 0 if lowered is None else lowered.border, self.n,
-            self._plane_size(x), self.rows * c, 0 if lowered is None else lowered.size, p.planes, len(sources), C=c,
+            height, width, self.out_height, self.out_width, lowered.border, self.n,
+            self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources), C=c,
             CB=self.block_c, STRIDE=stride, BLOCK=block, DROPS=self.factors is not None, POOLED=bool(pools),
             STATS=partial is not None, num_warps=self.blocks.gather_warps,
         )  # fmt: skip

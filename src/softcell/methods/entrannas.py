@@ -18,7 +18,6 @@ is derived at that moment, each connection with a coefficient of exactly 1.
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -222,15 +221,11 @@ class _EngineTransit(Method):
         self._ones: dict[tuple[Any, ...], Tensor] = {}
         self.planner: _TransitPlanner | None = None
         if len(self.engines) < len(layout.sites):
-            self.planner = _TransitPlanner(self)
+            self.planner = _TransitPlanner(self, self.probabilities)
 
     @abstractmethod
     def probabilities(self) -> dict[str, Tensor]:
         """The coefficients of engine cells, per table [choices, width]."""
-
-    def margins(self) -> dict[str, Tensor]:
-        """How far connections are above their thresholds, per table [choices, width]."""
-        raise NotImplementedError
 
     def begin_epoch(self, progress: float) -> None:
         s = self.settings
@@ -271,14 +266,21 @@ class _EngineTransit(Method):
 
 
 class _TransitPlanner(Planner):
-    """Transit cells run what is derived from the probabilities of the moment (Eq 4); engine cells run everything."""
+    """Transit cells run what is derived from the strengths of the moment (Eq 4); engine cells run everything.
 
-    def __init__(self, method: _EngineTransit) -> None:
+    can_widen: strengths are margins, and what has none may run with a weight of zero. Thresholds prune a connection in
+    nearly every step of a long stretch of the search, and each plan would need a CUDA graph of its own.
+    """
+
+    def __init__(
+        self, method: _EngineTransit, strengths: Callable[[], dict[str, Tensor]], *, can_widen: bool = False
+    ) -> None:
         super().__init__()
         self._method, self._layout = method, method.layout
+        self._strengths, self._can_widen = strengths, can_widen
 
     def reading(self) -> Tensor:
-        found = self._method.margins() if self._can_widen else self._method.probabilities()
+        found = self._strengths()
         return torch.cat([found[table.name].flatten() for table in self._layout.tables])
 
     def plan(self, reading: Tensor) -> Plan:
@@ -296,18 +298,8 @@ class _TransitPlanner(Planner):
 
     @property
     def widens(self) -> bool:
-        """Whether transit cells run what is masked too: in captured steps, where every connection above 0 is derived.
-
-        Thresholds prune a connection in nearly every step of a long stretch of the search, and each would need a CUDA
-        graph of its own. Not where a plan may hold what has no weight (`_derived`), nor for calibrations.
-        """
+        """Whether the plan that is followed may run more than is derived: that of a captured step."""
         return self._plan is not None and self._can_widen
-
-    @functools.cached_property
-    def _can_widen(self) -> bool:
-        ops = {op for table in self._layout.tables for choice in table.choices for op in choice.candidates}
-        plain = (op for op in ops if op not in self._method.excludes)
-        return isinstance(self._method.rule, Positive) and not any(cuts(op) or calibrates(op) for op in plain)
 
     def widen(self, plan: Plan, reading: Tensor, before: Plan) -> Plan:
         """`before` while it runs all of `plan` and not much more; else what is above its threshold or just below it."""
@@ -392,6 +384,10 @@ class EnTranNasDst(_EngineTransit):
             for row, target in enumerate(table.targets):
                 members[row, list(table.incoming(target))] = True
             self.register_buffer(f"members_{table.name}", members, persistent=False)
+        ops = {op for table in layout.tables for choice in table.choices for op in choice.candidates}
+        # Where a candidate cuts, a plan may need one that has no weight (`_derived`); calibrations act on all features.
+        if self.planner is not None and not any(cuts(op) or calibrates(op) for op in ops - {*self.excludes}):
+            self.planner = _TransitPlanner(self, self.margins, can_widen=True)
 
     def probabilities(self) -> dict[str, Tensor]:
         """q̂; an edge that is pruned away has 0 throughout."""

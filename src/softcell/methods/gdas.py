@@ -3,7 +3,7 @@
     §3.2    one operation per edge, drawn with probability p = softmax(A)           -> `Gdas.probabilities`
             h = one_hot(argmax_k(log p_k + o_k)), o from Gumbel(0, 1)               -> `harden`
             its relaxation softmax((log p + o) / τ) gives the gradient              -> `arch.relax.concrete`
-            x_i = Σ_k h^k F_k(x_j), of which the sampled operation alone runs       -> `Gdas.relax`
+            x_i = Σ_k h^k F_k(x_j); only the sampled operation runs                 -> `Gdas.relax`
             the gradient of h at the sampled operation alone is used                -> `straight_through`
             weights learn on one half of the images, A on the other                 -> bilevel steps
     §4      τ falls linearly from 10 to 0.1                                         -> `Gdas.begin_epoch`

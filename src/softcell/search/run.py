@@ -29,7 +29,7 @@ from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
 from softcell.engine.runfolder import MANIFEST, clear, failure_recorded, notifier, record_failure, run_in_folder
-from softcell.engine.session import Session, open_session, seed_everything
+from softcell.engine.session import Session, seed_everything, session_of
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.methods import Method
@@ -103,14 +103,7 @@ def search_steps(
     """`search` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
     out = Path(out)
     load_plugins(recipe.plugins)
-    opened = open_session(
-        device=recipe.device,
-        seed=recipe.seed,
-        precision=recipe.precision,
-        deterministic=recipe.deterministic,
-        threads=recipe.threads,
-    )
-    with opened as session, locked(out, session.world):
+    with session_of(recipe) as session, locked(out, session.world):
         phases = _two_phases if recipe.pretrain.epochs else _one_phase
         return (yield from phases(recipe, out, session, resume, overwrite, on_event))
 

@@ -46,7 +46,7 @@ SITES = ("same", "smaller", "same")
 
 @dataclass(frozen=True)
 class RaggedSpace(Space):
-    """Two ragged tables, three sites, the second of which halves the resolution.
+    """Two ragged tables, three sites; the second halves the resolution.
 
     Example:
         >>> from softcell.testing import RaggedSpace

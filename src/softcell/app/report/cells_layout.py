@@ -28,7 +28,7 @@ PORT = 10.0  # distance of two edges at a node
 GAP = 10.0  # vertical distance of two items
 ROW_WIDTH = 1040.0  # wider drawings continue in a new row where they can
 ROW_GAP = 44.0
-CROSSING = 60.0  # climbing so many pixels is as bad as crossing another edge
+CROSSING = 60.0  # an edge climbs up to this many pixels rather than cross another
 MOST_ITEMS = 80  # beyond this many nodes and edges, the search for a good order would take seconds
 TURN = 18.0  # room for the line that leads from one row to the next
 

@@ -108,7 +108,7 @@ class Margin:
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """The margins of all edges by table, over so many `images`.
+    """The margins of all edges by table, over a number of `images`.
 
     An edge is close when its margin is below `close_below` standard errors. `aggregate`: how sites were combined.
     """
