@@ -20,10 +20,11 @@ ORDER = (
     {"search", "evaluate"},
     {"recipes"},
     {"app.report", "app.export"},
-    {"app.drawings"},
-    {"api"},
+    {"app.process", "app.drawings"},
+    {"app.progress", "app.jobs"},
     {"app.baseline"},
     {"app.sweep", "app.pipeline"},
+    {"api"},
     {"app.cli"},
 )
 CORE = {"arch", "nn", "kernels", "data", "engine", "spaces", "methods", "search", "evaluate", "recipes", "testing"}
@@ -165,6 +166,7 @@ def test_papers_are_files_or_folders() -> None:
         ("engine", "data", True),
         ("nn", "kernels", False),
         ("api", "app.cli", True),
+        ("app.pipeline", "api", True),
         ("kernels", "nn", True),
         ("search", "evaluate", True),
         ("methods", "search", True),

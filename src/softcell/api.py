@@ -12,21 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from softcell.app import drawings
+from softcell.app import jobs
+from softcell.app.drawings import draw_search, draw_training
 from softcell.app.export import export
-from softcell.app.report.page import REPORT, write_report
+from softcell.app.report.page import REPORT
 from softcell.arch import Genotype
-from softcell.engine.distributed import is_main_process
-from softcell.engine.interleave import drain
-from softcell.engine.lock import locked
-from softcell.engine.runfolder import free_folder, output_folder
-from softcell.engine.session import join_processes
+from softcell.engine.runfolder import free_folder
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
 from softcell.evaluate.seeds import TrainedSeeds
 from softcell.evaluate.seeds import train_seeds as run_train_seeds
-from softcell.evaluate.train import finished_training, train_steps
 from softcell.recipes import (
     check_trainable,
     resumed_folder,
@@ -40,7 +36,6 @@ from softcell.search import SearchRecipe, SearchResult
 from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
 from softcell.search.restored import restore
-from softcell.search.run import finished_search, search_steps
 from softcell.search.seeds import Keep, SearchedSeeds
 from softcell.search.seeds import search_seeds as run_search_seeds
 from softcell.settings import layered
@@ -105,17 +100,7 @@ def search(
             recipe = search_recipe(given, config=config, resume_from=resumed_folder(out) if resume else None)
         else:
             _check_alone(given, config)
-        if resume and (done := finished_search(resumed_folder(out), recipe)) is not None:
-            _draw_search(done)
-            return done
-        with join_processes(recipe.device, recipe.deterministic) as world:
-            folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
-            with locked(folder, world):
-                steps = search_steps(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
-                result = drain(steps)
-                if world.is_main:
-                    _draw_search(result, again=True)
-            return result
+        return jobs.search(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
 
 
 def train(
@@ -162,16 +147,7 @@ def train(
             genotype, recipe = train_recipe(genotype, given, config=config, resume_from=before)
             if not resume:
                 check_trainable(genotype, recipe)
-        if resume and (done := finished_training(resumed_folder(out), genotype, recipe)) is not None:
-            return done
-        with join_processes(recipe.device, recipe.deterministic) as world:
-            folder = output_folder(out, world, "train", genotype.space, recipe.data)
-            with locked(folder, world):
-                steps = train_steps(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
-                result = drain(steps)
-                if world.is_main:
-                    _draw_training(result)
-            return result
+        return jobs.train(genotype, recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
 
 
 def search_seeds(
@@ -216,7 +192,7 @@ def search_seeds(
         )
     for one in result.results.values():
         if one.genotype is not None:
-            _draw_search(one)
+            draw_search(one)
     return result
 
 
@@ -261,7 +237,7 @@ def train_seeds(
         )
     for one in result.results.values():
         if not one.exit_code and not (one.folder / REPORT).exists():
-            _draw_training(one)
+            draw_training(one)
     return result
 
 
@@ -320,24 +296,3 @@ def _seeds_and_folder(seeds: int | Sequence[int], out: str | Path | None) -> tup
     if isinstance(seeds, int) or out is None:
         raise UserError(f"a complete recipe needs a list of seeds and a folder, but got seeds={seeds!r}, out={out!r}")
     return list(seeds), Path(out)
-
-
-def _draw_search(result: SearchResult, *, again: bool = False) -> None:
-    """Drawings and report of a search; those that exist are kept unless `again`."""
-    if not is_main_process() or ((result.folder / drawings.CELLS).exists() and not again):
-        return
-    recipe = result.recipe
-    title = f"{recipe.method} in space {recipe.space} on {recipe.data}"
-    if result.genotype is not None:
-        drawings.draw_genotype(result.folder, result.genotype, title)
-    drawings.draw_curves(result.folder, result.metrics, title)
-    layout = build_space(recipe.space, recipe.space_settings).layout()
-    drawings.draw_architecture(result.folder, layout, title)
-    write_report([result.folder], result.folder / REPORT)
-
-
-def _draw_training(result: TrainResult) -> None:
-    title = f"{result.genotype.space} network on {result.recipe.data}"
-    drawings.draw_genotype(result.folder, result.genotype, title)
-    drawings.draw_curves(result.folder, result.metrics, title)
-    write_report([result.folder], result.folder / REPORT)

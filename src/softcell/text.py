@@ -12,6 +12,11 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def percent(share: float) -> str:
+    """`93.4%` from 0.934; `100%` only if nothing is missing."""
+    return "100%" if share == 1.0 else f"{share * 100:.1f}%"
+
+
 def clock(seconds: float) -> str:
     """`0:07`, `12:30`, `3:02:10`."""
     minutes, rest = divmod(round(seconds), 60)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from softcell import api
+from softcell.app import jobs
 from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, check_against, sample
 from softcell.engine import RunFolder
@@ -76,7 +76,7 @@ def random_baseline(
             folder = Path(out) / f"random-{number}"
             if on_start is not None:
                 on_start(number, genotype, folder)
-            result = api.train(
+            result = jobs.train(
                 genotype,
                 recipe=recipe,
                 out=folder,

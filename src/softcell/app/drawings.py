@@ -1,4 +1,4 @@
-"""Draws the pictures of a run folder: cells, curves and architecture weights."""
+"""Draws the pictures of a run folder (cells, curves, architecture weights) and writes its report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 from softcell.app.report import curves_svg, heat_svg, to_svg
 from softcell.app.report.cells_graph import edge_names
 from softcell.app.report.heatmaps import evenly
+from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, Table
+from softcell.engine.distributed import is_main_process
 from softcell.engine.files import atomic_write_text
+from softcell.evaluate import TrainResult
 from softcell.reading import read_json_lines
+from softcell.search import SearchResult
+from softcell.spaces import build_space
 
 CELLS = "genotype.svg"
 CURVES = {
@@ -23,6 +28,27 @@ CURVES = {
     "cost.svg": ("expected parameters of the architecture", ("expected_parameters",)),
 }
 MOST_COLUMNS = 16
+
+
+def draw_search(result: SearchResult, *, again: bool = False) -> None:
+    """Drawings and report of a search; those that exist are kept unless `again`."""
+    if not is_main_process() or ((result.folder / CELLS).exists() and not again):
+        return
+    recipe = result.recipe
+    title = f"{recipe.method} in space {recipe.space} on {recipe.data}"
+    if result.genotype is not None:
+        draw_genotype(result.folder, result.genotype, title)
+    draw_curves(result.folder, result.metrics, title)
+    draw_architecture(result.folder, build_space(recipe.space, recipe.space_settings).layout(), title)
+    write_report([result.folder], result.folder / REPORT)
+
+
+def draw_training(result: TrainResult) -> None:
+    """Drawings and report of a training."""
+    title = f"{result.genotype.space} network on {result.recipe.data}"
+    draw_genotype(result.folder, result.genotype, title)
+    draw_curves(result.folder, result.metrics, title)
+    write_report([result.folder], result.folder / REPORT)
 
 
 def draw_genotype(folder: Path, genotype: Genotype, title: str) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from softcell.app.cli import main, process, progress
-from softcell.app.cli.progress import PREPARING, Display, counting, working
+from softcell.app import process, progress
+from softcell.app.cli import main
+from softcell.app.progress import PREPARING, Display, counting, working
 from softcell.engine.task import Started
 from tests.helpers.cli_calls import process as start
 from tests.helpers.search_toys import write_data
@@ -128,7 +129,7 @@ def test_work_without_steps_is_named_in_a_log_too(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
-    late = "import time; time.sleep(0.3); from softcell.app.cli import process as p; p.enter()"
+    late = "import time; time.sleep(0.3); from softcell.app import process as p; p.enter()"
     code = f"{late}; print(time.perf_counter() - p.start_time())"
     began = time.perf_counter()
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -18,7 +18,7 @@ from softcell import api
 from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import check_absent, console, print_fields, write
-from softcell.app.cli.progress import Display
+from softcell.app.progress import Display
 from softcell.app.report import bench201
 from softcell.app.report.bench201 import Benched, accuracy_rows, bench_runs
 from softcell.app.report.compare import plain_csv

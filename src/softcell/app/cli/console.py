@@ -11,6 +11,7 @@ from rich.text import Text
 
 from softcell.engine.distributed import is_main_process
 from softcell.errors import UserError
+from softcell.text import percent as percent
 
 
 def console() -> Console:
@@ -22,10 +23,6 @@ def print_fields(out: Console, **values: str) -> None:
     """Aligned lines of a name and a value."""
     for name, value in values.items():
         out.print(Text.assemble((f"{name.replace('_', '-'):<14}", "bold"), value))
-
-
-def percent(share: float) -> str:
-    return "100%" if share == 1.0 else f"{share * 100:.1f}%"
 
 
 def command(*words: str | Path) -> str:

@@ -10,8 +10,8 @@ import typer
 
 from softcell.app.cli import options as o
 from softcell.app.cli.console import console, print_fields
-from softcell.app.cli.progress import working
 from softcell.app.export import format_named, ready
+from softcell.app.progress import working
 
 commands = typer.Typer()
 

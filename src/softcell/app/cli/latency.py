@@ -16,7 +16,7 @@ from rich.console import Console
 from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import check_output_path, command, console, output_path, print_fields, write
-from softcell.app.cli.progress import counting, working
+from softcell.app.progress import counting, working
 from softcell.engine import resolve_device
 from softcell.engine.session import set_threads
 from softcell.errors import UserError

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import softcell
-from softcell.app.cli.process import enter, notice_when_slow
+from softcell.app.process import enter, notice_when_slow
 from softcell.errors import UserError
 from softcell.trust import asking
 

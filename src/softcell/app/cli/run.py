@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +13,12 @@ from softcell.app import pipeline
 from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.cli.process import start_time
-from softcell.app.cli.progress import Display, counting
 from softcell.app.cli.search import run_search
 from softcell.app.cli.train import run_train
 from softcell.app.pipeline import Plan, Row, RunRequest, Summary, parse_time, verdict
+from softcell.app.process import start_time
+from softcell.app.progress import RunScreen
 from softcell.engine.runfolder import free_folder
-from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.text import count_of
 
@@ -147,7 +144,7 @@ def run(
     plan.began = start_time()  # importing torch takes seconds of the given time too
     screen = console()
     try:
-        outcome = pipeline.run(plan, _Screen(screen, quiet))
+        outcome = pipeline.run(plan, RunScreen(screen, quiet))
     except KeyboardInterrupt:
         results.interrupted(screen, "run", "--resume", str(plan.folder))
         return 130
@@ -156,28 +153,6 @@ def run(
         return outcome.exit_code
     _show_summary(screen, outcome.summary, plan)
     return 0
-
-
-class _Screen:
-    """Shows a run in a terminal, or as lines."""
-
-    def __init__(self, console: Console, quiet: bool) -> None:
-        self._console, self._quiet = console, quiet
-
-    def print(self, *lines: str) -> None:
-        if not self._quiet:
-            for line in lines:
-                self._console.print(Text(line))
-
-    @contextmanager
-    def working(self, what: str) -> Iterator[Callable[[int, int, str], None]]:
-        with counting(self._console, what, self._quiet) as step:
-            yield step
-
-    @contextmanager
-    def job(self, heading: str) -> Iterator[OnEvent]:
-        with Display(self._console, heading, self._quiet) as display:
-            yield display
 
 
 def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from softcell import api
 from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import command, console, print_fields
-from softcell.app.cli.progress import Display
+from softcell.app.progress import Display
 from softcell.app.report.runs import is_phase
 from softcell.app.report.tensorboard import TensorBoard
 from softcell.data import datasets

@@ -23,7 +23,7 @@ from softcell.app.cli.console import (
     print_fields,
     write,
 )
-from softcell.app.cli.progress import working
+from softcell.app.progress import working
 from softcell.app.report.images import cam_grid
 from softcell.arch import Table
 from softcell.data.decode import decode

@@ -14,8 +14,8 @@ from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import command, console, percent, print_fields
 from softcell.app.cli.inputs import from_stdin
-from softcell.app.cli.progress import Display
 from softcell.app.cli.search import absolute, check_at_once, listen, listen_to_seed, resumed_folder
+from softcell.app.progress import Display
 from softcell.app.report.tensorboard import TensorBoard
 from softcell.arch import Genotype
 from softcell.engine import RunFolder

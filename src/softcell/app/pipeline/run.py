@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from softcell import api
+from softcell.app import jobs
 from softcell.app.pipeline.choose import (
     HOLDOUT,
     Choice,
@@ -269,7 +269,7 @@ class _Run:
         evaluated = float(split["validation"]) / float(split["weights"])
         scratch = self.plan.folder / "measuring"
         return measure_job(
-            lambda folder, watch: api.search(recipe=recipe, out=folder, on_event=watch),
+            lambda folder, watch: jobs.search(recipe, out=folder, on_event=watch),
             scratch,
             self._measuring_seconds(),
             evaluated=evaluated,
@@ -291,7 +291,7 @@ class _Run:
         try:
             with self.screen.job(heading) as shown:
                 watched = self._saving(stop_when_late(shown, lambda: plan.used() > until, recipe))
-                result = api.search(recipe=recipe, out=folder, resume=_begun(folder), on_event=watched)
+                result = jobs.search(recipe, out=folder, resume=_begun(folder), on_event=watched)
         except SearchTimeoutError as late:
             # Steps became slower than measured. The search ends here and keeps what it has learned.
             shorter = shortened(recipe, late.epochs)
@@ -357,7 +357,7 @@ class _Run:
     def _measure_training(self, choice: Choice, genotype: Genotype, settings: dict[str, Any]) -> JobTime:
         recipe = train_recipe(self.plan, choice, genotype, settings, MANY)
         return measure_job(
-            lambda folder, watch: api.train(genotype, recipe=recipe, out=folder, on_event=watch),
+            lambda folder, watch: jobs.train(genotype, recipe, out=folder, on_event=watch),
             self.plan.folder / "measuring",
             self._measuring_seconds(),
             evaluated=HOLDOUT / (1.0 - HOLDOUT),
@@ -383,7 +383,7 @@ class _Run:
         heading = f"train {title}, {count_of(recipe.epochs, 'epoch')} ({self._time_used()})"
         began, resumed = plan.used(), _begun(folder)
         with self.screen.job(heading) as shown:
-            result = api.train(genotype, recipe=recipe, out=folder, resume=resumed, on_event=self._saving(shown))
+            result = jobs.train(genotype, recipe, out=folder, resume=resumed, on_event=self._saving(shown))
         if result.exit_code:
             raise _StoppedError(result.exit_code)
         if result.accuracy is None:

@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from softcell.app.cli.console import percent
-from softcell.app.cli.process import NOTICE_AFTER, showing_progress
-from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, Started, Stepped
-from softcell.text import clock, count_of
+from softcell.app.process import NOTICE_AFTER, showing_progress
+from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
+from softcell.text import clock, count_of, percent
 
 PREPARING = "preparing: data, networks and the first step"
 
@@ -173,6 +172,28 @@ class Display:
             steps=steps,
             refresh=event.step == 1,
         )
+
+
+class RunScreen:
+    """Shows `softcell run` in a terminal, or as lines."""
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        self._console, self._quiet = console, quiet
+
+    def print(self, *lines: str) -> None:
+        if not self._quiet:
+            for line in lines:
+                self._console.print(Text(line))
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[Callable[[int, int, str], None]]:
+        with counting(self._console, what, self._quiet) as step:
+            yield step
+
+    @contextmanager
+    def job(self, heading: str) -> Iterator[OnEvent]:
+        with Display(self._console, heading, self._quiet) as display:
+            yield display
 
 
 def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
