@@ -132,6 +132,35 @@ def test_the_list_of_commands_imports_no_command_and_no_torch(argument: str) -> 
     assert done.stdout.splitlines()[-1] == "['softcell.app.cli.main']", done.stderr
 
 
+def test_help_of_every_command_is_complete_without_torch(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    expected = "".join(call(name, "--help").out for name in COMMANDS)  # with torch, which this process has imported
+    # No empty module is left behind, neither as a module nor as an attribute of the package.
+    code = """if True:
+        import sys, softcell
+        from softcell.app.cli.main import COMMANDS, run
+        for name in COMMANDS:
+            assert run([name, "--help"]) == 0
+        assert "torch" not in sys.modules
+        assert "softcell.api" not in sys.modules and not hasattr(softcell, "api")
+    """
+    source = {"PYTHONPATH": str(Path(softcell.__file__).parents[1]), "COLUMNS": "80", "TERMINAL_WIDTH": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=source)
+    assert (done.stdout, done.stderr) == (expected, "")
+
+
+def test_help_as_the_value_of_an_option_runs_the_command(call: Softcell, tmp_path: Path) -> None:
+    file = tmp_path / "cell.svg"
+    assert (
+        call(
+            "show", "|none~0|+|none~0|none~1|+|skip_connect~0|none~1|none~2|", "--svg", str(file), "--title", "--help"
+        ).code
+        == 0
+    )
+    assert "--help" in file.read_text()
+
+
 def test_the_list_of_commands_shows_the_first_sentence_of_each_command(call: Softcell) -> None:
     shown = " ".join(call("--help").out.replace("│", " ").split())
     for name, (_, about) in COMMANDS.items():

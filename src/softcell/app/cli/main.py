@@ -6,8 +6,12 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -46,7 +50,7 @@ COMMANDS = {
     "random": ("genotypes", "Sample architectures uniformly from a space; the same seed always gives the same one."),
     "list": ("info", "List the available methods, spaces, datasets, recipes and candidate operations."),
 }
-"""Module and one-line help of each command. The help is repeated here because importing the modules loads torch."""
+"""Module and one-line help of each command; the list of commands is printed without importing them."""
 
 # What is wrong with the command line itself. Typer brings its own copy of click or uses an installed one, depending on
 # its version, and exports only this subclass of the common base.
@@ -54,7 +58,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0].__bases__[0]
 
 
 class LazyGroup(TyperGroup):
-    """Imports the module of a command when that command is run or its own help is asked for."""
+    """Imports the module of a command when that command is run; for its help, without the core and torch."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -63,7 +67,13 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
-        return name, load_command(name), rest
+        if not {"-h", "--help"} & set(rest):
+            return name, load_command(name), rest
+        with without_core():
+            command = load_command(name)
+        # `--help` may be the value of another option: such a command runs, with the core.
+        command.callback = lambda **given: load_command(name).callback(**given)
+        return name, command, rest
 
 
 def load_command(name: str) -> Any:
@@ -73,6 +83,60 @@ def load_command(name: str) -> Any:
     # Typer would keep the line breaks of the docstring.
     command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in command.help.split("\n\n"))
     return command
+
+
+_LIGHT = {f"softcell.{name}" for name in ("app", "errors", "reading", "registry", "settings", "text", "trust")}
+
+
+class _Empty(ModuleType):
+    """A module without contents; each of its names is another one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # it may have submodules
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Empty(f"{self.__name__}.{name}")
+
+
+class _EmptyCore(MetaPathFinder, Loader):
+    """Finds an empty module for torch and for each module of softcell that may import it."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        is_light = fullname in _LIGHT or fullname.startswith("softcell.app.cli")
+        is_heavy = fullname.partition(".")[0] in ("softcell", "torch") and not is_light
+        return ModuleSpec(fullname, self) if is_heavy else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+@contextmanager
+def without_core() -> Iterator[None]:
+    """Inside this context, modules of commands are imported with empty modules for the core, enough for their help.
+
+    The core imports torch, which takes seconds, and help needs only the signatures of commands. Documentation tools do
+    the same (`autodoc_mock_imports` of Sphinx). All modules that were imported here are forgotten at the end.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    before, finder = set(sys.modules), _EmptyCore()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name not in before and name.startswith(("softcell.", "torch"))]:
+            del sys.modules[name]
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
 
 
 app = typer.Typer(
