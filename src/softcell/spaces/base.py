@@ -101,11 +101,23 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a trained network was shown: its classes in the order of the logits, mean and std of pixels in 0..1."""
+    """What a trained network was shown: its classes in the order of the logits, mean and std of pixels in 0..1.
+
+    A picture is scaled to `scaled_to` (height, width), by default the size of the network's images: all of it if
+    `whole`, else a central part of that aspect. The network sees the centre of the result.
+
+    Example:
+        >>> from softcell.spaces import Network
+        >>> inputs = Network.from_pretrained("runs/train").inputs
+        >>> inputs.classes[:3], inputs.scaled_to, inputs.whole
+        (('0', '1', '2'), (8, 8), False)
+    """
 
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    scaled_to: tuple[int, int] | None = None
+    whole: bool = False
 
 
 class Network(nn.Module, ABC):

@@ -55,7 +55,10 @@ def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
         reason = " ".join(str(error).split())
         raise UserError(f"{file}: these are not the weights of the network beside them ({reason[:200]})") from error
     data = description["data"]
-    network.inputs = Inputs(tuple(data["classes"]), tuple(data["mean"]), tuple(data["std"]))
+    scaled_to = tuple(data["scaled_to"]) if "scaled_to" in data else None  # runs of earlier versions have none
+    network.inputs = Inputs(
+        tuple(data["classes"]), tuple(data["mean"]), tuple(data["std"]), scaled_to, data.get("whole", False)
+    )
     return network.eval()
 
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
     "export": ("export", "Export a trained network and check the result against the original."),
+    "predict": ("predict", "Classify images with a trained network: class names and probabilities."),
     "latency": ("latency", "Measure the latency of candidates and networks on this machine, in milliseconds."),
     "report": ("report", "Write one self-contained HTML page about one or more runs."),
     "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),

@@ -1,16 +1,20 @@
 """Trained networks for use elsewhere: ONNX, one Python file, safetensors, torch.export."""
 
 from softcell.app.export.model import Model, read_model, trained_folder
+from softcell.app.export.predict import ImageClassifier, predict, read_classifier
 from softcell.app.export.write import FORMATS, Exported, Format, Ready, export, format_named, ready
 
 __all__ = [
     "FORMATS",
     "Exported",
     "Format",
+    "ImageClassifier",
     "Model",
     "Ready",
     "export",
     "format_named",
+    "predict",
+    "read_classifier",
     "read_model",
     "ready",
     "trained_folder",

@@ -84,10 +84,7 @@ def write_onnx(model: Model, file: Path) -> None:
 
 def check_onnx(file: Path, model: Model) -> float:
     """Runs the file with onnxruntime on one CPU thread and returns the largest relative difference."""
-    runtime = _need("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = runtime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+    session = onnx_session(file, threads=1)
     worst = 0.0
     with torch.no_grad():
         for batch in BATCHES:
@@ -95,6 +92,20 @@ def check_onnx(file: Path, model: Model) -> float:
             found = torch.from_numpy(session.run([model.output], {INPUT: pixels.numpy()})[0])
             worst = max(worst, check_equal(file.name, model.normalised()(pixels), found))
     return worst
+
+
+def onnx_session(file: Path, *, threads: int = 0) -> Any:
+    """An onnxruntime session for a file, on the CPU; threads: 0 for all cores."""
+    runtime = _need("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # only errors
+    try:
+        return runtime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+    except OSError as error:
+        raise UserError(f"{file} must be an ONNX file, but cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # onnxruntime has a class for each of a dozen reasons, without a common base
+        raise UserError(f"{file} must be an ONNX file, but onnxruntime cannot load it: {str(error)[:200]}") from error
 
 
 def check_packages() -> None:

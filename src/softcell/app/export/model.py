@@ -84,12 +84,12 @@ def read_model(folder: str | Path) -> Model:
     """
     place = trained_folder(folder)
     description = read_description(place)
-    facts = _plain_facts(description, place)
+    facts = plain_facts(description, place)
     output: Literal["logits", "embedding"] = "embedding" if description.get("task") == "retrieve" else "logits"
     return Model(Network.from_pretrained(place), output=output, **facts)
 
 
-def _plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The description of a model as plain numbers and texts of the right types; anything else is a `UserError`.
 
     These values are written into Python and ONNX files, and a folder may come from anybody.
@@ -146,20 +146,20 @@ def trained_folder(folder: str | Path) -> Path:
     inner = path / "train" if is_whole else path
     if is_whole and not (inner / MANIFEST).is_file():
         raise UserError(
-            f"only a trained network can be exported, but the run in {path} has not started its training yet; "
+            f"only a trained network can be used, but the run in {path} has not started its training yet; "
             f"{_quoted('softcell', 'run', '--resume', path)} resumes it"
         )
     manifest = RunFolder.open(inner).manifest
     kind, status = manifest["kind"], manifest["status"]
     if kind == "search":
         raise UserError(
-            f"only a trained network can be exported, but {path} is a search; train it first: "
+            f"only a trained network can be used, but {path} is a search; train it first: "
             f"{_quoted('softcell', 'train', path)}"
         )
     if kind == "train" and status != "finished":
         command = "run" if is_whole else "train"
         raise UserError(
-            f"only a finished training can be exported, but the one in {inner} has the status {status!r}; "
+            f"only a finished training can be used, but the one in {inner} has the status {status!r}; "
             f"{_quoted('softcell', command, '--resume', path)} resumes it"
         )
     return inner
