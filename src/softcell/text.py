@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+from softcell.errors import UserError
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
 
 def count_of(number: int, noun: str) -> str:
     """`1 class`, `2 classes`, `1,000 images`, `0 entries`."""
@@ -22,3 +28,25 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def parse_time(text: str) -> float:
+    """`30m`, `1h30m` or `90s` as seconds.
+
+    Example:
+        >>> from softcell.app.pipeline import parse_time
+        >>> parse_time("1h30m")
+        5400.0
+    """
+    found = re.fullmatch(r"\s*(?:([0-9.]+)h)?\s*(?:([0-9.]+)m)?\s*(?:([0-9.]+)s)?\s*", text)
+    try:
+        seconds = (
+            sum(float(part) * _UNITS[unit] for part, unit in zip(found.groups(), "hms", strict=True) if part)
+            if found
+            else 0.0
+        )
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UserError(f"--time must be a duration such as 30m, 90s or 1h30m, got {text!r}")
+    return seconds

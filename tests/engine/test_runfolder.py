@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import softcell
+from softcell.engine import checkpoint
 from softcell.engine import manifest as manifests
 from softcell.engine.files import FILE_LIST, atomic_write_text, listed_files
 from softcell.engine.manifest import VERSION, new_manifest
@@ -94,6 +95,16 @@ def test_a_run_with_a_damaged_manifest_can_be_overwritten(tmp_path: Path) -> Non
     (tmp_path / MANIFEST).write_text("{")
     RunFolder.create(tmp_path, new_manifest("search", {}, 1), overwrite=True)
     assert stored(tmp_path)["seed"] == 1
+
+
+def test_overwriting_deletes_the_previous_checkpoint_too(tmp_path: Path) -> None:
+    """It got its name by a rename, so it is not in the list of written files."""
+    RunFolder.create(tmp_path, new_manifest("search", {}, 0))
+    for epoch in range(2):
+        checkpoint.save(tmp_path, {"epoch": epoch})
+    assert (tmp_path / checkpoint.PREVIOUS).exists()
+    RunFolder.create(tmp_path, new_manifest("search", {}, 1), overwrite=True)
+    assert not checkpoint.exists(tmp_path)
 
 
 def test_a_list_that_names_other_kinds_of_files_or_paths_deletes_none_of_them(tmp_path: Path) -> None:

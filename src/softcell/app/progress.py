@@ -15,8 +15,11 @@ from rich.text import Text
 
 from softcell.app.process import NOTICE_AFTER, showing_progress
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
+from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
 
+SHOWN_EVERY = 0.05
+"""The share of a training's time after which the next epoch is shown."""
 PREPARING = "preparing: data, networks and the first step"
 
 
@@ -79,6 +82,8 @@ class Display:
         self._label = ""
         self._others: list[Display] = []
         self._num_epochs = 0
+        self._time = 0.0
+        self._shown_at = self._fraction = 0.0
         self._left: float | None = None
         self._open = ExitStack()
         self._waiting: threading.Timer | None = None
@@ -126,14 +131,18 @@ class Display:
         match event:
             case Started():
                 self._started()
-                self._num_epochs = event.num_epochs
+                self._num_epochs, self._time = event.num_epochs, event.time
                 self._say(self.heading)
                 if (event.epoch or event.step) and event.epoch < event.num_epochs:
-                    self._say(f"resuming at epoch {event.epoch + 1} of {event.num_epochs}, step {event.step}")
+                    of = f" of {event.num_epochs}" if event.num_epochs < MOST_EPOCHS else ""
+                    self._say(f"resuming at epoch {event.epoch + 1}{of}, step {event.step}")
             case Stepped():
                 self._step(event)
             case EpochEnded():
-                self._say(epoch_line(event.metrics, self._num_epochs, self._left))
+                # Thousands of epochs may fit into a time.
+                if not self._time or self._fraction >= min(1.0, self._shown_at + SHOWN_EVERY):
+                    self._shown_at = self._fraction
+                    self._say(epoch_line(event.metrics, self._num_epochs, self._left))
             case Note():
                 self._console.print(Text(f"{self._label}note: {event.text}", "yellow"))
             case Finished():
@@ -155,19 +164,21 @@ class Display:
             self._console.print(Text(self._label + text))
 
     def _step(self, event: Stepped) -> None:
-        self._left = event.seconds_left
+        self._left, self._fraction = event.seconds_left, event.fraction
         if self._bar is None:
             return
-        description = f"{self._label}epoch {event.epoch + 1}/{self._num_epochs}"
+        description = f"{self._label}{epoch_of(event.epoch, self._num_epochs)}"
+        # The bar of a training with a time is that of its time.
+        done, total = (event.fraction, 1.0) if self._time else (event.step, event.steps)
         if self._task is None:
-            self._task = self._bar.add_task(description, total=event.steps, left="", steps="")
+            self._task = self._bar.add_task(description, total=total, left="", steps="")
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
-        steps = f"step {event.step}/{event.steps}"
+        steps = f"of {clock(self._time)}" if self._time else f"step {event.step}/{event.steps}"
         self._bar.update(
             self._task,
             description=description,
-            completed=event.step,
-            total=event.steps,
+            completed=done,
+            total=total,
             left=left,
             steps=steps,
             refresh=event.step == 1,
@@ -196,10 +207,16 @@ class RunScreen:
             yield display
 
 
+def epoch_of(epoch: int, num_epochs: int) -> str:
+    """`epoch  3/50`, or `epoch 3` without a limit."""
+    if num_epochs == MOST_EPOCHS:
+        return f"epoch {epoch + 1}"
+    return f"epoch {epoch + 1:>{len(str(num_epochs))}}/{num_epochs}"
+
+
 def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
     """One epoch in one line; every accuracy follows the name of its split."""
-    digits = len(str(num_epochs))
-    parts = [f"epoch {metrics['epoch'] + 1:>{digits}}/{num_epochs}"]
+    parts = [epoch_of(metrics["epoch"], num_epochs)]
     if "architecture" in metrics:
         parts.append(f"architecture {metrics['architecture'] + 1}")
     if "train_loss" in metrics:

@@ -197,6 +197,11 @@ _DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "select.images": 0,
     "select.lr": None,
     "select.norms": "batch",
+    "time": 0.0,
+    "ema": 0.0,
+    "per_step": False,
+    "flip": None,
+    "auto": [],
 }
 """Settings that old recipes lack, with the values that describe what those runs did."""
 _MAPPINGS = ("recipe", "splits", "data", "code")

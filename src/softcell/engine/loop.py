@@ -29,6 +29,7 @@ from softcell.engine.interleave import Steps
 from softcell.engine.metrics import DivergedError
 from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
+from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
 from softcell.settings import MOST_EPOCHS, at_most
 
@@ -44,6 +45,8 @@ FAST_SAVE_SECONDS = 0.5
 """A state that is saved faster than this is saved after every epoch, however short."""
 MAX_UNSAVED_SECONDS = 300.0
 """After this time the next epoch is saved in any case."""
+TIME_IS_OVER = "time is over"
+"""Why a run with a time budget stopped; its checkpoint says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +134,15 @@ def steps_of(
     on_event: OnEvent | None = None,
     save_every_epochs: int = 1,
     identity: Mapping[str, Any] | None = None,
+    budget: TimeBudget | None = None,
 ) -> Steps[Outcome]:
-    """`run`, pausing after every step, so that several runs can share a process."""
+    """`run`, pausing after every step, so that several runs can share a process.
+
+    budget: ends the run when its time is over, within an epoch too; the task's epochs remain a limit.
+    """
     if save_every_epochs < 1:
         raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
-    return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity).steps(resume)
+    return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity, budget).steps(resume)
 
 
 class History:
@@ -155,6 +162,10 @@ class History:
         text = json.dumps(_finite(value, "", lost), allow_nan=False, ensure_ascii=False)
         self.lines.setdefault(name, []).append(text)
         return lost
+
+    def last(self) -> Any:
+        """Return the last line of the metrics, parsed."""
+        return json.loads(self.lines[METRICS][-1])
 
     def rows(self, name: str = METRICS) -> list[Any]:
         """Return the lines of `name`, parsed."""
@@ -242,7 +253,9 @@ class _Loop:
         on_event: OnEvent | None,
         save_every: int,
         identity: Mapping[str, Any] | None,
+        budget: TimeBudget | None,
     ) -> None:
+        self.budget = budget
         self.task = task
         self.folder = folder
         self.world = world
@@ -261,13 +274,15 @@ class _Loop:
         self._restore(resume)
         task, at = self.task, self.at
         at_most("epochs", task.num_epochs, MOST_EPOCHS)
-        self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
-        self.done_before = [0, *itertools.accumulate(self.counts)]
-        self._emit(Started(at.epoch, at.step, task.num_epochs))
+        budget = self.budget
+        if budget is None:
+            self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
+            self.done_before = [0, *itertools.accumulate(self.counts)]
+        self._emit(Started(at.epoch, at.step, task.num_epochs, 0.0 if budget is None else budget.seconds))
         with self.interrupt:
             while at.epoch < task.num_epochs and at.stopped is None:
                 began = time.perf_counter() - at.seconds
-                batches, steps = self._begin_epoch(), self.counts[at.epoch]
+                batches, steps = self._begin_epoch(), task.steps_in(at.epoch)
                 while at.step < steps:
                     task.step(self._next(batches))
                     at.step += 1
@@ -279,11 +294,14 @@ class _Loop:
                         # After the last step too: an evaluation may take longer than a scheduler waits.
                         self._save()
                         return self._interrupted(number)
+                    if budget is not None and budget.is_over:
+                        break
                 number = self._end_epoch()
                 if number:
                     return self._interrupted(number)
-        self._emit(Finished(at.epoch, at.stopped))
-        return Outcome("finished", 0, at.stopped, at.history.rows())
+        reason = None if at.stopped == TIME_IS_OVER else at.stopped  # a run that used its time ended as planned
+        self._emit(Finished(at.epoch, reason))
+        return Outcome("finished", 0, reason, at.history.rows())
 
     def _begin_epoch(self) -> Iterator[Any]:
         """Begin or resume the current epoch; return its remaining batches."""
@@ -305,8 +323,8 @@ class _Loop:
         except StopIteration:
             epoch = self.at.epoch
             raise RuntimeError(
-                f"batches({epoch}, ...) must reach the {self.counts[epoch]} steps that steps_in({epoch}) promises, but "
-                f"ended after {self.at.step}"
+                f"batches({epoch}, ...) must reach the {self.task.steps_in(epoch)} steps that steps_in({epoch}) "
+                f"promises, but ended after {self.at.step}"
             ) from None
 
     def _end_epoch(self) -> int:
@@ -315,6 +333,8 @@ class _Loop:
         began = time.perf_counter()
         metrics = dict(task.end_epoch(at.epoch))
         at.stopped = metrics.pop("_stop", None)
+        if self.budget is not None and self.budget.is_over:
+            at.stopped = TIME_IS_OVER
         records = metrics.pop("_records", {})
         at.seconds += time.perf_counter() - began
         if METRICS in records or "epoch" in metrics:
@@ -331,11 +351,11 @@ class _Loop:
         saves = bool(last or number or (due and at.epoch % self.save_every == 0))
         if saves:
             self._save()
-        else:
+        elif self.budget is None:  # otherwise files are written with checkpoints: thousands of epochs may fit in
             on_main(lambda: at.history.write(self.folder), self.world)
         self.pace.ended_epoch()
         try:
-            self._emit(EpochEnded(ended, at.history.rows()[-1]))
+            self._emit(EpochEnded(ended, at.history.last()))
         except BaseException:
             # A run that is ended by this callback resumes here. Other ranks do not know and cannot take part in saving.
             if not saves and self.world.size == 1:
@@ -350,10 +370,16 @@ class _Loop:
         if not alone and cuda and step % _AGREE_EVERY and step != steps:
             return 0
         number = self.interrupt.signal
-        # Check before every checkpoint, which follows the end of an epoch and a signal.
-        look = not (alone and cuda) or step % _LOOK_EVERY == 0 or step == steps or number
+        budget = self.budget
+        # Check before every checkpoint, which follows the end of an epoch and a signal. Looking also waits for the
+        # device, without which the host would see too little of the time used.
+        every = _LOOK_EVERY if budget is None else _AGREE_EVERY
+        look = not (alone and cuda) or step % every == 0 or step == steps or number
         failure = self.task.failed() if look else None
-        number, bad = agree([number, int(failure is not None)], world)
+        elapsed = 0.0 if budget is None else budget.elapsed()
+        number, bad, milliseconds = agree([number, int(failure is not None), int(1000 * elapsed)], world)
+        if budget is not None:
+            budget.used = elapsed if alone else milliseconds / 1000  # the same on all ranks, whose schedules follow it
         if bad:
             found = next(item for item in gather_objects(failure, world) if item is not None)
             raise DivergedError(self.at.epoch, found, self.folder)
@@ -366,15 +392,18 @@ class _Loop:
         run that is killed or fails may lose more than its latest epoch.
         """
         cost = self.saving_took
-        return cost < FAST_SAVE_SECONDS or time.perf_counter() - self.saved_at >= min(
-            cost / MAX_SAVING_SHARE, MAX_UNSAVED_SECONDS
-        )
+        if self.budget is None and cost < FAST_SAVE_SECONDS:
+            return True
+        return time.perf_counter() - self.saved_at >= min(cost / MAX_SAVING_SHARE, MAX_UNSAVED_SECONDS)
 
     def _save(self) -> None:
         began = time.perf_counter()
         self._save_now()
         self.saved_at = time.perf_counter()
         self.saving_took = self.saved_at - began
+        if self.budget is not None:
+            (milliseconds,) = agree([int(1000 * self.saving_took)], self.world)
+            self.budget.saving = milliseconds / 1000
 
     def _save_now(self) -> None:
         at, world = self.at, self.world
@@ -396,6 +425,7 @@ class _Loop:
             "task": task_state,
             "local": local if at.step > 0 else None,
             "world_size": world.size,
+            **({} if self.budget is None else {"used": self.budget.elapsed()}),
             **({} if self.identity is None else {IDENTITY: self.identity}),
         }
 
@@ -439,6 +469,8 @@ class _Loop:
         self.at = _Progress(
             state["epoch"], state["step"], state["seconds"], state["stopped"], History(state["history"])
         )
+        if self.budget is not None:
+            self.budget.resume(state["used"])
         on_main(lambda: self.at.history.write(self.folder), self.world)
         self.task.load_state_dict(state["task"])
         set_rng_state(state["rng"], self.world.device)
@@ -474,6 +506,10 @@ class _Loop:
     def _emit_step(self, steps: int) -> None:
         at = self.at
         self.pace.stepped()
+        if self.budget is not None:
+            unused = max(0.0, self.budget.seconds - self.budget.used)
+            self._emit(Stepped(at.epoch, at.step, steps, self.budget.progress, unused))
+            return
         total, done = self.done_before[-1], self.done_before[at.epoch] + at.step
         left = self.pace.seconds_left(total - done, len(self.counts) - at.epoch)
         self._emit(Stepped(at.epoch, at.step, steps, done / total, left))

@@ -157,6 +157,7 @@ TYPES: dict[str, Test] = {
     "results.accuracy": NUMBER,
     "results.loss": NUMBER,
     "results.val_accuracy": NUMBER,
+    "results.time_used": NUMBER,
     "results.recall_at_1": NUMBER,
     "results.recall_at_2": NUMBER,
     "results.recall_at_4": NUMBER,

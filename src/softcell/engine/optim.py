@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -156,6 +157,26 @@ def adam(
     )
 
 
+def adamw(
+    parameters: Iterable[nn.Parameter],
+    device: torch.device,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    """Adam with decoupled weight decay, which vectors are spared: biases, and scales of normalisation layers."""
+    on_cuda = device.type == "cuda"
+    listed = list(parameters)
+    groups = [
+        {"params": [p for p in listed if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in listed if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    rate = torch.tensor(lr, device=device) if on_cuda else lr
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=rate, betas=betas, foreach=True, capturable=on_cuda)
+
+
 class RMSpropTF(torch.optim.Optimizer):
     """RMSprop as in TensorFlow, which EfficientNet's protocol uses; torch's differs in three ways.
 
@@ -246,6 +267,86 @@ def rate_at(
             return linear(past, length, first, last)
         case "exponential":
             return exponential(past // every, first, factor)
+
+
+def rate_in(
+    progress: float, epochs_done: float, first: float, last: float, schedule: Fall, *, warmup: float = 0.0
+) -> float:
+    """The rate after a share `progress` of a run, 0 to 1: the lower one of a linear rise and the schedule.
+
+    warmup: the length of the rise, in epochs, or below 1 as a share of the run. An exponential schedule has no end that
+    it could reach within a run, so it is not offered here.
+    """
+    assert schedule != "exponential"
+    fall = (cosine if schedule == "cosine" else linear)(progress, 1, first, last)
+    done = progress if warmup < 1 else epochs_done
+    return min(first * done / warmup, fall) if done < warmup else fall
+
+
+class AveragedWeights:
+    """The exponential moving average of a module's weights; a recorded step may update it.
+
+    After t updates the decay is min(`decay`, (1 + t) / (10 + t)): short trainings forget their random weights too.
+    Statistics of batch normalisation are averaged like weights: those of the module belong to other weights. Whole
+    numbers (such as counts of batches) are not averaged; a module keeps its own.
+
+    Example:
+        >>> import torch
+        >>> from softcell.engine.optim import AveragedWeights
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> average = AveragedWeights(layer, decay=0.9)
+        >>> average.update()  # the layer has not changed, nor has the average
+        >>> with average.applied():
+        ...     torch.equal(layer.weight, average.tensors["weight"])
+        True
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self._decay = decay
+        # Tensors of a state dict share their memory with the module.
+        self._own = {name: t for name, t in module.state_dict().items() if t.is_floating_point()}
+        self.tensors = {name: t.clone() for name, t in self._own.items()}
+        self.updates = torch.zeros((), dtype=torch.int64, device=next(iter(self._own.values())).device)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the module's weights of this moment."""
+        self.updates += 1
+        count = self.updates.double()
+        weight = 1.0 - ((1.0 + count) / (10.0 + count)).clamp(max=self._decay)
+        own, mean = list(self._own.values()), list(self.tensors.values())
+        difference = torch._foreach_sub(own, mean)
+        torch._foreach_mul_(difference, weight.to(own[0].dtype))
+        torch._foreach_add_(mean, difference)
+
+    def apply(self) -> None:
+        """Give the module the averaged weights."""
+        _copy(self._own.values(), self.tensors.values())
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the context the module has the averaged weights; afterwards its own, bit for bit."""
+        kept = [tensor.clone() for tensor in self._own.values()]
+        self.apply()
+        try:
+            yield
+        finally:
+            _copy(self._own.values(), kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": dict(self.tensors), "updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore in place: a recorded step keeps its tensors."""
+        assert state["tensors"].keys() == self.tensors.keys()
+        _copy(self.tensors.values(), [state["tensors"][name] for name in self.tensors])
+        self.updates.copy_(state["updates"])
+
+
+@torch.no_grad()
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def set_lr(optimiser: torch.optim.Optimizer, lr: float) -> None:

@@ -31,6 +31,7 @@ from softcell.engine.manifest import (
     now,
 )
 from softcell.engine.task import Note, OnEvent, Task
+from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
 from softcell.reading import Fields, read_json
 
@@ -197,6 +198,8 @@ def clear(path: Path) -> None:
     """
     _check_own(path)
     listed = listed_files(path)
+    if checkpoint.CURRENT in listed:
+        listed.add(checkpoint.PREVIOUS)  # which is never written under its own name, only renamed
     for file in entries(path):
         known = file.name in listed if listed else any(file.match(pattern) for pattern in _FILES_OF_OLD_RUNS)
         if known and file.name != MANIFEST and file.suffix in _OWN_SUFFIXES and (file.is_file() or file.is_symlink()):
@@ -303,11 +306,12 @@ def run_in_folder(
     overwrite: bool,
     on_event: OnEvent | None,
     made: bool = False,
+    budget: TimeBudget | None = None,
 ) -> Running[tuple[RunFolder, Outcome]]:
     """Makes or reopens the folder, runs `task` in it, and records a failure or an interruption.
 
     manifest: makes the manifest of a new run. files: texts by file name, written before the first step. made: the
-    folder of a new run exists already.
+    folder of a new run exists already. budget: ends the run when its time is over.
     """
 
     def prepare() -> tuple[RunFolder, dict[str, Any]]:
@@ -324,7 +328,8 @@ def run_in_folder(
     for name, text in files.items():
         on_main(lambda name=name, text=text: atomic_write_text(out / name, text), world)  # type: ignore[misc]
     try:
-        outcome: Outcome = yield steps_of(task, out, world, resume=resume, on_event=on_event, identity=identity)
+        steps = steps_of(task, out, world, resume=resume, on_event=on_event, identity=identity, budget=budget)
+        outcome: Outcome = yield steps
     except Exception:
         record_failure(folder, world)
         raise

@@ -11,11 +11,15 @@ from softcell.engine.metrics import Failure
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The loop is about to make its first step; `epoch` and `step` are above 0 when it was resumed."""
+    """The loop is about to make its first step; `epoch` and `step` are above 0 when it was resumed.
+
+    `time`: the seconds of a run that ends when its time is over, 0 for others; `num_epochs` is then an upper limit.
+    """
 
     epoch: int
     step: int
     num_epochs: int
+    time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

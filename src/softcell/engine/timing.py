@@ -98,6 +98,50 @@ class Stopwatch:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+class TimeBudget:
+    """The time of a run: how much is used, over all its processes, and how much is kept for what follows its steps.
+
+    `used` is set by the loop between two steps, to the same value on all ranks. `evaluating` and `saving` are the
+    seconds that evaluation and a checkpoint after the last step will take, as measured so far.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.used = self.evaluating = self.saving = 0.0
+        self._before, self._began = 0.0, time.perf_counter()
+
+    def resume(self, used: float) -> None:
+        """Count from `used` seconds of earlier processes and the start of this one."""
+        self._before = used
+        self.used = self.elapsed()
+
+    def elapsed(self) -> float:
+        """The seconds used up to now."""
+        return self._before + time.perf_counter() - self._began
+
+    @property
+    def for_steps(self) -> float:
+        """The seconds without those that are kept for evaluation, checkpoint and files.
+
+        At least half: one slow measurement must not end a run, and whoever gives less time than a test takes is warned.
+        """
+        kept = self.evaluating + self.saving + min(MOST_FILE_SECONDS, FILE_SHARE * self.seconds)
+        return self.seconds - min(kept, self.seconds / 2)
+
+    @property
+    def progress(self) -> float:
+        """The share of the time for steps that is used, 0 to 1."""
+        return min(1.0, self.used / self.for_steps)
+
+    @property
+    def is_over(self) -> bool:
+        return self.used >= self.for_steps
+
+
+MOST_FILE_SECONDS, FILE_SHARE = 0.5, 0.02
+"""Weights, predictions and `run.json` are written after the last step: half a second, or this share of a short time."""
+
+
 CANDIDATES = ("float32", "bfloat16")
 GAIN = 1.1  # bfloat16 must be this much faster: a tie goes to float32
 TIMED = 5

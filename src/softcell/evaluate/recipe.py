@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from softcell.arch import Cell, Genotype, Table
 from softcell.data.cub import NAMES as BIRDS
@@ -16,6 +17,7 @@ from softcell.errors import UserError, nearest
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.registry import evaluation_scale, evaluation_sizes
+from softcell.text import parse_time
 
 Schedule = Literal["cosine", "linear", "exponential"]
 
@@ -28,9 +30,16 @@ class TrainRecipe:
     `lr_decay` every `lr_every` epochs instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
     over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
     share of training images held back to measure accuracy after each epoch; the test set is read once, at the end.
+    `time`: seconds until training, evaluation and writing are done; 0: no limit. Schedules then follow the time, step
+    by step, and training ends with it; `epochs` 0 means no other limit. Such a training depends on the clock and
+    cannot be repeated bit for bit. `per_step`: schedules follow every step without `time` too. In both cases a `warmup`
+    below 1 is a share of the training.
+    `ema`: the decay of a moving average of the weights, which is evaluated and saved in their place; 0: none.
     `task` "retrieve": instead of classes, an embedding of `embedding` numbers is learnt from the first half of the
-    classes (Proxy-NCA) and measured by retrieval among the second. `optimiser`: SGD with momentum, Adam, or
-    RMSprop with momentum in TensorFlow's form.
+    classes (Proxy-NCA) and measured by retrieval among the second. `optimiser`: SGD with momentum, Adam, AdamW
+    (weight decay for matrices and filters only), or RMSprop with momentum in TensorFlow's form.
+    `flip`: whether images are mirrored at random; None: as the dataset defines. `auto`: settings among `FITTED` that
+    are chosen by the data when training starts; `run.json` has the chosen values.
     `fused`: on a GPU, DARTS cells as one fused operation each; off by default, since it is slower
     (benchmarks/NOTES.md).
     `init`: the folder of a finished training whose weights, as far as they fit, this one starts from; None: random.
@@ -48,19 +57,22 @@ class TrainRecipe:
     recipe: str = "small"
     task: Literal["classify", "retrieve"] = "classify"
     embedding: int = 64
-    optimiser: Literal["sgd", "adam", "rmsprop"] = "sgd"
+    optimiser: Literal["sgd", "adam", "adamw", "rmsprop"] = "sgd"
     data: str = "digits"
     data_root: str | None = None
     image_size: int | None = None
     space_settings: dict[str, Any] = field(default_factory=dict)
     epochs: int = 600
+    time: float = 0.0
     batch_size: int = 96
     lr: float = 0.025
     lr_min: float = 0.0
     lr_decay: float = 0.97
     lr_every: int = 1
     schedule: Schedule = "cosine"
-    warmup: int = 0
+    warmup: float = 0
+    per_step: bool = False
+    ema: float = 0.0
     momentum: float = 0.9
     nesterov: bool = False
     weight_decay: float = 3e-4
@@ -70,6 +82,8 @@ class TrainRecipe:
     drop_path: float = 0.2
     cutout: int = 16
     jitter: float = 0.0
+    flip: bool | None = None
+    auto: tuple[str, ...] = ()
     holdout: float = 0.0
     allow_empty: bool = False
     seed: int = 0
@@ -83,7 +97,10 @@ class TrainRecipe:
     init: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "lr_every", "embedding"):
+        not_negative("time", self.time)
+        if self.epochs == 0 and not self.time:
+            raise UserError("`epochs >= 1` must hold without `time`, but got epochs=0; give --epochs or --time")
+        for name in ("batch_size", "lr_every", "embedding", *(("epochs",) if self.epochs else ())):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
         at_most("epochs", self.epochs, MOST_EPOCHS)
@@ -92,14 +109,32 @@ class TrainRecipe:
         for name in ("lr_min", "momentum", "weight_decay", "clip", "auxiliary", "cutout", "jitter", "warmup"):
             not_negative(name, getattr(self, name))
         is_seed("seed", self.seed)
-        for name in ("drop_path", "holdout", "label_smoothing"):
+        for name in ("drop_path", "holdout", "label_smoothing", "ema"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")
+        if self.follows_steps and self.schedule == "exponential":
+            raise UserError(
+                "a schedule that follows the time or every step must be cosine or linear, but got exponential; add "
+                "--set schedule=cosine, or use --recipe fast"
+            )
+        if not self.follows_steps and self.warmup % 1:
+            raise UserError(
+                f"`warmup` must be a whole number of epochs, but got {self.warmup}; with `time` or `per_step=true` it "
+                "may be a share of the training"
+            )
+        unknown = [name for name in self.auto if name not in FITTED]
+        if unknown:
+            raise UserError(f"`auto` may name {', '.join(FITTED)}, but got {', '.join(unknown)}")
         if self.task == "retrieve" and self.holdout:
             raise UserError(
                 "retrieval trains on all images of seen classes and is measured on unseen ones, so `holdout = 0` "
                 f"must hold, but got holdout={self.holdout}"
             )
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether schedules follow every step instead of every epoch."""
+        return self.per_step or self.time > 0
 
     @property
     def scaled_to(self) -> int | None:
@@ -114,7 +149,24 @@ class TrainRecipe:
         return result
 
 
+FITTED = ("batch_size", "lr", "cutout", "flip")
+"""Settings that can be chosen by the data (`TrainRecipe.auto`)."""
+
 RECIPES: dict[str, dict[str, Any]] = {
+    # For minutes instead of days; `fit_data` has the settings that depend on the data
+    "fast": {
+        "epochs": 20,
+        "optimiser": "adamw",
+        "per_step": True,
+        "warmup": 0.1,
+        "weight_decay": 0.05,
+        "label_smoothing": 0.1,
+        "auxiliary": 0.0,
+        "drop_path": 0.0,
+        "ema": 0.998,
+        "holdout": 0.1,
+        "auto": FITTED,
+    },
     "small": {
         "epochs": 10,
         "batch_size": 64,
@@ -212,6 +264,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 """Changes of each recipe to the defaults of `TrainRecipe`; sizes come from the space (`Space.evaluation`)."""
 SIZES = {
+    "fast": "small",
     "nos-cifar": "cifar",
     "nos-cifar100": "cifar",
     "nos-imagenet": "imagenet",
@@ -225,6 +278,7 @@ SIZES = {
 """The sizes of a recipe in `Space.evaluation`, if they have another name."""
 
 
+R = TypeVar("R", bound=TrainRecipe)
 RETRIEVED_SIZE, RETRIEVED_FROM = 227, 256
 """Photographs of birds are scaled to 256×256 and cropped to 227×227; 448×448 for classification (§IV-E and F)."""
 
@@ -251,7 +305,7 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
         >>> resolve(genotype, {"recipe": "small"}, {"epochs": 3}).epochs  # later layers win
         3
     """
-    given = layered(*layers)
+    given = _with_time(*layers)
     data, asked = str(given.get("data", "digits")), given.get("recipe")
     retrieving = given.get("task") == "retrieve"
     suited = "retrieve" if retrieving and data != "digits" else default_recipe(data, genotype.space)
@@ -267,11 +321,68 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
         base |= {"optimiser": "adam", "lr": 4e-3, "holdout": 0.0}
         if data in BIRDS:
             base["image_size"] = RETRIEVED_SIZE
-    recipe = build(TrainRecipe, merge(RECIPES[name], base, given), where="recipe")
+    values = merge(RECIPES[name], base, given)
+    values["auto"] = _left_to_data(RECIPES[name].get("auto", ()), *layers)
+    recipe = build(TrainRecipe, values, where="recipe")
     full = to_dict(recipe)
     explicit = layered(*layers[-1:]).get("space_settings", {})
     full["space_settings"] = to_dict(fit_space(genotype, build_space(genotype.space, recipe.space_settings), explicit))
     return build(TrainRecipe, full, where="recipe")
+
+
+def _with_time(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of settings as one; a layer that sets a time but no epochs removes the limit of earlier layers."""
+    given: dict[str, Any] = {}
+    for layer in map(layered, layers):
+        if "time" in layer:
+            layer["time"] = seconds_in(layer["time"])
+            layer.setdefault("epochs", 0 if layer["time"] else None)
+        given = layered(given, layer)
+    return given
+
+
+def _left_to_data(auto: Any, *layers: Mapping[str, Any]) -> Any:
+    """The settings that no layer gives; a layer that has `auto` itself is that of a complete recipe."""
+    for layer in map(layered, layers):
+        auto = layer["auto"] if "auto" in layer else [name for name in auto if name not in layer]
+    return auto
+
+
+def seconds_in(time: Any) -> Any:
+    """`"5m"` as seconds; what is not text is returned as it is, and checked with the other settings."""
+    if not isinstance(time, str):
+        return time
+    try:
+        return float(time)
+    except ValueError:
+        return parse_time(time)
+
+
+SMALL_DATA, LARGE_DATA = 2_000, 20_000
+"""Numbers of training images between which the batch size of `fit_data` grows."""
+
+
+def fit_data(recipe: R, num_images: int, side: int, classes: Sequence[str], *, is_gpu: bool) -> R:
+    """The recipe with the settings that it leaves to the data: batch size, peak rate, cutout and flip.
+
+    num_images: for training. side: of the images, in pixels. classes: their names.
+    """
+    if not recipe.auto:
+        return recipe
+    batch = 32 if num_images < SMALL_DATA else 64 if num_images < LARGE_DATA else 128
+    if "batch_size" not in recipe.auto:
+        batch = recipe.batch_size
+    elif is_gpu and num_images >= LARGE_DATA:
+        batch = 512
+    is_adam = recipe.optimiser in ("adam", "adamw")
+    values: dict[str, Any] = {
+        "batch_size": batch,
+        "lr": (3e-3 if is_adam else 0.1) * math.sqrt(batch / 64),
+        "cutout": side // 4,
+        # A mirrored character is another one, or none.
+        "flip": False if all(len(name) == 1 for name in classes) else None,
+    }
+    return replace(recipe, auto=(), **{name: values[name] for name in recipe.auto})
 
 
 FIXED = ("nodes", "layers")

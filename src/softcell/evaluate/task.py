@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,16 +13,39 @@ from torch import Tensor, nn
 from softcell.data import Batches
 from softcell.data.batches import Draft
 from softcell.engine.capture import prepare_step
-from softcell.engine.distributed import World, broadcast_module
+from softcell.engine.distributed import World, agree, broadcast_module
 from softcell.engine.metrics import Failure, Tally, measure
-from softcell.engine.optim import adam, classification_step, load_optimiser, rate_at, rmsprop, set_lr, sgd
+from softcell.engine.optim import (
+    AveragedWeights,
+    adam,
+    adamw,
+    classification_step,
+    load_optimiser,
+    rate_at,
+    rate_in,
+    rmsprop,
+    set_lr,
+    sgd,
+)
 from softcell.engine.session import in_precision
+from softcell.engine.timing import TimeBudget
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
 from softcell.nn.classifiers import Classifier
 from softcell.nn.objective import ProxyNCA
+from softcell.settings import MOST_EPOCHS
 from softcell.spaces import Network
 from softcell.spaces.execution import fused_networks
+from softcell.text import clock
+
+FEWEST_EPOCHS = 5
+"""A time that allows for fewer epochs leads to a warning."""
+LOOKED_AT = 0.1
+"""The share of the time after which the number of epochs is estimated."""
+VALIDATION_SHARE = 0.05
+"""The share of the time that accuracies on held-out images may take before the last one."""
+FORWARD_SHARE = 0.4
+"""Time of a forward pass relative to a training step, assumed until one is measured; a third is usual."""
 
 
 class TrainTask:
@@ -37,16 +61,27 @@ class TrainTask:
         held: Batches | None,
         notify: Callable[[str], None],
         criterion: ProxyNCA | None = None,
+        budget: TimeBudget | None = None,
+        num_tested: int = 0,
     ) -> None:
-        """criterion: learns an embedding instead of classes; the network's outputs are then coordinates."""
+        """criterion: learns an embedding instead of classes; the network's outputs are then coordinates.
+
+        budget: the time of a training with a limit, of which evaluating `num_tested` test images is a part.
+        """
         self.recipe, self.network, self.world = recipe, network, world
-        self._train, self._held = train, held
+        self._train, self._held, self._notify = train, held, notify
+        self._budget, self._num_tested = budget, num_tested
+        self._epoch = self._step = 0
+        self._first: tuple[float, float] | None = None  # seconds used and epochs done after the first step
+        self._per_image: float | None = None  # seconds to evaluate an image, once measured
+        self._validating, self._warned = 0.0, False
         network.use_drop_path(recipe.drop_path)
         broadcast_module(network, world)
         self.criterion = criterion
         if criterion is not None:
             broadcast_module(criterion, world)
         self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
+        self._average = AveragedWeights(network, recipe.ema) if recipe.ema else None
         self._tally = Tally(world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
         learn = in_precision(self._learn, recipe.precision, world.device)
@@ -54,22 +89,78 @@ class TrainTask:
 
     @property
     def num_epochs(self) -> int:
-        return self.recipe.epochs
+        return self.recipe.epochs or MOST_EPOCHS
 
     def steps_in(self, epoch: int) -> int:
         return self._train.num_batches
 
     def begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._step = epoch, 0
         self.network.train()
-        self.network.drop_path.set_fraction(epoch / self.num_epochs)
-        set_lr(self.optimiser, learning_rate(self.recipe, epoch))
+        if not self.recipe.follows_steps:
+            self.network.drop_path.set_fraction(epoch / self.num_epochs)
+            set_lr(self.optimiser, learning_rate(self.recipe, epoch))
         self._tally.begin_epoch()
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:
         return self._train.drafts(epoch, start)
 
     def step(self, batch: Draft) -> None:
+        if self.recipe.follows_steps:
+            self._follow_schedules()
         self._run(*batch)
+        self._step += 1
+
+    @property
+    def _epochs_done(self) -> float:
+        return self._epoch + self._step / self._train.num_batches
+
+    @property
+    def progress(self) -> float:
+        """The share of the training that is done, 0 to 1: of its time or of its epochs, whichever is more."""
+        by_epochs = self._epochs_done / self.recipe.epochs if self.recipe.epochs else 0.0
+        return by_epochs if self._budget is None else max(by_epochs, self._budget.progress)
+
+    def _follow_schedules(self) -> None:
+        recipe = self.recipe
+        if self._budget is not None:
+            self._keep_time(self._budget)
+        progress = self.progress
+        self.network.drop_path.set_fraction(progress)
+        rate = rate_in(progress, self._epochs_done, recipe.lr, recipe.lr_min, recipe.schedule, warmup=recipe.warmup)
+        set_lr(self.optimiser, rate)
+
+    def _keep_time(self, budget: TimeBudget) -> None:
+        """Estimate how long the evaluation will take, and warn if the time allows for too few epochs.
+
+        The first step is not counted: it includes the start of the process.
+        """
+        if self._first is None:
+            if budget.used:
+                self._first = budget.used, self._epochs_done
+            return
+        began, before = self._first
+        images = (self._epochs_done - before) * len(self._train.indices)
+        if images:
+            estimate = FORWARD_SHARE * (budget.used - began) / images
+            per_image = estimate if self._per_image is None else self._per_image
+            budget.evaluating = per_image * (self._num_held + self._num_tested)
+        if budget.used - began > LOOKED_AT * budget.seconds and not self._warned:
+            rate = (self._epochs_done - before) / (budget.used - began)
+            self._warn_of_few(self._epochs_done + rate * (budget.for_steps - budget.used))
+
+    def _warn_of_few(self, epochs: float) -> None:
+        self._warned = True
+        if epochs < FEWEST_EPOCHS and self.recipe.epochs not in range(1, FEWEST_EPOCHS):
+            self._notify(
+                f"the time of {clock(self.recipe.time)} allows for about {epochs:.1f} epochs, but a network learns "
+                f"little in fewer than {FEWEST_EPOCHS}. Give more time, a smaller network (--cells, --channels) or "
+                "smaller images."
+            )
+
+    @property
+    def _num_held(self) -> int:
+        return 0 if self._held is None else len(self._held.indices)
 
     def _learn(self, *draft: Tensor) -> None:
         """One training step, augmentation included; everything happens on the device, so that it can be captured."""
@@ -91,6 +182,8 @@ class TrainTask:
                     label_smoothing=recipe.label_smoothing,
                     auxiliary=recipe.auxiliary,
                 )
+            if self._average is not None:
+                self._average.update()
             self._tally.update(loss, logits, batch.labels)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
@@ -100,9 +193,15 @@ class TrainTask:
             **({} if self.criterion is not None else trained.named("train")),
             "lr": float(self.optimiser.param_groups[0]["lr"]),
         }
-        if self._held is not None:
+        if self._held is not None and self._validates(epoch):
             self.network.eval()
-            held = measure(self.network, self._held.epoch(0), self.world)
+            began = time.perf_counter()
+            with nullcontext() if self._average is None else self._average.applied():
+                held = measure(self.network, self._held.epoch(0), self.world)
+            if self._budget is not None:
+                (milliseconds,) = agree([int(1000 * (time.perf_counter() - began))], self.world)
+                self._validating += milliseconds / 1000
+                self._per_image = milliseconds / 1000 / self._num_held
             metrics |= {
                 "val_loss": held.loss,
                 **held.named("val"),
@@ -111,12 +210,30 @@ class TrainTask:
             }
         return metrics
 
+    def _validates(self, epoch: int) -> bool:
+        """Whether held-out images are evaluated after this epoch: always without a time, else rarely and at the end."""
+        budget = self._budget
+        if budget is None or budget.is_over or epoch + 1 == self.recipe.epochs:
+            return True
+        whole = self._num_held + self._num_tested
+        cost = budget.evaluating * self._num_held / whole
+        fits = budget.used + cost < budget.for_steps
+        return fits and self._validating + cost <= VALIDATION_SHARE * budget.used
+
+    def finish(self) -> None:
+        """After the last step: the network gets the averaged weights, if there are any."""
+        if self._budget is not None and not self._warned:
+            self._warn_of_few(self._epochs_done)
+        if self._average is not None:
+            self._average.apply()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "network": self.network.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "criterion": None if self.criterion is None else self.criterion.state_dict(),
             "step": self._tally.step,
+            **({} if self._average is None else {"average": self._average.state_dict()}),
             "_local": {"meter": self._tally.sums},
         }
 
@@ -125,6 +242,9 @@ class TrainTask:
         if self.criterion is not None:
             self.criterion.load_state_dict(state["criterion"])
         load_optimiser(self.optimiser, state["optimiser"])
+        if self._average is not None:
+            self._average.load_state_dict(state["average"])
+        self._step = state["step"]
         self._tally.load(state["step"], state.get("_local"))
 
     def failed(self) -> Failure | None:
@@ -136,6 +256,9 @@ def _optimiser(recipe: TrainRecipe, modules: list[nn.Module], world: World) -> t
     if recipe.optimiser == "adam":
         decay = recipe.weight_decay
         return adam(parameters, world.device, lr=recipe.lr, betas=(0.9, 0.999), weight_decay=decay)
+    if recipe.optimiser == "adamw":
+        decay = recipe.weight_decay
+        return adamw(parameters, world.device, lr=recipe.lr, betas=(0.9, 0.999), weight_decay=decay)
     if recipe.optimiser == "rmsprop":
         return rmsprop(
             parameters, world.device, lr=recipe.lr, momentum=recipe.momentum, weight_decay=recipe.weight_decay
@@ -153,4 +276,5 @@ def _optimiser(recipe: TrainRecipe, modules: list[nn.Module], world: World) -> t
 def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     """The rate of an epoch: a linear rise over the warm-up, then the recipe's schedule over the remaining epochs."""
     r = recipe
-    return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=r.warmup, factor=r.lr_decay, every=r.lr_every)
+    warmup = int(r.warmup)
+    return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=warmup, factor=r.lr_decay, every=r.lr_every)

@@ -90,6 +90,8 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
         )
     if given.get("init") is not None:
         raise UserError("a teacher is trained from random weights; leave out `init`")
+    if given.get("time"):
+        raise UserError(f"a teacher is trained for a number of epochs; leave out time={given['time']}, give --epochs")
     plugins = convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins")
     load_plugins(plugins)  # first: the network may use a candidate of theirs
     architecture = get_architecture(name)
@@ -160,6 +162,7 @@ def _train(
         folder, outcome = drain(steps)
     if outcome.status == "interrupted":
         return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
+    task.finish()
     network.eval()
     measured: Measured | None = None
     with failure_recorded(folder, world):

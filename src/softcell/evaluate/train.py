@@ -28,10 +28,10 @@ from softcell.engine.metrics import Measured
 from softcell.engine.runfolder import checksum, failure_recorded, notifier, run_in_folder
 from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
-from softcell.engine.timing import choose_precision
+from softcell.engine.timing import TimeBudget, choose_precision
 from softcell.errors import UserError
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, fit_space, resolve
+from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
@@ -109,10 +109,11 @@ def train_steps(
     on_event: OnEvent | None = None,
 ) -> Running[TrainResult]:
     """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
+    budget = TimeBudget(recipe.time) if recipe.time else None  # reading the data takes a part of the time
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event))
+        return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event, budget))
 
 
 def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe]:
@@ -176,6 +177,7 @@ def _train(
     resume: bool,
     overwrite: bool,
     on_event: OnEvent | None,
+    budget: TimeBudget | None,
 ) -> Running[TrainResult]:
     world = session.world
     with test_set_sealed():
@@ -194,7 +196,7 @@ def _train(
         criterion = session.place(ProxyNCA(num_seen(dataset), outputs)) if retrieving else None
         session.place(network)
         job = f"train {genotype.space}, {recipe.space_settings}"
-        recipe, task, feeds, parts = prepare(recipe, dataset, network, session, job, on_event, criterion)
+        recipe, task, feeds, parts = prepare(recipe, dataset, network, session, job, on_event, criterion, budget)
 
         def manifest() -> dict[str, Any]:
             # Complete from the start: a run that is killed at once can be resumed, and repeated from run.json alone.
@@ -206,12 +208,23 @@ def _train(
 
         files = {"genotype.json": genotype.dumps()}
         folder, outcome = yield from run_in_folder(
-            task, out, world, manifest, files=files, resume=resume, overwrite=overwrite, on_event=on_event
+            task,
+            out,
+            world,
+            manifest,
+            files=files,
+            resume=resume,
+            overwrite=overwrite,
+            on_event=on_event,
+            budget=budget,
         )
     if outcome.status == "interrupted":
         return TrainResult(out, recipe, genotype, network, None, "test", cost, outcome.metrics, outcome.exit_code)
+    task.finish()
     with failure_recorded(folder, world):
-        result = _measure(genotype, recipe, network, dataset, feeds, cost, world, out, folder, outcome, on_event)
+        result = _measure(
+            genotype, recipe, network, dataset, feeds, cost, world, out, folder, outcome, on_event, budget
+        )
     barrier(world)
     return result
 
@@ -228,6 +241,7 @@ def _measure(
     folder: RunFolder,
     outcome: Outcome,
     on_event: OnEvent | None,
+    budget: TimeBudget | None,
 ) -> TrainResult:
     """After the last epoch: saves the weights, measures the test set, writes the results in the manifest."""
     network.eval()
@@ -240,7 +254,8 @@ def _measure(
             save_weights(network, out)
             seconds = sum(row["seconds"] for row in outcome.metrics)
             shares = {f"recall_at_{k}": share for k, share in recall.items()}
-            folder.finish("finished", **shares, split="unseen classes", count=count, seconds=seconds)
+            used = {} if budget is None else {"time_used": budget.elapsed()}
+            folder.finish("finished", **shares, split="unseen classes", count=count, seconds=seconds, **used)
 
         on_main(remember, world)
         return TrainResult(out, recipe, genotype, network, None, "unseen classes", cost, outcome.metrics, 0, recall)
@@ -252,7 +267,7 @@ def _measure(
         if dataset.test is not None and answers is not None:
             alone = replace(feeds, rank=0, world=1)
             write_predictions(out, answers, network, dataset.test, alone, notifier(on_event, world))
-        finish(folder, measured, outcome.metrics)
+        finish(folder, measured, outcome.metrics, budget)
 
     on_main(conclude, world)
     accuracy = None if measured is None else measured.accuracy
@@ -268,12 +283,15 @@ def prepare(
     job: str,
     on_event: OnEvent | None,
     criterion: ProxyNCA | None = None,
+    budget: TimeBudget | None = None,
 ) -> tuple[R, TrainTask, Feeds, dict[str, torch.Tensor]]:
-    """The task that trains `network`, the recipe with its precision resolved, the feeds, and the splits.
+    """The task that trains `network`, the recipe without settings left open, the feeds, and the splits.
 
     job: a description of the network; the precision that was timed for it is stored under this key.
     """
     world = session.world
+    num_images, is_gpu = round(len(dataset.train) * (1.0 - recipe.holdout)), world.device.type == "cuda"
+    recipe = fit_data(recipe, num_images, min(dataset.shape[1:]), dataset.classes, is_gpu=is_gpu)
     feeds = Feeds(
         dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
     )
@@ -290,11 +308,26 @@ def prepare(
 
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
-    task = TrainTask(recipe, network, world, train=batches, held=held, notify=notify, criterion=criterion)
+    task = TrainTask(
+        recipe,
+        network,
+        world,
+        train=batches,
+        held=held,
+        notify=notify,
+        criterion=criterion,
+        budget=budget,
+        num_tested=len(dataset.test) if budget is not None and dataset.test is not None else 0,
+    )
     return recipe, task, feeds, parts
 
 
-def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mapping[str, Any]]) -> None:
+def finish(
+    folder: RunFolder,
+    measured: Measured | None,
+    metrics: Sequence[Mapping[str, Any]],
+    budget: TimeBudget | None = None,
+) -> None:
     """Records that the run is finished, with its test results; measured: None without a test set."""
     folder.finish(
         "finished",
@@ -304,12 +337,14 @@ def finish(folder: RunFolder, measured: Measured | None, metrics: Sequence[Mappi
         split="test",
         count=0 if measured is None else measured.count,
         seconds=sum(row["seconds"] for row in metrics),
+        **({} if budget is None else {"time_used": budget.elapsed()}),
     )
 
 
 def augment_of(dataset: Dataset, recipe: TrainRecipe) -> Augment:
     """The augmentation of training images."""
-    augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter)
+    flip = dataset.augment.flip if recipe.flip is None else recipe.flip
+    augment = replace(dataset.augment, cutout=recipe.cutout, jitter=recipe.jitter, flip=flip)
     if recipe.task == "retrieve" and augment.resized_crop:  # §IV-F: scaled to 256, then cropped to 227 at random
         return replace(augment, resized_crop=False, window=True)
     return augment

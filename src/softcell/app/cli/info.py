@@ -212,6 +212,8 @@ def _entries(kind: Kind) -> dict[str, str]:
                         found[f"{name} {scale}"] = f"search {name} --scale {scale}: {extent}"
             for name, changes in RECIPES.items():
                 epochs, batch = (changes.get(key, getattr(TrainRecipe, key)) for key in ("epochs", "batch_size"))
+                if "batch_size" in changes.get("auto", ()):
+                    batch = "and rate by the data; made for --time"
                 found[f"train {name}"] = f"train --recipe {name}: {count_of(epochs, 'epoch')}, batch {batch}"
             return found
         case "candidates":

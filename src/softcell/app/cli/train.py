@@ -23,8 +23,10 @@ from softcell.engine.runfolder import output_folder
 from softcell.engine.seeds import SEEDS
 from softcell.engine.session import join_processes
 from softcell.errors import UserError
+from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.recipes import check_trainable, train_recipe, train_seeds_recipe
+from softcell.text import clock, parse_time
 
 commands = typer.Typer()
 
@@ -35,6 +37,7 @@ commands = typer.Typer()
         "softcell train runs/darts-darts-digits-1",
         "softcell train runs/darts-darts-digits-1 --random 3",
         "softcell train runs/darts-darts-digits-1 --seeds 3",
+        "softcell train cell.json --data photos --recipe fast --time 5m",
         "softcell train cell.json --data cub200 --from runs/train-darts-imagenet-1",
         "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
         "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
@@ -56,7 +59,7 @@ def train(
     image_size: o.ImageSize = None,
     recipe: Annotated[
         str | None,
-        typer.Option(help="small, cifar, imagenet, ... (`softcell list recipes`). Default: chosen by the data."),
+        typer.Option(help="small, fast, cifar, imagenet, ... (`softcell list recipes`). Default: chosen by the data."),
     ] = None,
     task: Annotated[
         Literal["classify", "retrieve"] | None,
@@ -65,6 +68,14 @@ def train(
         ),
     ] = None,
     epochs: o.Epochs = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            help="Train for a time such as 5m, 90s or 1h30m, evaluation included, instead of a number of epochs; with "
+            "--epochs, whichever ends first. The learning rate follows the time.",
+        ),
+    ] = None,
     batch_size: o.BatchSize = None,
     cells: o.Cells = None,
     channels: o.Channels = None,
@@ -112,7 +123,8 @@ def train(
         out, genotype = resumed_folder("train", genotype, out)
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     init = None if from_ is None else absolute(from_)
-    given = o.settings(locals(), recipe=recipe, task=task, space=size or None, init=init)
+    seconds = None if time is None else parse_time(time)
+    given = o.settings(locals(), recipe=recipe, task=task, space=size or None, init=init, time=seconds)
     if seeds is not None or (resume and out is not None and (out / SEEDS).is_file()):
         if random:
             raise UserError(
@@ -166,8 +178,8 @@ def run_seeds(
     )
     screen = console()
     heading = (
-        f"train {wanted.space} network, recipe {recipe.recipe}, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: "
-        f"{folder}"
+        f"train {wanted.space} network, recipe {recipe.recipe}, data {recipe.data}, {_length(recipe)}seeds {chosen[0]} "
+        f"to {chosen[-1]}: {folder}"
     )
     if not quiet:
         screen.print(heading, highlight=False)
@@ -221,7 +233,8 @@ def run_train(
         folder = output_folder(out, world, "train", chosen.space, recipe.data)
         results.already_finished(screen, folder, resume)
         heading = (
-            f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, seed {recipe.seed}: {folder}"
+            f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, "
+            f"{_length(recipe)}seed {recipe.seed}: {folder}"
         )
         with Display(screen, heading, quiet) as display:
             listener = listen(display, folder, tensorboard)
@@ -260,6 +273,11 @@ def run_train(
         return baseline.exit_code
     results.show_comparison(screen, result, baseline)
     return 0
+
+
+def _length(recipe: TrainRecipe) -> str:
+    """The time of a training, for its heading; nothing if it has none."""
+    return f"time {clock(recipe.time)}, " if recipe.time else ""
 
 
 @commands.command(

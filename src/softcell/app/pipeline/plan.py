@@ -27,7 +27,6 @@ from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative
 
 LEAST_BATCH = 4
 _FLOAT = 4  # bytes of a number in a network
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Screen(Protocol):
@@ -58,28 +57,6 @@ class Screen(Protocol):
 
     def job(self, heading: str) -> AbstractContextManager[OnEvent]:
         """Shows a search or training."""
-
-
-def parse_time(text: str) -> float:
-    """`30m`, `1h30m` or `90s` as seconds.
-
-    Example:
-        >>> from softcell.app.pipeline import parse_time
-        >>> parse_time("1h30m")
-        5400.0
-    """
-    found = re.fullmatch(r"\s*(?:([0-9.]+)h)?\s*(?:([0-9.]+)m)?\s*(?:([0-9.]+)s)?\s*", text)
-    try:
-        seconds = (
-            sum(float(part) * _UNITS[unit] for part, unit in zip(found.groups(), "hms", strict=True) if part)
-            if found
-            else 0.0
-        )
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise UserError(f"--time must be a duration such as 30m, 90s or 1h30m, got {text!r}")
-    return seconds
 
 
 @dataclass(frozen=True)
