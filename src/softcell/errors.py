@@ -1,4 +1,4 @@
-"""The exception for wrong input."""
+"""The exceptions whose messages are for people."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ class UserError(ValueError):
         ...     print(error)
         no space 'dart'; did you mean 'darts'? ...
     """
+
+
+class LostRankError(UserError):
+    """Another process of the run is gone. is_reported: another rank prints the message, so this one need not."""
+
+    def __init__(self, text: str, *, is_reported: bool = False) -> None:
+        super().__init__(text)
+        self.is_reported = is_reported
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -57,14 +57,14 @@ class Twice:
         self.values = [job.wait().get() for job in self.start(self.two)]
         self.seconds = time.perf_counter() - began
 
-    def start(self, folder: Path, options: dict[int, Any] | None = None) -> list[Any]:
+    def start(self, folder: Path, options: dict[int, Any] | None = None, size: int = 2) -> list[Any]:
         """Rank 1 is given a folder of its own, in which it must never write."""
 
         def arguments(rank: int) -> tuple[Any, ...]:
             out = folder if rank == 0 else self.not_for_writing(folder)
             return self.kind, out, self.given, (options or {}).get(rank, {}), folder
 
-        return list(self.server.start_ranks(2, self.root, "run_checked", arguments))
+        return list(self.server.start_ranks(size, self.root, "run_checked", arguments))
 
     def not_for_writing(self, folder: Path) -> Path:
         return folder.with_name(folder.name + "-rank1")
@@ -196,3 +196,23 @@ def test_a_signal_to_one_rank_stops_both_within_the_epoch(broken: Twice) -> None
     for job in broken.start(folder):
         job.wait().get()
     check_same(broken, folder)
+
+
+@pytest.mark.parametrize("name", ["snas", "train"])
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
+def test_a_run_resumes_within_an_epoch_with_another_number_of_processes(
+    made: Callable[[str], Twice], name: str, before: int, now: int
+) -> None:
+    """Up to rounding it leaves what one process leaves; `snas` also records sums of an observer within the epoch."""
+    twice = made(name)
+    folder = twice.root / f"from-{before}-to-{now}"
+    ended = [job.wait() for job in twice.start(folder, {0: {"strike_at_check": [signal.SIGTERM, 1]}}, before)]
+    assert [one.code for one in ended] == [143] * before, ended[0].output
+    loaded = load_latest(folder)
+    assert loaded is not None and (loaded.state["world_size"], loaded.state["step"]) == (before, 1)
+    first, *_ = [job.wait().get() for job in twice.start(folder, size=now)]
+    assert any(f"had {before} processes and now has {now}" in note for note in first["notes"])
+    assert_close(rows(folder), rows(twice.one))
+    assert_close(state(folder), state(twice.one))
+    if name == "snas":
+        assert_close(rows(folder, "credit.jsonl"), rows(twice.one, "credit.jsonl"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from softcell.engine import checkpoint, distributed, loop
+from softcell.engine.metrics import redistributed
 from softcell.errors import UserError
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import values
@@ -132,12 +133,12 @@ def test_ranks_that_draw_different_numbers_are_found_out(runs: tuple[Path, list[
         assert rank["no_signal"] == 0
 
 
-def test_a_mid_epoch_state_of_two_ranks_is_not_resumed_by_one(
-    runs: tuple[Path, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    loaded = checkpoint.load_latest(runs[0] / "parts")
-    previous = loaded.state if loaded else {}
-    part = {"total": torch.tensor(0.0), "count": torch.tensor(0)}
-    checkpoint.save(tmp_path, {**previous, "epoch": 1, "step": 2, "local": [part, part]})
-    with pytest.raises(UserError, match="as many processes"):
-        loop.run(Toy(), tmp_path, ALONE, resume=True)
+def test_sums_of_an_unfinished_epoch_are_divided_among_another_number_of_ranks() -> None:
+    parts = [
+        {"meter": torch.tensor([1.0, 2.0]), "observer": {"credit": torch.tensor([3.0])}},
+        {"meter": torch.tensor([10.0, 20.0]), "observer": {"credit": torch.tensor([5.0])}},
+    ]
+    found = [redistributed(parts, rank) for rank in range(3)]
+    # Counts are summed over the ranks, other sums averaged: both as before, whatever the number of ranks.
+    assert sum(one["meter"] for one in found).tolist() == [11.0, 22.0]  # type: ignore[union-attr]
+    assert [one["observer"]["credit"].item() for one in found] == [4.0, 4.0, 4.0]

@@ -108,7 +108,7 @@ class Toy:
             "optimizer": self.optimizer.state_dict(),
             "done": self.done,
             "jitter": self.jitter,
-            "_local": {"total": self.total, "count": self.count},
+            "_local": {"meter": {"total": self.total, "count": self.count}},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -117,8 +117,8 @@ class Toy:
         self.done = state["done"]
         self.jitter = state["jitter"]
         if "_local" in state:
-            self.total.copy_(state["_local"]["total"])
-            self.count.copy_(state["_local"]["count"])
+            self.total.copy_(state["_local"]["meter"]["total"])
+            self.count.copy_(state["_local"]["meter"]["count"])
 
     def failed(self) -> Failure | None:
         return self.watch.failed()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from softcell.arch import Genotype, sample
 from softcell.engine.distributed import same_everywhere
 from softcell.engine.task import Event, Note, Stepped
+from softcell.errors import LostRankError
 from softcell.evaluate import count_genotype, stored_training, train
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
@@ -170,3 +172,28 @@ def _genotype(space: str, sizes: dict[str, Any], seed: int) -> Genotype:
 
 if __name__ == "__main__":  # a job in a process that is not forked, for what does not survive a fork
     globals()[sys.argv[1]](*json.loads(sys.argv[2]))
+
+
+def run_watched(what: str, victim: int, patience: float) -> str:
+    """Ranks that meet at barriers, with short heartbeats; `what` happens to the rank `victim` between two of them."""
+    from softcell.engine import heartbeat
+    from softcell.engine.distributed import barrier
+    from softcell.engine.session import join_processes
+
+    heartbeat.INTERVAL, heartbeat.PATIENCE, heartbeat.GRACE = 0.1, patience, 0.3
+    try:
+        with join_processes("cpu", False) as world:
+            barrier(world)
+            if world.rank == victim and what == "fails":
+                raise ValueError("the disk\nis full.")
+            if world.rank == victim and what == "waits":
+                time.sleep(1.25 * patience)
+            if world.rank == victim and what in ("killed", "stopped"):
+                os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+            barrier(world)
+            if world.rank != victim and what == "leaves":
+                time.sleep(1.0)  # the other rank has left and ended
+    except LostRankError as error:
+        print(f"error: {error}", "reported" if error.is_reported else "first", flush=True)
+        raise SystemExit(heartbeat.EXIT_CODE) from error
+    return "finished"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
 # Rank 0 may evaluate or write a large checkpoint while the others wait for it.
 _TIMEOUT = timedelta(minutes=30)
+_SOON = timedelta(seconds=30)
+_FOLDER = "softcell/folder"
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -67,6 +70,10 @@ def start(device: torch.device | str) -> World:
     # Import it before there is a group: its default arguments keep the group that exists at import, and torch's
     # optimisers import it. Such a group outlives `stop`, and its threads sometimes abort a process at exit.
     importlib.import_module("torch.distributed.nn.functional")
+    # torchrun's store outlives a restart of the processes, with the addresses of those that have ended.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    hosts = rank == 0 and not has_agent_store()
+    store = prefixed(f"attempt-{attempt}", connect(_TIMEOUT, is_host=hosts))
     if device.type == "cuda":
         if device.index is not None:
             raise UserError(
@@ -80,10 +87,49 @@ def start(device: torch.device | str) -> World:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device)
     else:
-        dist.init_process_group("gloo", rank=rank, world_size=size, timeout=_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     return World(rank, size, local_rank, device)
+
+
+def has_agent_store() -> bool:
+    """Whether torchrun itself hosts the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect(timeout: timedelta, is_host: bool = False) -> Any:
+    """A connection of its own to the store of the launch."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_host,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=is_host,
+    )
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """The part of a store whose keys begin with `prefix`."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def remember_folder(folder: Path) -> None:
+    """Note under torchrun that this launch created the run in `folder`; the first one is the launch's own run."""
+    if has_agent_store():
+        connect(_SOON).compare_set(_FOLDER, "", str(folder.resolve()))
+
+
+def restarted_folder() -> Path | None:
+    """The run that an earlier attempt of this launch created, if torchrun has restarted its processes.
+
+    The processes are started with the same command again, but must continue what the first ones began.
+    """
+    if not has_agent_store() or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    store = connect(_SOON)
+    return Path(store.get(_FOLDER).decode()) if store.check([_FOLDER]) else None
 
 
 def is_main_process() -> bool:

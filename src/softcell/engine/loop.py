@@ -26,7 +26,7 @@ from softcell.engine.checkpoint import IDENTITY, check_identity
 from softcell.engine.distributed import World, agree, gather_objects, on_main, same_everywhere
 from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Steps
-from softcell.engine.metrics import DivergedError
+from softcell.engine.metrics import DivergedError, redistributed
 from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
 from softcell.engine.timing import TimeBudget
@@ -479,16 +479,14 @@ class _Loop:
 
     def _restore_local(self, state: dict[str, Any]) -> None:
         """Put this rank's own part back into the task's state."""
-        before, now = state["world_size"], self.world.size
+        before, now, parts = state["world_size"], self.world.size, state["local"]
+        has_parts = parts is not None and parts[0] is not None
         if before != now:
-            if any(part is not None for part in state["local"] or []):
-                raise UserError(
-                    f"a run saved within an epoch must be resumed with as many processes as before, but it had "
-                    f"{before} and now has {now}. Resume with {before} until the epoch's end."
-                )
             self._emit(Note(f"the run had {before} processes and now has {now}: results will differ in rounding."))
-        elif state["local"] is not None and state["local"][self.world.rank] is not None:
-            state["task"]["_local"] = state["local"][self.world.rank]
+            if has_parts:
+                state["task"]["_local"] = redistributed(parts, self.world.rank)
+        elif has_parts:
+            state["task"]["_local"] = parts[self.world.rank]
 
     def _interrupted(self, number: int) -> Outcome:
         at = self.at

@@ -225,3 +225,19 @@ class Tally:
         if local is not None:
             kept = local["meter"]
             self._meter.sums.zero_()[: len(kept)].copy_(kept)  # earlier versions did not count the top five
+
+
+def redistributed(parts: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """What `rank` keeps of the sums of an unfinished epoch after the number of processes has changed.
+
+    parts: one per earlier rank, of nested dicts of tensors. Those under `meter` count samples: rank 0 gets their total.
+    All others get one term per rank and step and are averaged over ranks at the end: every rank gets their mean.
+    """
+
+    def combine(values: list[Any], is_count: bool) -> Any:
+        if isinstance(values[0], dict):
+            return {key: combine([value[key] for value in values], is_count) for key in values[0]}
+        total = torch.stack(values).sum(0)
+        return (total if rank == 0 else torch.zeros_like(total)) if is_count else total / len(values)
+
+    return {key: combine([part[key] for part in parts], key == "meter") for key in parts[0]}

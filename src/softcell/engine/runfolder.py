@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from softcell.engine import checkpoint
 from softcell.engine.checkpoint import check_data, identity_of
-from softcell.engine.distributed import World, broadcast_object, on_main
+from softcell.engine.distributed import World, broadcast_object, on_main, remember_folder
 from softcell.engine.files import FILE_LIST, HEADING, TEMPORARY, atomic_write_text, listed_files
 from softcell.engine.interleave import Running
 from softcell.engine.lock import LOCK, free_reserve
@@ -111,6 +111,7 @@ class RunFolder:
         folder = cls(path, copy.deepcopy(manifest))
         atomic_write_text(path / FILE_LIST, f"{HEADING}\n{FILE_LIST}\n")
         folder._write()
+        remember_folder(path)
         return folder
 
     @classmethod

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from softcell.engine import distributed
 from softcell.engine.distributed import World
+from softcell.engine.heartbeat import Heartbeat
 from softcell.errors import UserError
 from softcell.settings import at_most
 
@@ -294,9 +295,19 @@ def join_processes(device: str, deterministic: bool) -> Iterator[World]:
         yield distributed.current()
         return
     world = distributed.start(resolve_device(device))
+    if world.size == 1:
+        yield world
+        return
+    heartbeat, failure = Heartbeat(world), None
     try:
         yield world
+    except BaseException as error:
+        failure = heartbeat.explain(error) or error
+        if failure is error:
+            raise
+        raise failure from error
     finally:
+        heartbeat.stop(failure)
         distributed.stop()
 
 

@@ -129,7 +129,8 @@ class Task(Protocol):
         """Return the state as tensors (any shape) and plain values, the same on every rank.
 
         What differs between ranks (metrics not yet summed over them) goes under the key `"_local"`. It is
-        kept, rank by rank, in the middle of an epoch only.
+        kept, rank by rank, in the middle of an epoch only. Its values are tensors in nested dicts, so that a run
+        can be resumed with another number of processes (`softcell.engine.metrics.redistributed`).
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

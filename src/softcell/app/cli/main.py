@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import softcell
 from softcell.app.process import enter, notice_when_slow
-from softcell.errors import UserError
+from softcell.errors import LostRankError, UserError
 from softcell.trust import asking
 
 USAGE = 2
@@ -199,6 +199,8 @@ def run(arguments: list[str]) -> int:
         return code if isinstance(code, int) else 0
     except typer.Exit as ended:  # --help and --version
         return ended.exit_code
+    except LostRankError as error:
+        return USAGE if error.is_reported else _fail(str(error))
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
@@ -237,9 +239,8 @@ def _fail(text: str) -> int:
     return USAGE
 
 
-# PyTorch raises a plain RuntimeError for both, so its words are the only sign.
+# PyTorch raises a plain RuntimeError, so its words are the only sign.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
-_LOST_PROCESS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
 _REDUCE = (
     "reduce --batch-size, --image-size, or the size of the network (--channels and --cells, or --set space.channels=N)"
 )
@@ -255,10 +256,11 @@ def explain_failure(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or (is_runtime_error and any(part in text for part in _OUT_OF_MEMORY)):
         return f"not enough free memory for this run; {_REDUCE}"
     if torch is not None and torch.distributed.is_available():
-        is_distributed = isinstance(error, torch.distributed.DistError)
-        if is_distributed or (is_runtime_error and any(part in text for part in _LOST_PROCESS)):
+        from softcell.engine.heartbeat import is_lost_connection
+
+        if is_lost_connection(error):  # before all processes have joined; afterwards the rank is known
             return (
                 "another process of this run ended or cannot be reached; see its own error for the cause. Restart all "
-                "processes with the same command and --resume."
+                "processes with the same command."
             )
     return None

@@ -20,6 +20,7 @@ from softcell.app.report.tensorboard import TensorBoard
 from softcell.data import datasets
 from softcell.data.folder import is_split, scan
 from softcell.engine import RunFolder
+from softcell.engine.distributed import restarted_folder
 from softcell.engine.runfolder import RUNS, output_folder
 from softcell.engine.seeds import SEEDS, seed_folder
 from softcell.engine.session import join_processes
@@ -137,6 +138,8 @@ def search(
     quiet: o.Quiet = False,
 ) -> int:
     """Search for an architecture. Without arguments: DARTS cells on handwritten digits."""
+    if (begun := restarted_folder()) is not None and seeds is None:
+        out, resume, overwrite = begun, True, False
     if resume:
         out, method = resumed_folder("search", method, out)
     limits: dict[str, Any] = {

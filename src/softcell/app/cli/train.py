@@ -19,6 +19,7 @@ from softcell.app.progress import Display
 from softcell.app.report.tensorboard import TensorBoard
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
+from softcell.engine.distributed import restarted_folder
 from softcell.engine.runfolder import output_folder
 from softcell.engine.seeds import SEEDS
 from softcell.engine.session import join_processes
@@ -119,6 +120,8 @@ def train(
     quiet: o.Quiet = False,
 ) -> int:
     """Train the network of an architecture from scratch and test it once, at the end."""
+    if (begun := restarted_folder()) is not None and seeds is None:
+        out, resume, overwrite = begun, True, False
     if resume:
         out, genotype = resumed_folder("train", genotype, out)
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
@@ -320,6 +323,8 @@ def teacher(
     quiet: o.Quiet = False,
 ) -> int:
     """Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."""
+    if (begun := restarted_folder()) is not None:
+        out, resume, overwrite = begun, True, False
     if resume:
         out, name = resumed_folder("teacher", name, out)
     given = o.settings(locals(), recipe=recipe)
