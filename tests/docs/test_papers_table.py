@@ -16,7 +16,7 @@ METHODS = (
     "DARTS",
     "β-DARTS",
     "DARTS−",
-    "Edge normalisation",
+    "PC-DARTS",
     "SNAS",
     "GDAS",
     "DrNAS",

@@ -17,6 +17,8 @@ PLACES = (*SPACES, "ragged")
 
 def marks(method: str, space: str) -> list[pytest.MarkDecorator]:
     """A method in its own space and the two smallest, the other spaces under DARTS; all else in the exhaustive run."""
+    if method == "edge-normalised":  # PC-DARTS but for its recipe
+        return [pytest.mark.exhaustive]
     own = space in ("nb201", "ragged", METHODS.get(method).home or "darts")
     return [] if own or (method == "darts" and space not in ALIKE | SOFTMAX_AT_HOME) else [pytest.mark.exhaustive]
 

@@ -86,6 +86,7 @@ def test_a_resolved_recipe_resolves_to_itself_also_through_json(method: str, spa
         ({"weights": {"lr": 0.1, "lr_min": 0.2}}, "lr_min <= weights.lr"),
         ({"weights": 3}, "a mapping"),
         ({"architecture": {"beta1": 1.0}}, "beta1 < 1"),
+        ({"architecture": {"after": 1.0}}, "after < 1"),
         ({"scale": "huge"}, "small, paper"),
         ({"regime": "trilevel"}, "single-level, bilevel, unrolled"),
         ({"split": {"weights": 0.5}}, "`weights` and `validation`"),

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nos, shared": ("nos", {"cells": 3, "channels": 4, "nodes": 2, "share_features": True}),
     "bottleneck": ("darts", {"cells": 3, "channels": 8, "nodes": 2, "bottleneck": 2}),
     "bottleneck, shared": ("darts", {"cells": 3, "channels": 8, "nodes": 2, "bottleneck": 2, "share_features": True}),
+    "partial": ("darts", {"cells": 3, "channels": 8, "nodes": 2, "partial_channels": 2}),
 }
 
 

@@ -34,6 +34,7 @@ VARIANTS = {
     "darts-pruned": PrunedDarts(cells=3, channels=2, nodes=2),
     "darts-shared": DartsSpace(cells=3, channels=2, nodes=2, share_features=True),
     "darts-narrow": DartsSpace(cells=3, channels=4, nodes=2, share_features=True, bottleneck=2),
+    "darts-partial": DartsSpace(cells=3, channels=4, nodes=2, partial_channels=2),
     "darts-imagenet": DartsSpace(
         cells=3, channels=2, nodes=1, stem="imagenet", candidates=("none", "skip_connect", "sep_conv_3x3")
     ),

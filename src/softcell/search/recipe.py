@@ -63,6 +63,7 @@ class WeightOptimiser:
 class ArchitectureOptimiser:
     """Adam for the architecture parameters; `clip` 0 means no clipping.
 
+    `after`: in this first share of the epochs only the weights learn.
     `optimiser` "weights": SGD with the settings and the learning rate of `weights` instead; of the settings here only
     `clip` then applies.
     """
@@ -73,12 +74,13 @@ class ArchitectureOptimiser:
     beta2: float = 0.999
     weight_decay: float = 1e-3
     clip: float = 0.0
+    after: float = 0.0
 
     def __post_init__(self) -> None:
         positive("architecture.lr", self.lr)
         not_negative("architecture.weight_decay", self.weight_decay)
         not_negative("architecture.clip", self.clip)
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "after"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise UserError(f"`0 <= architecture.{name} < 1` must hold, but got {getattr(self, name)}")
 

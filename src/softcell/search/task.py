@@ -41,7 +41,7 @@ from softcell.search.perturb import PerturbationSelection
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.selection import evolved, strongest_within_budget
-from softcell.search.steps import StepState, bilevel, single_level, unrolled
+from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
 from softcell.search.validation import Validation, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.cell import MixedCell
@@ -86,6 +86,7 @@ class SearchTask:
         self.tally = Tally(world.device)
         self._selected: dict[str, Any] = {}  # how the architecture was selected, for run.json
         self._plans, self._number = PlanQueue(method.planner), 0
+        self._weights_only = False  # in the first epochs, where the recipe asks for that
         self._cells, engine = _cells_and_engine(recipe, supernet, method, world, notify)
         notify_once = once(notify)
         learn = in_precision(self._learn, recipe.precision, world.device)
@@ -125,6 +126,7 @@ class SearchTask:
         w = self.recipe.weights
         rate = rate_at(epoch, self.num_epochs, w.lr, w.lr_min, w.schedule, warmup=w.warmup)
         set_lr(self.step_state.weight_optimiser, rate)
+        self._weights_only = epoch < round(self.recipe.architecture.after * self.num_epochs)
         if self.recipe.architecture.optimiser == "weights":
             set_lr(self.step_state.architecture_optimiser, rate)
         self.tally.begin_epoch()
@@ -154,7 +156,7 @@ class SearchTask:
             plan = self._plans.next()
         with nullcontext() if planner is None else planner.following(plan):
             if isinstance(self._run, CapturedStep):
-                self._run(*batch, key=plan)
+                self._run(*batch, key=("weights", plan) if self._weights_only else plan)
             else:
                 self._run(*batch)
 
@@ -166,7 +168,9 @@ class SearchTask:
         batch, other = self.pair(drafts)
         others: list[Tensor] = []
         with self._cells():
-            if other is None:
+            if self._weights_only:
+                result = weight_step(self.step_state, batch.images, batch.labels)
+            elif other is None:
                 result = single_level(self.step_state, batch.images, batch.labels)
             else:
                 train, validation = (batch.images, batch.labels), (other.images, other.labels)

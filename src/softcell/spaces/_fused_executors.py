@@ -92,8 +92,8 @@ class NodeSums:
 class NodeSumForms:
     """Fused forms for cells that cannot be fused as a whole, one per node.
 
-    There is something between the nodes of such a cell (a bottleneck, a calibration), but the features that leave one
-    node are a small cell: one input, and one weighted sum per target.
+    There is something between the nodes of such a cell (a bottleneck, a bypass, a calibration), but the features that
+    leave one node are a small cell: one input, and one weighted sum per target.
     """
 
     def __init__(self, features_of: Callable[[int, Live | None], Iterable[tuple[int, Entry]]], channels: int) -> None:

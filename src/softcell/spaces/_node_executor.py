@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Mix
+from softcell.arch import Mix, WeightMix
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
@@ -20,7 +20,7 @@ from softcell.nn.stack import grouped, run_stacked, stack_key
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.spaces._fused_executors import run_node_outputs, run_node_sums
 from softcell.spaces.block import watched
-from softcell.spaces.edges import Bottleneck, NodeInputs, node_value
+from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import Execution, is_modules_only, plan_modules
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run_by_node(
     values = list(states)
     inputs: dict[int, NodeInputs] = {target: NodeInputs([], [], set()) for target in cell.table.targets}
     executors: dict[int, NodeExecutor] = {}
+    rests: dict[int, Tensor] = {}  # what bypasses the candidates, by source
     chosen = {} if cell.block is None else cell.block.read_weights(mix, site, factors)
     for node in range(max(cell.table.targets) + 1):
         if node >= cell.inputs:
@@ -50,15 +51,27 @@ def run_by_node(
             else:
                 x = executors[cell.block.residual[node]].value() if node in cell.block.residual else None
                 value = cell.block.value(node, inputs[node], x, chosen, mix, site, factors)
-            values.append(node_value(node, value, states[0], cell.spec, cell.bottleneck))
+            if cell.partial is None:
+                value = node_value(node, value, states[0], cell.spec, cell.bottleneck)
+            elif isinstance(mix, WeightMix):
+                rest = cell.combiner.sum_bypassed(node, rests, mix, site, factors)
+                value = cell.partial.node_value(value, rest, states[0])
+            elif value is None:
+                value = cell.partial.node_value(None, None, states[0])
+            else:  # `_run_modules` gave the mix outputs of all channels
+                value = cell.partial.shuffle(value)
+            values.append(value)
         if node in cell.leaving:
-            executor = executors[node] = NodeExecutor(values[node], node, cell.bottleneck)
+            executor = executors[node] = NodeExecutor(values[node], node, cell.partial or cell.bottleneck)
+            if cell.partial is not None:
+                rests[node] = cell.partial.bypass(values[node], cell.stride_from(node))
             summed, made = False, dict[int, Tensor]()
             if execution is Execution.FUSED_SUMS:
                 summed = run_node_sums(cell, node, executor, mix, site, factors, inputs)
             elif execution is Execution.FUSED_OUTPUTS:
                 made = run_node_outputs(cell, node, executor, mix, site)
-            _run_modules(cell, node, executor, mix, site, factors, inputs, made, calibrations_only=summed)
+            rest = None if isinstance(mix, WeightMix) else rests.get(node)
+            _run_modules(cell, node, executor, mix, site, factors, inputs, made, rest, calibrations_only=summed)
             watch = watched(site)
             if watch is not None and watch.source == node:
                 watch.made = _all_outputs(cell, watch.choice, executor)
@@ -74,10 +87,14 @@ def _run_modules(
     factors: Tensor | None,
     inputs: Mapping[int, NodeInputs],
     made: Mapping[int, Tensor],
+    rest: Tensor | None,
     *,
     calibrations_only: bool,
 ) -> None:
-    """Adds the outputs of the live candidates that leave a node to the inputs of their targets; made: known ones."""
+    """Adds the outputs of the live candidates that leave a node to the inputs of their targets; made: known ones.
+
+    rest: what bypasses the candidates, for mixes that combine outputs of all channels themselves.
+    """
     live = mix.live(site)
     leaving = [
         (choice, candidate, target, cell.edges.module(entry))
@@ -98,6 +115,9 @@ def _run_modules(
         output = made.get(choice * width + k)
         if output is None and module is not None:
             output = executor(module, again=again[choice])
+        if rest is not None:
+            assert cell.partial is not None
+            output = cell.partial.widen(output, rest)
         outputs.setdefault(choice, {})[k] = output
     targets = {choice: target for choice, _, target, _ in leaving}
     combined = {} if cell.block is not None or is_modules_only() else mix.combine_together(site, outputs)
@@ -120,12 +140,12 @@ def _all_outputs(cell: MixedCell, choice: int, executor: NodeExecutor) -> dict[i
 class NodeExecutor:
     """Runs modules on one node's value, each module at most once, and the ReLU that most start with only once.
 
-    A bottleneck narrows the value before the first module that runs.
+    A bottleneck, or partial channels, narrow the value before the first module that runs.
     """
 
-    def __init__(self, x: Tensor, node: int, bottleneck: Bottleneck | None) -> None:
+    def __init__(self, x: Tensor, node: int, narrowing: Bottleneck | PartialChannels | None) -> None:
         self._x, self._done = x, dict[int, Tensor]()
-        self._node, self._bottleneck = node, bottleneck
+        self._node, self._narrowing = node, narrowing
         self._activated: Tensor | None = None
 
     def __call__(self, module: nn.Module, *, again: bool = False) -> Tensor:
@@ -152,13 +172,13 @@ class NodeExecutor:
                 self._done.update(zip(own, outputs, strict=True))
 
     def value(self) -> Tensor:
-        """The input of the modules: the node's value, narrowed by a bottleneck."""
+        """The input of the modules: the node's value, narrowed where its cell does that."""
         self._narrow()
         return self._x
 
     def _narrow(self) -> None:
-        if self._bottleneck is not None:
-            self._x, self._bottleneck = self._bottleneck.reduce_source(self._node, self._x), None
+        if self._narrowing is not None:
+            self._x, self._narrowing = self._narrowing.reduce_source(self._node, self._x), None
 
     def _run(self, module: nn.Module, again: bool) -> Tensor:
         starts = isinstance(module, ReLUFirst | FactorisedReduction)

@@ -22,14 +22,16 @@ from softcell.spaces._fused_executors import FusedForms, NodeOutputForms, NodeSu
 from softcell.spaces._fused_plan import Entry, Unfit, remembered
 from softcell.spaces._node_executor import NodeExecutor, run_by_node
 from softcell.spaces.block import Block, calibrates
-from softcell.spaces.edges import Bottleneck, Combiner, Edges, SpecOf, narrowed, node_value
+from softcell.spaces.edges import Bottleneck, Combiner, Edges, PartialChannels, SpecOf, narrowed, node_value
+from softcell.spaces.edges import total as sum_of
 from softcell.spaces.execution import Execution, plan
 
 
 class MixedCell(nn.Module):
     """Every candidate of every choice of a table, combined by a mix.
 
-    `spec_of` gives the spec of the candidates of each source; with a `bottleneck` they are that many times narrower.
+    `spec_of` gives the spec of the candidates of each source; with a `bottleneck` they are that many times narrower;
+    with `partial` they work on the first 1 / `partial` of the channels (`PartialChannels`).
 
     A node is the sum of its features; calibrating candidates are then applied to that sum and added to it (NOS, Eq 3).
     `residual` names nodes with one incoming choice whose sum is f + (1 - Σ_f w_f)·x, where x is their source: they keep
@@ -57,10 +59,11 @@ class MixedCell(nn.Module):
         *,
         share_features: bool = False,
         bottleneck: int = 1,
+        partial: int = 1,
         residual: Collection[int] = (),
     ) -> None:
         super().__init__()
-        wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck)
+        wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck * partial)
         self.table, self.inputs, self.spec_of = table, inputs, spec_of
         entries = [
             (index, k, Pick(choice.source, choice.target, op))
@@ -83,6 +86,8 @@ class MixedCell(nn.Module):
         self.bottleneck = (
             None if bottleneck == 1 else Bottleneck(table.sources, table.targets, wide=wide, narrow=self.spec)
         )
+        assert partial == 1 or (bottleneck == 1 and self.block is None), "not defined together"
+        self.partial = None if partial == 1 else PartialChannels(partial, wide=wide, narrow=self.spec)
         self._drop_path: list[DropPath] = []  # a list: the supernet owns it
         self._fused_forms = FusedForms(self.live_entries, inputs, max(table.targets) + 1)
         self.node_sums = NodeSumForms(self.live_features, self.spec.channels)
@@ -115,7 +120,7 @@ class MixedCell(nn.Module):
 
     def fused(self, live: Live | None) -> FusedCell | None:
         """The fused form of the whole cell for these live candidates; None where it has none."""
-        if self.bottleneck is not None or self.block is not None:
+        if self.bottleneck is not None or self.partial is not None or self.block is not None:
             return None
         return self._fused_forms.of(live, self.spec.channels, self.spec.stride)
 
@@ -182,11 +187,12 @@ class PickedCell(nn.Module):
         *,
         share_features: bool = False,
         bottleneck: int = 1,
+        partial: int = 1,
         residual: Collection[int] = (),
     ) -> None:
         super().__init__()
         check_forward(cell, inputs)
-        wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck)
+        wide, spec_of = spec_of(0), narrowed(spec_of, bottleneck * partial)
         self.cell, self.inputs = cell, inputs
         self._residual = {pick.target: pick.source for pick in cell.picks if pick.target in residual}
         self.edges = Edges(cell.picks, spec_of, share_features=share_features)
@@ -199,11 +205,13 @@ class PickedCell(nn.Module):
         sources = sorted({pick.source for pick in cell.picks})
         inner = range(inputs, self._nodes)
         self.bottleneck = None if bottleneck == 1 else Bottleneck(sources, inner, wide=wide, narrow=self.spec)
+        self.partial = None if partial == 1 else PartialChannels(partial, wide=wide, narrow=self.spec)
+        self._stride_of = {node: spec_of(node).stride for node in sources}
 
     def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
         values = list(states)
-        executors = [NodeExecutor(x, node, self.bottleneck) for node, x in enumerate(values)]
+        executors = [NodeExecutor(x, node, self.partial or self.bottleneck) for node, x in enumerate(values)]
         for node in range(self.inputs, self._nodes):
             total: Tensor | None = None
             calibrations: dict[str, tuple[Calibration, Tensor]] = {}
@@ -228,17 +236,27 @@ class PickedCell(nn.Module):
             if base is not None and total is not None:
                 for module, made in calibrations.values():
                     total = total + module.applied(base, made)
-            values.append(node_value(node, total, states[0], self.spec, self.bottleneck))
-            executors.append(NodeExecutor(values[-1], node, self.bottleneck))
+            if self.partial is None:
+                values.append(node_value(node, total, states[0], self.spec, self.bottleneck))
+            else:
+                values.append(self.partial.node_value(total, self._bypassed(node, values), states[0]))
+            executors.append(NodeExecutor(values[-1], node, self.partial or self.bottleneck))
         return values
+
+    def _bypassed(self, node: int, values: Sequence[Tensor]) -> Tensor | None:
+        """The sum of what bypasses the picks into a node, zero candidates too; None if there are no picks."""
+        assert self.partial is not None
+        sources = [pick.source for _, pick in self._incoming(node)]
+        rests = [self.partial.bypass(values[source], self._stride_of[source]) for source in sources]
+        return sum_of(rests) if rests else None
 
     def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | None:
         """This cell and the modules that preprocess its inputs as one operation; None where they run one by one."""
         return remembered(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
     def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
-        if self.bottleneck is not None or self._residual:
-            raise Unfit("there is a bottleneck or a residual between the nodes")
+        if self.bottleneck is not None or self.partial is not None or self._residual:
+            raise Unfit("there is a bottleneck, a bypass or a residual between the nodes")
         modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
         picks = [DerivedPick(pick.source, pick.target, module) for pick, module in modules if module is not None]
         return plan_derived(preprocess, picks, self._nodes - self.inputs, channels, stride, self._drop_path[0])

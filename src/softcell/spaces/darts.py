@@ -27,7 +27,7 @@ from softcell.nn.norm import BatchNorm2d
 from softcell.spaces._derived_plan import DerivedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.cell import MixedCell, PickedCell
-from softcell.spaces.edges import SpecOf
+from softcell.spaces.edges import SpecOf, check_ratios
 from softcell.spaces.execution import plan_network
 from softcell.spaces.registry import register_space
 
@@ -59,7 +59,7 @@ class DartsSpace(Space):
         "imagenet": {"cells": 14, "channels": 48, "stem": "imagenet"},
     }
     has_auxiliary: ClassVar[bool] = True
-    search_only: ClassVar[frozenset[str]] = frozenset({"share_features", "bottleneck"})
+    search_only: ClassVar[frozenset[str]] = frozenset({"share_features", "bottleneck", "partial_channels"})
 
     cells: int = 8
     channels: int = 16
@@ -71,6 +71,8 @@ class DartsSpace(Space):
     """In the supernet one weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
     bottleneck: int = 1
     """In the supernet candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
+    partial_channels: int = 1
+    """In the supernet candidates work on the first 1/K of the channels, the others bypass them (PC-DARTS: K = 4)."""
     vanished: Literal["dropped", "zeros"] = "dropped"
     """In the evaluation network a node that no input reaches is left out, or stays as zeros (the authors of SNAS)."""
     pool_norm: bool = False
@@ -79,9 +81,10 @@ class DartsSpace(Space):
     def __post_init__(self) -> None:
         if self.cells < 3:
             raise UserError(f"`cells >= 3` must hold (reduction cells are at 1/3 and 2/3), but got cells={self.cells}")
-        for name, least in (("channels", 1), ("nodes", 1), ("stem_multiplier", 1), ("bottleneck", 1)):
+        for name, least in (("channels", 1), ("nodes", 1), ("stem_multiplier", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"`{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
+        check_ratios(self.channels, self.bottleneck, self.partial_channels)
         for op in self.candidates:
             get_candidate(op)
 
@@ -235,6 +238,7 @@ class DartsSupernet(Supernet):
                 spec_of(plan, search_form=True),
                 share_features=space.share_features,
                 bottleneck=space.bottleneck,
+                partial=space.partial_channels,
                 residual=space.residual(self.layout.table(plan.table).output),
             )
             for plan in self.plans
@@ -288,6 +292,7 @@ class DartsNetwork(Network):
                 self.drop_path,
                 share_features=space.share_features and search_form,
                 bottleneck=space.bottleneck if search_form else 1,
+                partial=space.partial_channels if search_form else 1,
                 residual=space.residual(genotype.cells[plan.table].output, genotype),
             )
             for plan in self.plans

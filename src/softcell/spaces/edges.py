@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.arch import Mix, Pick, Table, WeightMix
+from softcell.errors import UserError
 from softcell.kernels.mix import stacked_sum, weighted_sum
 from softcell.kernels.norm import scaled
 from softcell.nn.candidates import Spec, get_candidate
@@ -67,8 +69,25 @@ def _row(group: nn.ModuleDict, name: str) -> nn.ModuleDict:
 
 
 def narrowed(spec_of: SpecOf, ratio: int) -> SpecOf:
-    """The specs of candidates inside a bottleneck: `ratio` times fewer channels, at least one."""
+    """The specs of candidates that work on `ratio` times fewer channels than their cell has, at least one."""
     return lambda source: replace(spec_of(source), channels=max(1, spec_of(source).channels // ratio))
+
+
+def check_ratios(channels: int, bottleneck: int, partial_channels: int) -> None:
+    """Raises `UserError` unless candidates can work on so much fewer of a space's channels."""
+    for name, value in (("bottleneck", bottleneck), ("partial_channels", partial_channels)):
+        if value < 1:
+            raise UserError(f"`{name} >= 1` must hold, but got {name}={value}")
+    if bottleneck > 1 and partial_channels > 1:
+        raise UserError(
+            f"a supernet has a bottleneck or partial channels, but got bottleneck={bottleneck}, "
+            f"partial_channels={partial_channels}; set one of them to 1"
+        )
+    if channels % partial_channels:
+        raise UserError(
+            f"`channels` must be a multiple of `partial_channels`, but got channels={channels}, "
+            f"partial_channels={partial_channels}; set space.partial_channels=1, or give other --channels"
+        )
 
 
 class Bottleneck(nn.Module):
@@ -95,6 +114,51 @@ class Bottleneck(nn.Module):
         return self.recover[str(node)](x)  # type: ignore[no-any-return]
 
 
+class PartialChannels:
+    """Candidates work on the first 1/K of a node's channels, x₁; the others, x₂, bypass them (PC-DARTS, Eq 2).
+
+    A node is the sum of shuffle(concat(Σ_k w_k·o_k(x₁), (Σ_k w_k)·x₂)) over its edges. At stride 2, x₂ is max-pooled
+    2×2 (released code). Zero candidates count in Σ_k w_k. The shuffle is the same for all edges, so a node has one.
+
+    ratio: K. wide, narrow: the specs of candidates that would work on all channels and of those that work on 1/K.
+    """
+
+    def __init__(self, ratio: int, wide: Spec, narrow: Spec) -> None:
+        assert wide.channels == ratio * narrow.channels
+        self._ratio, self._narrow = ratio, narrow
+        self._other = replace(narrow, channels=wide.channels - narrow.channels)
+
+    def reduce_source(self, node: int, x: Tensor) -> Tensor:
+        """x₁: [n, c, h, w] to [n, c / K, h, w]"""
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        # A copy, because kernels read dense maps.
+        return x[:, : self._narrow.channels].contiguous(
+            memory_format=torch.channels_last if last else torch.contiguous_format
+        )
+
+    def bypass(self, x: Tensor, stride: int) -> Tensor:
+        """x₂: [n, c, h, w] to [n, c - c / K, h', w'] at the resolution of what leaves the node with `stride`."""
+        rest = x[:, self._narrow.channels :]
+        # ceil_mode only matters at odd sizes, where candidates round up too.
+        return rest if stride == 1 else F.max_pool2d(rest, stride, stride, ceil_mode=True)
+
+    def widen(self, output: Tensor | None, rest: Tensor) -> Tensor:
+        """A candidate's output [n, c / K, h, w] (None: zeros) and what bypasses it, before the shuffle [n, c, h, w]."""
+        if output is None:
+            output = rest.new_zeros(rest.shape[0], self._narrow.channels, *rest.shape[2:])
+        return torch.cat([output, rest], dim=1)
+
+    def node_value(self, outputs: Tensor | None, rest: Tensor | None, like: Tensor) -> Tensor:
+        """The value of a node [n, c, h, w] from the sums of outputs and of what bypasses them; like: a cell's input."""
+        rest = zeros(like, self._other) if rest is None else rest
+        return self.shuffle(self.widen(outputs, rest))
+
+    def shuffle(self, x: Tensor) -> Tensor:
+        """Channels of K groups in turn: [n, c, h, w] to the same."""
+        n, c, h, w = x.shape
+        return x.view(n, self._ratio, c // self._ratio, h, w).transpose(1, 2).flatten(1, 2)
+
+
 Output = tuple[int, int, Tensor | None]
 """Choice, candidate and its output; None for zeros."""
 
@@ -116,7 +180,7 @@ class Combiner:
     """Combines outputs of a table's candidates, each [n, c, h, w], by a mix; None where there are zeros alone."""
 
     def __init__(self, table: Table) -> None:
-        self._width, self._contest_of = table.width, table.contest_of
+        self._table, self._width, self._contest_of = table, table.width, table.contest_of
         self._index_cache: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
     def combine(self, outputs: list[Output], mix: Mix, site: int, factors: Tensor | None) -> Tensor | None:
@@ -165,6 +229,24 @@ class Combiner:
     def sum_alike(self, outputs: Tensor, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
         """The weighted sum of outputs [n, entries, c, h, w]; entries: choice and candidate of each."""
         return stacked_sum(outputs, self._weights(entries, mix, site))
+
+    def sum_bypassed(
+        self, node: int, rests: Mapping[int, Tensor], mix: WeightMix, site: int, factors: Tensor | None
+    ) -> Tensor | None:
+        """Σ (Σ_k w_k)·x₂ over the edges into a node and their live candidates (`PartialChannels`).
+
+        rests: x₂ by source. factors [choices, n]: of drop-path.
+        """
+        live = mix.live(site) or tuple(tuple(range(len(one.candidates))) for one in self._table.choices)
+        choices = [choice for choice in self._table.incoming(node) if live[choice]]
+        if not choices:
+            return None
+        weights = self._weights([(choice, k) for choice in choices for k in live[choice]], mix, site)
+        shares = torch.stack([own.sum() for own in torch.split(weights, [len(live[choice]) for choice in choices])])
+        terms = [rests[self._table.choices[choice].source] for choice in choices]
+        if factors is not None:
+            terms = [scaled(x, factors, choice) for choice, x in zip(choices, terms, strict=True)]
+        return weighted_sum(terms, shares)
 
     def _weights(self, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
         """The weights [entries] of a mix by choice and candidate."""

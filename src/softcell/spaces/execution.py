@@ -51,8 +51,8 @@ class Execution(Enum):
 def plan(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Execution:
     """The executor of a mixed cell whose inputs are like `x` [n, c, h, w].
 
-    A cell with something between its nodes (a bottleneck, a calibration) or with a candidate that has no kernel has no
-    fused form. A node without a fused form of its own then runs module by module.
+    A cell with something between its nodes (a bottleneck, a bypass, a calibration) or with a candidate that has no
+    kernel has no fused form. A node without a fused form of its own then runs module by module.
     """
     if not kernels_serve(x):
         return Execution.MODULES

@@ -19,7 +19,7 @@ from softcell.nn.conv import ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.cell import MixedCell, PickedCell
-from softcell.spaces.edges import SpecOf
+from softcell.spaces.edges import SpecOf, check_ratios
 from softcell.spaces.registry import register_space
 
 CANDIDATES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
@@ -38,7 +38,7 @@ class NB201Space(Space):
         "small": {"cells_per_stage": 1, "channels": 16},
         "cifar": {"cells_per_stage": 5, "channels": 16},
     }
-    search_only: ClassVar[frozenset[str]] = frozenset({"share_features", "bottleneck"})
+    search_only: ClassVar[frozenset[str]] = frozenset({"share_features", "bottleneck", "partial_channels"})
 
     cells_per_stage: int = 5
     channels: int = 16
@@ -48,11 +48,14 @@ class NB201Space(Space):
     """In the supernet one weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
     bottleneck: int = 1
     """In the supernet candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
+    partial_channels: int = 1
+    """In the supernet candidates work on the first 1/K of the channels, the others bypass them (PC-DARTS: K = 4)."""
 
     def __post_init__(self) -> None:
-        for name, least in (("cells_per_stage", 1), ("channels", 1), ("nodes", 2), ("bottleneck", 1)):
+        for name, least in (("cells_per_stage", 1), ("channels", 1), ("nodes", 2)):
             if getattr(self, name) < least:
                 raise UserError(f"`{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
+        check_ratios(self.channels, self.bottleneck, self.partial_channels)
         for op in self.candidates:
             get_candidate(op)
 
@@ -148,7 +151,14 @@ class NB201Supernet(Supernet):
         self.skeleton = Skeleton(space, shape, num_classes)
         table = self.layout.tables[0]
         self.cells = nn.ModuleList(
-            MixedCell(table, 1, spec, share_features=space.share_features, bottleneck=space.bottleneck)
+            MixedCell(
+                table,
+                1,
+                spec,
+                share_features=space.share_features,
+                bottleneck=space.bottleneck,
+                partial=space.partial_channels,
+            )
             for spec in stage_specs(space, affine=False)
         )
         self._per_stage = space.cells_per_stage
@@ -181,6 +191,7 @@ class NB201Network(Network):
                 self.drop_path,
                 share_features=space.share_features and search_form,
                 bottleneck=space.bottleneck if search_form else 1,
+                partial=space.partial_channels if search_form else 1,
             )
             for spec in stage_specs(space, affine=not search_form)
         )

@@ -52,6 +52,8 @@ class NosSpace(DartsSpace):
     attentions: tuple[str, ...] = ATTENTIONS
     dynamics: tuple[str, ...] = DYNAMICS
     candidates: tuple[str, ...] = field(init=False, default=())
+    partial_channels: int = field(init=False, default=1)
+    """Not defined here: calibrating candidates are applied to sums of features."""
 
     def __post_init__(self) -> None:
         if not self.features:

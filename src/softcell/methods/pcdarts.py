@@ -1,10 +1,12 @@
-"""Edge normalisation, one of the two parts of PC-DARTS (Xu et al., ICLR 2020, arXiv:1907.05737), on its own.
+"""PC-DARTS: Partial Channel Connections for Memory-Efficient Architecture Search (Xu et al., ICLR 2020; 1907.05737).
 
-    edges        x_j = Σ_{i<j} softmax_i(β)_ij · Σ_k softmax_k(α_ij)_k · o_k(x_i)    -> `edge_weights`, `relax`
-    derivation   strongest softmax(β)_ij · softmax(α_ij)_k, by the space's rule        -> `derive`
+    Eq 2         f_ij(x_i) = Σ_k softmax(α_ij)_k · o_k(S·x_i) + (1 - S)·x_i        -> the space's `partial_channels`
+    Eq 3         x_j = Σ_{i<j} softmax_i(β)_ij · f_ij(x_i)                          -> `edge_weights`, `relax`
+    derivation   strongest softmax(β)_ij · softmax(α_ij)_k, by the space's rule     -> `derive`
+    §4.2         α and β wait for 15 of 50 epochs                                   -> `architecture.after`
 
-The other part, partial channel connections, is missing: every candidate works on all channels. This is therefore not
-PC-DARTS, and its results say nothing about PC-DARTS.
+S selects 1/K of the channels: the first ones, with a channel shuffle behind each node, as in the released code.
+`pc-darts` is the whole method. `edge-normalised` is Eq 3 alone: every candidate works on all channels.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from softcell.arch import Genotype, Layout, Mix, Table, WeightMix, derive
 from softcell.methods.base import Regime, SoftmaxMethod, register_method
 from softcell.settings import not_negative
+
+SMALL: dict[str, Any] = {"epochs": 8, "batch_size": 96, "weights": {"lr": 0.1}, "architecture": {"lr": 0.04}}
 
 
 def edge_groups(table: Table) -> Tensor:
@@ -46,18 +50,11 @@ class EdgeNormalisedSettings:
         not_negative("init_scale", self.init_scale)
 
 
-@register_method
-class EdgeNormalised(SoftmaxMethod):
+class _NormalisedEdges(SoftmaxMethod):
     """DARTS whose edges into a node compete in a softmax of their own."""
 
-    name: ClassVar[str] = "edge-normalised"
-    about: ClassVar[str] = "DARTS with a softmax over the edges into each node (of PC-DARTS, without partial channels)"
     regime: ClassVar[Regime] = "bilevel"
     Settings: ClassVar[type] = EdgeNormalisedSettings
-    recipes: ClassVar[dict[str, dict[str, Any]]] = {
-        "paper": {},
-        "small": {"epochs": 8, "batch_size": 96, "weights": {"lr": 0.1}, "architecture": {"lr": 0.04}},
-    }
 
     def __init__(self, layout: Layout, settings: EdgeNormalisedSettings) -> None:
         super().__init__(layout, settings)
@@ -80,3 +77,46 @@ class EdgeNormalised(SoftmaxMethod):
 
     def derive(self) -> Genotype:
         return derive(self.layout, self.weights(), self.rule, about={"method": self.name})
+
+
+@register_method
+class PcDarts(_NormalisedEdges):
+    """Edge normalisation, by recipes whose supernets have partial channels."""
+
+    name: ClassVar[str] = "pc-darts"
+    about: ClassVar[str] = (
+        "PC-DARTS: candidates work on a part of the channels; a softmax over the edges into each node"
+    )
+    recipes: ClassVar[dict[str, dict[str, Any]]] = {
+        # train_search.py of the released code
+        "paper": {
+            "epochs": 50,
+            "batch_size": 256,
+            "weights": {"lr": 0.1, "lr_min": 0.0},
+            "architecture": {"lr": 6e-4, "after": 0.3},
+            "space_settings": {"partial_channels": 4},
+        },
+        # train_search_imagenet.py and model_search_imagenet.py
+        "imagenet": {
+            "epochs": 50,
+            "batch_size": 1024,
+            "split": {"weights": 0.1, "validation": 0.025},
+            "weights": {"lr": 0.5, "lr_min": 0.0, "warmup": 5},
+            "architecture": {"lr": 6e-3, "after": 0.7},
+            "space_settings": {"partial_channels": 2, "stem": "imagenet"},
+        },
+        "small": {
+            **SMALL,
+            "architecture": {"lr": 0.04, "after": 0.3},
+            "space_settings": {"partial_channels": 2},  # a quarter of 8 channels would be 2
+        },
+    }
+
+
+@register_method
+class EdgeNormalised(_NormalisedEdges):
+    """Edge normalisation on all channels."""
+
+    name: ClassVar[str] = "edge-normalised"
+    about: ClassVar[str] = "DARTS with a softmax over the edges into each node (of PC-DARTS, without partial channels)"
+    recipes: ClassVar[dict[str, dict[str, Any]]] = {"paper": {}, "small": SMALL}
