@@ -2,8 +2,11 @@
 
 All searches use the supernet, data, batch size, weight optimiser and length of one recipe (IT-NAS's: 50 epochs, first
 order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
-look-up. `random` trains cells by themselves, as many epochs in sum as a search takes, and keeps the best on the
-validation half; `random cell` and `optimum` come from the table.
+look-up. `random` trains cells by themselves and keeps the best on the validation half; beside every other arm is what
+`random` had found after the same number of seconds. `random cell` and `optimum` come from the table. GPU memory is that
+of one search, also where several share the GPU. Kendall's tau per edge compares indicators with the table: the method's
+own, that of a selection by perturbation, with --indicators perturbation and discretisation on every trained supernet,
+and with --proxies Zero-Cost-PT on untrained ones.
 
 Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that a table can be collected by any number of
 commands on any number of machines. Stop a command at any time (or with --minutes); the same command resumes.
@@ -25,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from softcell.api import compare_indicators
 from softcell.app.report import bench201
 from softcell.app.report.charts import curves_svg
 from softcell.app.report.stats import summarise
@@ -32,13 +36,24 @@ from softcell.arch.notation import from_nb201
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS, SETS, Nb201Table, load_table
+from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table, load_table
 from softcell.evaluate.ranking import mean_tau, taus
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered
 from studies.itnas_nb201 import AT_ONCE, SHARED, check_candidates
+from studies.itnas_taus import proxies, rank, show_taus, summarise_taus
 from studies.options import recipe_settings, study_parser
-from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, finished, run_searches, spread, write_record
+from studies.runs import (
+    NOT_MEASURED,
+    Deadline,
+    PeakMemory,
+    entry,
+    epochs_of,
+    finished,
+    run_searches,
+    spread,
+    write_record,
+)
 
 PT: dict[str, Any] = {"select": {"by": "perturbation"}}
 ARMS: dict[str, dict[str, Any]] = {
@@ -61,6 +76,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "zero-cost": {},
 }
 """What differs between arms; the method is called as the arm where it is not named."""
+
+RANKED_BY = "cifar10_test"
+"""The accuracies that indicators are compared with, and those over the seconds of a search."""
 
 SEPARATE = ("random", "zero-cost")
 """Arms without a supernet: they take the data's split and batch size from the recipe, not its length."""
@@ -96,8 +114,10 @@ def label(arm: str, seed: int, options: argparse.Namespace) -> str:
     return f"{arm}-{Path(options.data).stem}-{seed}"
 
 
-def row_of(arm: str, seed: int, table: Nb201Table, options: argparse.Namespace) -> dict[str, Any]:
-    """What a finished search found, with all that the table needs once its folder is gone."""
+def row_of(
+    arm: str, seed: int, table: Nb201Table, options: argparse.Namespace, memory: int | None = None
+) -> dict[str, Any]:
+    """What a finished search found, with all that the table needs once its folder is gone; memory: peak in bytes."""
     folder = options.runs / label(arm, seed, options)
     manifest = RunFolder.open(folder).manifest
     (found,) = bench201.bench_runs(table, [folder])
@@ -108,9 +128,42 @@ def row_of(arm: str, seed: int, table: Nb201Table, options: argparse.Namespace) 
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "seconds_by_epoch": list(accumulate(epoch["seconds"] for epoch in epochs)),
+        "memory": memory,
+        "perturbation": _removals(manifest["results"].get("perturbation")),
         "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")} if epochs else {},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }
+
+
+def _removals(selection: Mapping[str, Any] | None) -> list[list[float]] | None:
+    """The indicator [6][5] of a selection by perturbation: how much worse the supernet is without an operation."""
+    if selection is None:
+        return None
+    sign = -1.0 if selection["measure"] == "accuracy" else 1.0
+    without = {edge["edge"]: edge["without"] for edge in selection["edges"]}
+    return [
+        [sign * without[f"{source}->{target}"][op][selection["measure"]] for op in OPERATIONS]
+        for source, target in EDGES
+    ]
+
+
+def add_indicators(file: Path, folder: Path, deadline: Deadline, options: argparse.Namespace) -> None:
+    """Adds what perturbation and discretisation say of a search's supernet to its row, once."""
+    row = json.loads(file.read_text("utf-8"))
+    if row["arm"] in SEPARATE or "indicators" in row or deadline.passed or not (folder / "checkpoint.bin").is_file():
+        return
+    deadline.log(f"{folder.name}: indicators")
+    names = ("perturbation", "discretisation")
+    values = compare_indicators(folder, names, device=options.device, data_root=options.data_root)["values"]
+    row["indicators"] = {name: values[name]["cell"] for name in names}
+    atomic_write_text(file, json.dumps(row, indent=1) + "\n")
+
+
+def indicators_in(row: Mapping[str, Any]) -> dict[str, Any]:
+    """All indicators [6][5] of a row by name; rows of earlier versions have their method's alone."""
+    selected = {"selection by perturbation": row.get("perturbation")}
+    found = {"own": row["indicator"], **selected, **row.get("indicators", {})}
+    return {name: values for name, values in found.items() if values is not None}
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
@@ -123,17 +176,24 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per dataset and arm: accuracies, search seconds and the mean Kendall's tau of its indicator, over seeds."""
+    """Per dataset and arm, over seeds: accuracies, search seconds, GPU memory, the mean Kendall's tau of its indicator.
+
+    `random`: what random search had found in the same seconds.
+    """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["data"], row["arm"]), []).append(row)
     found = []
     for (data, arm), own in groups.items():
         accuracies = {c: spread([row["accuracies"][c] for row in own]) for c in COLUMNS}
+        seconds, memory = spread([row["seconds"] for row in own]), [row["memory"] for row in own if row.get("memory")]
+        others = groups.get((data, "random"), []) if arm not in SEPARATE else []
         found.append(
             {
                 **{"data": data, "arm": arm, "n": len(own), "accuracies": accuracies},
-                "seconds": spread([row["seconds"] for row in own]),
+                "seconds": seconds,
+                "memory": spread(memory) if memory else None,
+                "random": random_within(float(seconds["mean"] or 0.0), others) if others else None,
                 "tau": _tau(table, own),
                 "cells": [row["architecture"] for row in own],
                 "published": PUBLISHED.get(arm) if data == "cifar10" else None,
@@ -142,10 +202,26 @@ def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict
     return found
 
 
+def random_within(seconds: float, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Random search stopped after `seconds`: the accuracy of its best cell, over seeds; None where one trained no cell.
+
+    `cells`: how many cells it had trained, on average. `is_shorter`: it ended before, so more cells might be better.
+    """
+    reached = []
+    for row in rows:
+        times = [row["seconds_by_epoch"][int(one["epoch"])] for one in row["trajectory"]]
+        reached.append([one for one, time in zip(row["trajectory"], times, strict=True) if time <= seconds])
+    if not all(reached):
+        return None
+    shorter = any(row["seconds"] < seconds for row in rows)
+    best = spread([own[-1][RANKED_BY] for own in reached])
+    return {**best, "cells": sum(map(len, reached)) / len(reached), "is_shorter": shorter}
+
+
 def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:
     """Kendall's tau-b of the methods' own indicators with CIFAR-10 test accuracy, mean over edges and seeds."""
     ranked = [row for row in rows if row["indicator"] is not None]
-    found = [taus(table, row["indicator"], from_nb201(row["architecture"]), "cifar10_test") for row in ranked]
+    found = [taus(table, row["indicator"], from_nb201(row["architecture"]), RANKED_BY) for row in ranked]
     means = [mean_tau(one["derived"]) for one in found]
     known = [value for value in means if value == value]
     return sum(known) / len(known) if known else None
@@ -175,17 +251,32 @@ def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]
         shown = Table(title=f"NAS-Bench-201, searched on {data}: accuracy in %, mean ± std", title_justify="left")
         for head in ("method", "n", *(f"{SETS[c.split('_')[0]]}\n{c.split('_')[1]}" for c in COLUMNS)):
             shown.add_column(head, justify="left" if head == "method" else "right")
-        for head in ("seconds", "tau", "published\nCIFAR-10 test"):
+        for head in (
+            "seconds",
+            "random, same seconds\nCIFAR-10 test",
+            "GPU memory\nGB",
+            "tau",
+            "published\nCIFAR-10 test",
+        ):
             shown.add_column(head, justify="right")
         for row in (row for row in found if row["data"] == data):
             cells = [bench201.shown(row["accuracies"][c]["mean"], row["accuracies"][c]["std"]) for c in COLUMNS]
             tau = "–" if row["tau"] is None else f"{row['tau']:+.2f}"
             published = "–" if row["published"] is None else bench201.shown(*row["published"])
             seconds = f"{row['seconds']['mean']:.0f}"
-            shown.add_row(row["arm"], str(row["n"]), *cells, seconds, tau, published)
+            memory = NOT_MEASURED if row["memory"] is None else f"{row['memory']['mean'] / 2**30:.2f}"
+            random = "" if row["arm"] in SEPARATE else _shown_random(row["random"])
+            shown.add_row(row["arm"], str(row["n"]), *cells, seconds, random, memory, tau, published)
         for name, _, values in bench201.accuracy_rows(table, []):
-            shown.add_row(name, "", *(values[c] for c in COLUMNS), "", "", "")
+            shown.add_row(name, "", *(values[c] for c in COLUMNS), *[""] * 5)
         console.print(shown)
+
+
+def _shown_random(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return NOT_MEASURED
+    sign = "≥ " if found["is_shorter"] else ""
+    return f"{sign}{bench201.shown(found['mean'], found['std'])} ({found['cells']:.0f} cells)"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -195,32 +286,56 @@ def main(arguments: list[str] | None = None) -> None:
     left = [pair for pair in wanted if not (kept / f"{label(*pair, options)}.json").is_file()]
     at_once = options.at_once or (AT_ONCE if resolve_device(options.device).type == "cuda" else 1)
     jobs = [(recipe_of(*pair, options), options.runs / label(*pair, options)) for pair in left]
+    peaks: dict[Path, PeakMemory] = {}
     try:
-        run_searches(jobs, deadline, options.device, at_once)
+        run_searches(jobs, deadline, options.device, at_once, peaks)
     finally:  # whatever stops the searches, those that are done are kept
         for pair in left:
-            if finished(options.runs / label(*pair, options)):
-                text = json.dumps(row_of(*pair, table, options), indent=1)
+            folder = options.runs / label(*pair, options)
+            if finished(folder):
+                peak = peaks[folder].peak if folder in peaks else None
+                text = json.dumps(row_of(*pair, table, options, peak), indent=1)
                 kept.mkdir(parents=True, exist_ok=True)
                 atomic_write_text(kept / f"{label(*pair, options)}.json", text + "\n")
+    if options.indicators:
+        for name in (label(*pair, options) for pair in wanted):
+            if (kept / f"{name}.json").is_file():
+                add_indicators(kept / f"{name}.json", options.runs / name, deadline, options)
     rows = read_rows(kept) if kept.is_dir() else []
     found = summaries(table, rows)
     for data in dict.fromkeys(row["data"] for row in rows):
-        atomic_write_text(options.out / f"anytime-{data}.svg", anytime_svg(rows, data, "cifar10_test"))
+        atomic_write_text(options.out / f"anytime-{data}.svg", anytime_svg(rows, data, RANKED_BY))
+    untrained = proxies(table, options, recipe_of("darts", 0, options), deadline, _known_proxies(options.out))
+    ranked = [
+        {"method": f"{row['arm']}, {row['data']}", "taus": rank(table, own)}
+        for row in rows
+        if (own := indicators_in(row))
+    ]
+    per_edge = [row for row in summarise_taus(ranked, untrained) if row["column"] == RANKED_BY]
     write_record(
         options.out / "nb201.json",
         "studies.nb201",
         summary=found,
         searches=[{key: row[key] for key in ("arm", "data", "seed", "architecture", "seconds", "git")} for row in rows],
+        taus=per_edge,
+        zero_cost=untrained,
         optimum=table.optimum(),
         random=table.chance(),
     )
     console = Console(width=None if sys.stdout.isatty() else 200)
     show(console, table, found)
+    show_taus(console, per_edge)
     missing = [label(*pair, options) for pair in wanted if not (kept / f"{label(*pair, options)}.json").is_file()]
     if missing:
         console.print(f"{NOT_MEASURED}: {', '.join(missing)}")
     console.print(f"written: {options.out / 'nb201.json'}")
+
+
+def _known_proxies(out: Path) -> dict[str, Any]:
+    """What an earlier command measured on untrained supernets."""
+    file = out / "nb201.json"
+    found: dict[str, Any] = json.loads(file.read_text("utf-8")).get("zero_cost", {}) if file.is_file() else {}
+    return {name: one for name, one in found.items() if one != NOT_MEASURED}
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -236,6 +351,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", nargs="*", type=int, default=[0, 1, 2, 3], metavar="SEED", help="seeds of each arm; none: no search"
     )
+    parser.add_argument("--indicators", action="store_true", help="also measure indicators on every trained supernet")
+    parser.add_argument("--proxies", type=int, default=0, metavar="K", help="untrained supernets for Zero-Cost-PT")
     found = parser.parse_args(arguments)
     check_candidates(recipe_of("darts", 0, found))
     return found

@@ -9,10 +9,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -21,7 +23,7 @@ from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.files import atomic_write_text
-from softcell.engine.interleave import Running, drain, interleave
+from softcell.engine.interleave import Running, Steps, drain, interleave
 from softcell.engine.manifest import collect, now
 from softcell.engine.session import Interrupt
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Stepped
@@ -35,6 +37,8 @@ from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.registry import evaluation_space
 
 NOT_MEASURED = "not measured"
+
+T = TypeVar("T")
 
 
 class Deadline:
@@ -81,12 +85,86 @@ def run_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dic
 
 
 def run_searches(
-    jobs: Sequence[tuple[SearchRecipe, Path]], deadline: Deadline, device: str, at_once: int | None = None
+    jobs: Sequence[tuple[SearchRecipe, Path]],
+    deadline: Deadline,
+    device: str,
+    at_once: int | None = None,
+    peaks: dict[Path, PeakMemory] | None = None,
 ) -> None:
-    """Runs all searches that are not finished, or what is left of them, until they are or the time is over."""
+    """Runs all searches that are not finished, or what is left of them, until they are or the time is over.
+
+    peaks: receives the GPU memory of each search by its folder; on a CPU it stays empty.
+    """
     for recipe, folder in jobs:
         matching_recipe(recipe, folder)  # all before the first, so that runs without time left are checked too
-    run_interleaved([partial(search_or_resume, recipe, folder, deadline) for recipe, folder in jobs], device, at_once)
+    where = resolve_device(device)
+    starts: list[Callable[[], Running[Any]]] = []
+    for recipe, folder in jobs:
+        start = partial(search_or_resume, recipe, folder, deadline)
+        if peaks is not None and where.type == "cuda":
+            peaks[folder] = PeakMemory(partial(_allocated_on, where))
+            start = partial(in_turns, start, peaks[folder])
+        starts.append(start)
+    run_interleaved(starts, device, at_once)
+
+
+class PeakMemory:
+    """The most memory that one of several interleaved runs had allocated, without that of the others: `peak`, in bytes.
+
+    Used as a context around every turn of the run. Runs take turns in one thread and the allocator counts on the host,
+    so what changes within a turn belongs to its run.
+
+    allocated: returns the bytes that are allocated and the most since the last call with `reset=True`.
+    """
+
+    def __init__(self, allocated: Callable[[bool], tuple[int, int]]) -> None:
+        self._allocated = allocated
+        self._own = self._before = self.peak = 0
+
+    def __enter__(self) -> None:
+        self._before, _ = self._allocated(True)
+
+    def __exit__(self, *raised: object) -> None:
+        now, most = self._allocated(False)
+        self.peak = max(self.peak, self._own + most - self._before)
+        self._own += now - self._before
+
+
+def _allocated_on(device: torch.device, reset: bool) -> tuple[int, int]:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    # `torch.cuda.memory_allocated` makes a flat dictionary of all counters each time, which takes longer.
+    counters = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return int(counters["current"]), int(counters["peak"])
+
+
+def in_turns(start: Callable[[], Running[T]], turn: AbstractContextManager[None]) -> Running[T]:
+    """A run with `turn` entered around everything that it does."""
+    running = start()
+    advance: Callable[[], Steps[Any]] = partial(next, running)
+    while True:
+        try:
+            with turn:
+                steps = advance()
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        try:
+            advance = partial(running.send, (yield _steps_in_turns(steps, turn)))
+        except BaseException as error:  # of a step: the run decides what becomes of it
+            advance = partial(running.throw, error)
+
+
+def _steps_in_turns(steps: Steps[T], turn: AbstractContextManager[None]) -> Steps[T]:
+    while True:
+        try:
+            with turn:
+                next(steps)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        yield
 
 
 def run_interleaved(starts: Sequence[Callable[[], Running[Any]]], device: str, at_once: int | None = None) -> None:

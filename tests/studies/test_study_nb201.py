@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from softcell.arch import notation
+from softcell.engine.interleave import Running, Steps, interleave
 from softcell.errors import UserError
+from softcell.spaces import build_space
 from studies import nb201
+from studies.runs import PeakMemory, in_turns
 from tests.helpers.bench_tables import write_made
 from tests.helpers.search_toys import write_data
 
@@ -41,6 +46,7 @@ def test_all_searches_share_one_recipe(table: Path) -> None:
 def test_a_table_grows_by_several_commands(
     tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(nb201, "load_table", functools.cache(nb201.load_table))  # every command reads 15,625 cells
     data = write_data(tmp_path / "data.npz", train=32)
     given = ["--data", str(data), "--scale", "small", "--epochs", "2", "--device", "cpu", "--table", str(table)]
     given += ["--set", "space.cells_per_stage=1", "--set", "space.channels=2"]
@@ -54,8 +60,9 @@ def test_a_table_grows_by_several_commands(
     nb201.main([*given, "--arms", "gdas", "--seeds", "0", "--minutes", "0"])
     assert [row["arm"] for row in record()["summary"]] == ["darts"]
     assert "not measured: gdas-data-0" in capsys.readouterr().out
+    assert record()["summary"][0]["memory"] is None, "there is no GPU"
     (tmp_path / "runs" / "darts-data-0").rename(tmp_path / "gone")
-    nb201.main([*given, "--arms", "gdas", "darts", "--seeds", "0"])
+    nb201.main([*given, "--arms", "gdas", "darts", "--seeds", "0", "--indicators", "--proxies", "1"])
     found = {row["arm"]: row for row in record()["summary"]}
     assert list(found) == ["darts", "gdas"] and all(row["n"] == 1 for row in found.values())
     assert not (tmp_path / "runs" / "darts-data-0").exists(), "a search that has its row is not run again"
@@ -63,10 +70,91 @@ def test_a_table_grows_by_several_commands(
         known = nb201.load_table(table).lookup(notation.parse(search["architecture"]))
         assert found[search["arm"]]["accuracies"]["cifar10_test"]["mean"] == pytest.approx(known["cifar10_test"])
     assert "<svg" in (tmp_path / "out" / "anytime-data.svg").read_text()
-    assert "random cell" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "random cell" in out and "GPU memory" in out and "not measured" in out
+    per_edge = {(row["supernet"], row["indicator"]) for row in record()["taus"]}
+    own = {("darts, data", "own"), ("gdas, data", "own")}
+    measured = {("gdas, data", "perturbation"), ("gdas, data", "discretisation")}  # the supernet of darts is gone
+    assert per_edge == own | measured | {("untrained", "naswot"), ("untrained", "synflow")}
+    assert all(len(row["edges"]) == 6 and row["column"] == "cifar10_test" for row in record()["taus"])
+    nb201.main([*given, "--seeds"])
+    assert {(row["supernet"], row["indicator"]) for row in record()["taus"]} == per_edge, "nothing is lost"
 
 
 def test_rows_of_unknown_arms_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({"arm": "other", "data": "digits", "seed": 0}))
     with pytest.raises(UserError, match="arms that this study does not know: other"):
         nb201.read_rows(tmp_path)
+
+
+def test_random_search_is_compared_after_the_same_seconds() -> None:
+    """Cells end after 10, 20, 30 and 12, 24, 36 seconds."""
+    rows = [
+        {
+            "seconds": 3 * pace,
+            "seconds_by_epoch": [pace / 2, pace, 1.5 * pace, 2 * pace, 2.5 * pace, 3 * pace],
+            "trajectory": [{"epoch": 2 * i + 1, "cifar10_test": best + i} for i in range(3)],
+        }
+        for pace, best in ((10.0, 90.0), (12.0, 80.0))
+    ]
+    assert nb201.random_within(11.0, rows) is None, "one of them has trained no cell"
+    found = nb201.random_within(23.0, rows)
+    assert found is not None
+    assert (found["mean"], found["n"], found["cells"], found["is_shorter"]) == ((91.0 + 80.0) / 2, 2, 1.5, False)
+    assert found["std"] == pytest.approx(11.0 / 2**0.5)
+    late = nb201.random_within(35.0, rows)
+    assert late is not None and late["is_shorter"] and nb201._shown_random(late).startswith("≥ 86.50")
+    assert nb201._shown_random(None) == "not measured"
+
+
+@pytest.mark.parametrize(("measure", "sign"), [("accuracy", -1), ("loss", 1)])
+def test_a_selection_by_perturbation_is_an_indicator_in_the_order_of_the_table(measure: str, sign: int) -> None:
+    choices = build_space("nb201").layout().tables[0].choices
+    edges = [
+        {"edge": str(choice), "without": {op: {measure: 10 * i + k} for k, op in enumerate(choice.candidates)}}
+        for i, choice in enumerate(choices)
+    ]
+    found = nb201._removals({"measure": measure, "edges": edges[::-1]})
+    assert found == [[sign * (10 * i + choices[i].candidates.index(op)) for op in nb201.OPERATIONS] for i in range(6)]
+    assert nb201._removals(None) is None
+
+
+def test_the_memory_of_a_search_does_not_count_that_of_others() -> None:
+    """Runs hold 100 and 7 bytes; in its second step the first needs 50 more for a moment, in the third it fails."""
+    allocated, most = 0, 0
+
+    def take(bytes_: int) -> None:
+        nonlocal allocated, most
+        allocated += bytes_
+        most = max(most, allocated)
+
+    def counters(reset: bool) -> tuple[int, int]:
+        nonlocal most
+        most = allocated if reset else most
+        return allocated, most
+
+    def run(held: int, extra: int, *, fails: bool) -> Running[str]:
+        def steps() -> Steps[str]:
+            take(held)
+            yield
+            take(extra)
+            take(-extra)
+            yield
+            if fails:
+                raise ValueError("a step failed")
+            return "done"
+
+        try:
+            outcome = yield steps()
+        except ValueError as error:
+            outcome = str(error)
+        take(-held)
+        return f"{held}: {outcome}"
+
+    peaks = [PeakMemory(counters), PeakMemory(counters)]
+    starts = [
+        lambda: in_turns(lambda: run(100, 50, fails=True), peaks[0]),
+        lambda: in_turns(lambda: run(7, 1, fails=False), peaks[1]),
+    ]
+    assert interleave(starts, torch.device("cpu"), 2) == ["100: a step failed", "7: done"]
+    assert [peak.peak for peak in peaks] == [150, 8] and allocated == 0
