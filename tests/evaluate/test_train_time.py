@@ -3,6 +3,7 @@
 The clock is a fake: it moves when a test says so, so nothing here depends on the speed of a machine.
 """
 
+import io
 import json
 import math
 import sys
@@ -13,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from softcell.app.cli.main import run as command
+from softcell.app.progress import Display
 from softcell.arch import sample
 from softcell.data import load
-from softcell.engine import RunFolder, checkpoint
+from softcell.engine import RunFolder, checkpoint, timing
 from softcell.engine.optim import AveragedWeights, adamw, rate_in, sgd
-from softcell.engine.task import EpochEnded, Event, Note, Started, Stepped
+from softcell.engine.task import EpochEnded, Event, Finished, Note, Started, Stepped
 from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network, resolve, stored_training, train
@@ -28,11 +31,12 @@ from softcell.evaluate.teacher import resolve_teacher
 from softcell.evaluate.train import augment_of
 from softcell.settings import MOST_EPOCHS
 from softcell.spaces import build_space
+from tests.helpers.engine_toy import Toy
 from tests.helpers.search_toys import TINY, training, write_data
 
 GENOTYPE = sample(build_space("nb201", TINY["nb201"]).layout(), 5)
 STEPS = 5  # in an epoch: 86 images in batches of 16
-TASK = sys.modules["softcell.evaluate.task"]
+TASK, TRAIN = sys.modules["softcell.evaluate.task"], sys.modules["softcell.evaluate.train"]
 
 
 class Clock:
@@ -210,6 +214,76 @@ def test_checkpoints_take_a_small_share_of_a_time(data: Path, tmp_path: Path, mo
     result = train(GENOTYPE, recipe_of(data, time=12.0), tmp_path / "run", on_event=clock)
     assert len(result.metrics) > 20 and len(saved) > 4 and len(saved) * 0.06 <= 0.06 * 12
     assert rows(result) == result.metrics
+
+
+class Threaded(Toy):
+    """A task whose steps take a second with one thread and `with_all` with three."""
+
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, with_all: float) -> None:
+        super().__init__()
+        self.used = 0
+
+        def set_threads(count: int) -> int:  # a fake: tests run on one thread
+            self.used = count
+            return count
+
+        def advance(epoch: int, step: int) -> None:
+            clock.now += with_all if self.used == 3 else 1.0
+
+        self.before_step = advance
+        monkeypatch.setattr(timing, "usable_cores", lambda: 3)
+        monkeypatch.setattr(timing, "set_threads", set_threads)
+
+
+@pytest.mark.parametrize(("with_all", "expected"), [(0.4, 3), (0.95, 1), (7.0, 1)])
+def test_threads_are_those_of_the_faster_steps(monkeypatch: pytest.MonkeyPatch, with_all: float, expected: int) -> None:
+    """All three cores must be clearly faster than one."""
+    clock, notes = Clock(monkeypatch), []
+    task = Threaded(clock, monkeypatch, with_all)
+    before = torch.get_rng_state()
+    assert timing.choose_threads(task, notes.append) == task.used == expected
+    assert torch.equal(torch.get_rng_state(), before), "random numbers are given back"
+    assert f"{1e3 * with_all:.1f} ms with 3; using {expected}" in notes[0]
+
+
+def test_only_trainings_with_a_time_choose_their_threads(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding depends on the number of threads; a training of epochs must not depend on the clock."""
+    monkeypatch.setattr(TRAIN, "choose_threads", lambda task, notify: 7)
+    threads = torch.get_num_threads()
+    clock = Clock(monkeypatch)
+    for changes, expected in (({"time": 5.0}, 7), ({"time": 5.0, "threads": 1}, 1), ({"epochs": 1}, threads)):
+        recipe = recipe_of(data, **{"threads": 0, "holdout": 0.0, **changes})
+        result = train(GENOTYPE, recipe, tmp_path / "run", overwrite=True, on_event=clock)
+        assert result.recipe.threads == expected
+
+
+def test_epochs_of_a_time_are_shown_rarely_and_with_the_time_left() -> None:
+    screen = Console(file=io.StringIO(), width=100)
+    with Display(screen, "heading") as display:
+        display(Started(0, 0, MOST_EPOCHS, 100.0))
+        for epoch in range(200):
+            display(Stepped(epoch, 1, 1, (epoch + 1) / 200, 100.0 - (epoch + 1) / 2))
+            display(EpochEnded(epoch, {"epoch": epoch, "train_loss": 0.5}))
+        display(Finished(200, None))
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "heading" and 18 <= len(lines) - 1 <= 21
+    assert lines[1].startswith("epoch 10  loss 0.500  1:35 left") and lines[-1].startswith("epoch 200 ")
+
+
+def test_the_time_is_in_report_and_info(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock(monkeypatch, lambda number: 10.0)
+    result = train(GENOTYPE, recipe_of(data, time=90.0), tmp_path / "run", on_event=clock)
+    manifest = RunFolder.open(result.folder).manifest
+    used = round(manifest["results"]["time_used"])
+    assert used in (80, 90) and command(["info", str(result.folder)]) == 0
+    assert f"1:{used - 60} of 1:30" in capsys.readouterr().out
+    page = tmp_path / "report.html"
+    assert command(["report", str(result.folder), "--out", str(page)]) == 0
+    assert f"1 min {used - 60} s" in page.read_text() and "of 1 min 30 s given" in page.read_text()
 
 
 # --- settings ---

@@ -20,6 +20,7 @@ import torch
 from softcell.engine.capture import WARMUP
 from softcell.engine.distributed import World
 from softcell.engine.files import atomic_write_text
+from softcell.engine.session import set_threads, usable_cores
 from softcell.engine.task import Task
 
 
@@ -179,6 +180,35 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     notify(f"precision=auto: one step takes {each} on this device; using {chosen} (remembered in {cache_file()})")
     _remember(key, chosen)
     return chosen
+
+
+def choose_threads(task: Task, notify: Callable[[str], None]) -> int:
+    """One CPU thread or one per core, whichever makes the faster steps of `task`, which is thrown away; sets it.
+
+    On a busy machine threads wait for each other, so that two may be slower than one. Both are timed in turn, so that a
+    load that changes meanwhile affects both. Only for runs that depend on the clock anyway: threads change rounding.
+    """
+    cores = usable_cores()
+    if cores == 1:
+        return set_threads(1)
+    times: dict[int, list[float]] = {1: [], cores: []}
+    with torch.random.fork_rng(devices=[]):
+        task.begin_epoch(0)
+        batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), 2)))
+        for number in range(1 + TIMED):  # the first steps include allocation
+            for threads, seconds in times.items():
+                set_threads(threads)
+                batch, began = next(batches), time.perf_counter()
+                task.step(batch)
+                if number:
+                    seconds.append(time.perf_counter() - began)
+    alone, all_ = (statistics.median(seconds) for seconds in times.values())
+    chosen = cores if all_ * GAIN < alone else 1
+    notify(
+        f"threads=auto: one step takes {1e3 * alone:.1f} ms with 1 CPU thread and {1e3 * all_:.1f} ms with {cores}; "
+        f"using {chosen}"
+    )
+    return set_threads(chosen)
 
 
 def time_steps(task: Task, device: torch.device) -> float:

@@ -28,7 +28,7 @@ from softcell.engine.metrics import Measured
 from softcell.engine.runfolder import checksum, failure_recorded, notifier, run_in_folder
 from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
-from softcell.engine.timing import TimeBudget, choose_precision
+from softcell.engine.timing import TimeBudget, choose_precision, choose_threads
 from softcell.errors import UserError
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_space, resolve
@@ -112,7 +112,8 @@ def train_steps(
     budget = TimeBudget(recipe.time) if recipe.time else None  # reading the data takes a part of the time
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
-        recipe = replace(recipe, threads=recipe.threads or session.threads)
+        if not recipe.time:  # otherwise `prepare` times steps to choose
+            recipe = replace(recipe, threads=recipe.threads or session.threads)
         return (yield from _train(genotype, recipe, Path(out), session, resume, overwrite, on_event, budget))
 
 
@@ -298,14 +299,18 @@ def prepare(
     parts = parts_of(dataset, recipe)
     held = feeds.plain(dataset.train, parts["holdout"]) if "holdout" in parts else None
     batches, notify = feeds.training(parts["train"], augment_of(dataset, recipe)), notifier(on_event, world)
+
+    def make(precision: str) -> TrainTask:
+        """The task in a precision, to be timed and thrown away."""
+        tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
+        own, other = copy.deepcopy((network, criterion))
+        quiet = notifier(None, world)  # the training itself says why its steps are not captured
+        return TrainTask(tried, own, world, train=batches, held=None, notify=quiet, criterion=other)
+
+    if recipe.threads == 0:
+        alone = world.size == 1 and not is_gpu
+        recipe = replace(recipe, threads=choose_threads(make("float32"), notify) if alone else session.threads)
     if recipe.precision == "auto":
-
-        def make(precision: str) -> TrainTask:
-            tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
-            own, other = copy.deepcopy((network, criterion))
-            quiet = notifier(None, world)  # the training itself says why its steps are not captured
-            return TrainTask(tried, own, world, train=batches, held=None, notify=quiet, criterion=other)
-
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
     task = TrainTask(

@@ -13,7 +13,7 @@ from rich.table import Table
 from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.cli.results import search_accuracy, top5_of
+from softcell.app.cli.results import search_accuracy, time_of, top5_of
 from softcell.app.report.runs import read_lines
 from softcell.arch import Genotype, count
 from softcell.data import datasets
@@ -133,6 +133,8 @@ def _describe_run(out: Console, manifest: dict[str, Any], folder: Path, epoch: i
     print_fields(
         out, run=f"{manifest['kind']} in {folder}, {manifest['status']}, data {recipe['data']}, seed {manifest['seed']}"
     )
+    if recipe.get("time"):
+        print_fields(out, time=time_of(recipe["time"], results.get("time_used")))
     if results.get("accuracy") is not None:
         print_fields(
             out,

@@ -22,7 +22,7 @@ from softcell.search.reconstruct import PICTURE
 from softcell.search.run import FIRST
 from softcell.search.seeds import SearchedSeeds, figure, loss, score
 from softcell.search.validation import RECALIBRATED
-from softcell.text import count_of
+from softcell.text import clock, count_of
 
 
 def show_search(out: Console, result: SearchResult) -> None:
@@ -116,9 +116,15 @@ def show_seeds(out: Console, result: SearchedSeeds) -> None:
         print_fields(out, all=f"{statistics.mean(reached) * 100:.1f} ± {spread:.1f}%  mean ± std (n={len(reached)})")
 
 
-def show_training(out: Console, result: TrainResult, count: int | None) -> None:
-    """Accuracy with its split, and the cost of the network."""
+def time_of(given: float, used: float | None) -> str:
+    """The time of a training that had a limit, used and given."""
+    return f"{clock(given)} given" if used is None else f"{clock(used)} of {clock(given)}"
+
+
+def show_training(out: Console, result: TrainResult, found: Mapping[str, Any]) -> None:
+    """Accuracy with its split, and the cost of the network. found: the results in `run.json`."""
     out.print()
+    count, given = found.get("count"), result.recipe.time
     if result.recall is not None:
         images = f" ({count_of(count, 'image')})" if count else ""
         shown = ", ".join(f"@{k} {percent(share)}" for k, share in result.recall.items())
@@ -130,6 +136,9 @@ def show_training(out: Console, result: TrainResult, count: int | None) -> None:
         print_fields(
             out, accuracy=f"{percent(result.accuracy)}{top5_of(result.top5)} on the {result.split} split{images}"
         )
+    if given:
+        epochs = count_of(len(result.metrics), "epoch")
+        print_fields(out, time=f"{time_of(given, found.get('time_used'))}, {epochs}")
     cost = result.cost
     print_fields(
         out,

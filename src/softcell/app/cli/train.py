@@ -247,7 +247,7 @@ def run_train(
             results.interrupted(screen, *again)
             return result.exit_code
         if world.is_main:
-            results.show_training(screen, result, RunFolder.open(folder).manifest["results"].get("count"))
+            results.show_training(screen, result, RunFolder.open(folder).manifest["results"])
         if not random:
             return 0
         if within is not None and world.is_main:

@@ -83,7 +83,11 @@ def tiles(run: Run) -> Html:
     of = f"of {int(planned)}" if planned and not many else "over all architectures" if many else ""
     found.append(("epochs", str(done), of))
     seconds = sum(number(row.get("seconds")) or 0.0 for row in run.metrics)
-    found.append(("time", duration(seconds), "in epochs"))
+    given, used = number(run.recipe.get("time")), number(results.get("time_used"))
+    if given and used:
+        found.append(("time", duration(used), f"of {duration(given)} given"))
+    else:
+        found.append(("time", duration(seconds), f"in epochs, of {duration(given)} given" if given else "in epochs"))
     found.append(("seed", run.seed, ""))
     return el(
         "div",
