@@ -80,6 +80,11 @@ def test_an_export_predicts_what_its_run_does(trained: Path, exported: Path, dig
             assert other.probabilities == pytest.approx(one.probabilities, abs=1e-5)
 
 
+def test_an_exported_graph_has_no_path_of_this_machine(exported: Path) -> None:
+    content = (exported / "model.onnx").read_bytes()
+    assert str(Path(__file__).parents[3]).encode() not in content and b".py" not in content
+
+
 def test_images_are_printed_with_names_and_probabilities(
     trained: Path, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

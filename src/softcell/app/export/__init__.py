@@ -1,7 +1,8 @@
-"""Trained networks for use elsewhere: ONNX, one Python file, safetensors, torch.export."""
+"""Trained networks for use elsewhere: ONNX in float or int8, one Python file, safetensors, torch.export."""
 
 from softcell.app.export.model import Model, read_model, trained_folder
 from softcell.app.export.predict import ImageClassifier, predict, read_classifier
+from softcell.app.export.quantise import Quantised
 from softcell.app.export.write import FORMATS, Exported, Format, Ready, export, format_named, ready
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Format",
     "ImageClassifier",
     "Model",
+    "Quantised",
     "Ready",
     "export",
     "format_named",

@@ -60,26 +60,51 @@ def check_program(file: Path, model: Model) -> float:
 
 def write_onnx(model: Model, file: Path) -> None:
     """Writes an ONNX file with the weights; class names, mean, std and facts are in its metadata."""
+    proto = program_to_onnx(to_program(model), model.output)
+    set_metadata(proto, metadata_of(model))
+    atomic_write_bytes(file, proto.SerializeToString())
+
+
+def program_to_onnx(program: ExportedProgram, output: str) -> Any:
+    """The `onnx.ModelProto` of a program, without the exporter's notes on each node.
+
+    Those are a tenth of a small file, and they have paths of this machine.
+    """
     with torch.no_grad(), _quiet():
-        program = to_program(model)
         if has_kernels_per_image(program):
             program = program.run_decompositions({torch.ops.aten.conv2d.default: grouped_by_image})
         made = torch.onnx.export(
             program,
             input_names=[INPUT],
-            output_names=[model.output],
+            output_names=[output],
             opset_version=OPSET,
             custom_translation_table={torch.ops.softcell.conv_by_image.default: scan},
             dynamo=True,
             verbose=False,
         )
     assert made is not None
+    proto = made.model_proto
+    graph = proto.graph
+    for part in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        del part.metadata_props[:]
+    del graph.metadata_props[:]
+    return proto
+
+
+def metadata_of(model: Model) -> dict[str, str]:
+    """Class names and the preparation of images as JSON, and the facts about the training."""
     learnt = "classes" if model.output == "logits" else "seen_classes"
     known: dict[str, object] = {learnt: model.classes, "mean": model.mean, "std": model.std, "shape": model.shape}
     known |= {"scaled_to": model.scaled_to or model.shape[1:], "whole": model.whole}
-    made.model.metadata_props.update({key: json.dumps(value) for key, value in known.items()})
-    made.model.metadata_props.update(model.about)
-    atomic_write_bytes(file, made.model_proto.SerializeToString())
+    return {**{key: json.dumps(value) for key, value in known.items()}, **model.about}
+
+
+def set_metadata(proto: Any, facts: dict[str, str]) -> None:
+    """Replaces the metadata of an `onnx.ModelProto`."""
+    del proto.metadata_props[:]
+    for key, value in facts.items():
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = key, value
 
 
 def check_onnx(file: Path, model: Model) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,14 @@ from safetensors.torch import load_file, save
 from softcell import __version__
 from softcell.app.export import graph, python
 from softcell.app.export.model import Model, read_model, trained_folder
+from softcell.app.export.quantise import (
+    CALIBRATION,
+    CalibrationData,
+    Quantised,
+    calibration_data,
+    check_quantisable,
+    write_int8,
+)
 from softcell.engine.files import atomic_write_bytes, atomic_write_text, fsync_folder
 from softcell.engine.lock import locked
 from softcell.engine.runfolder import checksum
@@ -25,10 +34,11 @@ from softcell.errors import UserError
 from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
 from softcell.trust import trusting
 
-Format = Literal["onnx", "safetensors", "python", "torch-export"]
+Format = Literal["onnx", "onnx-int8", "safetensors", "python", "torch-export"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 FILES: dict[Format, tuple[str, ...]] = {
     "onnx": ("model.onnx",),
+    "onnx-int8": ("model-int8.onnx", "model-int8.json"),
     "safetensors": (WEIGHTS, MODEL),
     "python": ("model.py", WEIGHTS),
     "torch-export": ("model.pt2",),
@@ -41,6 +51,8 @@ STAGE = ".export.tmp"
 class Exported:
     """The written files; `difference` is the largest relative difference of their output from the network's.
 
+    `quantised` compares an int8 graph with its float one; its `difference` is NaN without test images.
+
     Example:
         >>> from softcell.app.export import export
         >>> exported = export("runs/train", "safetensors", out="exported")
@@ -52,6 +64,7 @@ class Exported:
     files: tuple[Path, ...]
     difference: float
     output: str = "logits"
+    quantised: Quantised | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +81,21 @@ class Ready:
     model: Model
     source: Path
     place: Path
+    images: CalibrationData | None = None
+    """For `onnx-int8`."""
 
     def write(self, to: Format) -> Exported:
         """Writes the network as `to`, one of the formats that were checked."""
-        model, names = self.model, FILES[to]
+        model, names, quantised = self.model, FILES[to], None
         with locked(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
             match to:
                 case "onnx":
                     graph.write_onnx(model, stage / names[0])
                     difference = graph.check_onnx(stage / names[0], model)
+                case "onnx-int8":
+                    assert self.images is not None
+                    quantised = write_int8(model, self.images, *(stage / name for name in names))
+                    difference = math.nan if quantised.difference is None else quantised.difference
                 case "torch-export":
                     graph.write_program(model, stage / names[0])
                     difference = graph.check_program(stage / names[0], model)
@@ -89,15 +108,25 @@ class Ready:
                     _write_weights(model, stage / WEIGHTS)
                     atomic_write_text(stage / names[0], python.to_python(model))
                     difference = python.check_python(stage / names[0], model)
-        return Exported(to, _files(self.place, to), difference, model.output)
+        return Exported(to, _files(self.place, to), difference, model.output, quantised)
 
 
 def export(
-    folder: str | Path, to: Format, out: str | Path | None = None, *, overwrite: bool = False, trust: bool = False
+    folder: str | Path,
+    to: Format,
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    trust: bool = False,
+    data: str | None = None,
+    data_root: str | None = None,
+    calibration: int = CALIBRATION,
 ) -> Exported:
     """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`).
 
     trust: run plugins that the folder names.
+    data, data_root: for `onnx-int8`, where the training images are now; those of the run when None.
+    calibration: for `onnx-int8`, the number of training images that give the ranges of activations.
 
     Example:
         >>> from softcell.api import Network
@@ -110,10 +139,20 @@ def export(
     """
     to = format_named(to)
     with trusting(trust):
-        return ready(folder, [to], out, overwrite=overwrite).write(to)
+        found = ready(folder, [to], out, overwrite=overwrite, data=data, data_root=data_root, calibration=calibration)
+        return found.write(to)
 
 
-def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *, overwrite: bool) -> Ready:
+def ready(
+    folder: str | Path,
+    kinds: Sequence[Format],
+    out: str | Path | None,
+    *,
+    overwrite: bool,
+    data: str | None = None,
+    data_root: str | None = None,
+    calibration: int = CALIBRATION,
+) -> Ready:
     """Reads the network and checks the request before anything is written.
 
     Example:
@@ -129,16 +168,19 @@ def ready(folder: str | Path, kinds: Sequence[Format], out: str | Path | None, *
     place = Path(folder) / "export" if out is None else Path(out)
     for kind in kinds:
         _check_free(source, place, _files(place, kind), overwrite)
-    if "onnx" in kinds:
+    if "onnx" in kinds or "onnx-int8" in kinds:
         graph.check_packages()
-    model = read_model(source)
+    model, images = read_model(source), None
+    if "onnx-int8" in kinds:
+        check_quantisable(model)
+        images = calibration_data(source, model, data=data, data_root=data_root, calibration=calibration)
     weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
     if wanted and not overwrite and weights.exists() and not _holds(weights, model):
         raise UserError(
             f"{weights} already exists and holds other weights than {source}, which files beside it may need: "
             "give another --out, or --overwrite to replace it"
         )
-    return Ready(model, source, place)
+    return Ready(model, source, place, images)
 
 
 def _files(place: Path, kind: Format) -> tuple[Path, ...]:
