@@ -301,6 +301,8 @@ def notes_of(events: list[Any]) -> list[str]:
 
 
 NETWORK = {"cells_per_stage": 1, "channels": 4}
+UNBIASED = {"beta-darts": {"last_weight": 0.0}, "darts-minus": {"auxiliary": 0.0}}
+"""Settings without which a method moves towards or away from dear candidates by itself, within these few steps."""
 
 
 @pytest.mark.parametrize(
@@ -335,7 +337,7 @@ def test_a_budget_drives_the_search_until_the_derived_network_meets_it(
 
     monkeypatch.setattr(chosen, "__init__", favour)
     slow = {"architecture": {"lr": 0.15, "weight_decay": 0.0}, "child_every": 0, "epochs": 10}
-    given = settings("nb201", data, method=method, **slow)
+    given = settings("nb201", data, method=method, method_settings=UNBIASED.get(method, {}), **slow)
     name = {"params": "parameters", "flops": "flops"}[kind]
     free = search(
         resolve(given, {"resource": {"preset": "none", f"max_{kind}": "9G", "network": NETWORK}}), tmp_path / "free"
@@ -350,7 +352,9 @@ def test_a_budget_drives_the_search_until_the_derived_network_meets_it(
     assert found <= limit < result.metrics[0][f"derived_{name}"]
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     assert results["budget_met"] is True
-    assert results[f"derived_{name}"] == result.metrics[-1][f"derived_{name}"] == found
+    assert results[f"derived_{name}"] == found
+    # Of the last epoch, or of the last one before it that meets the budget and has no empty cell.
+    assert found in [row[f"derived_{name}"] for row in result.metrics]
     assert f"multiplier_{name}" in result.metrics[-1]
     assert not [text for text in notes_of(events) if "over the budget" in text]
 
