@@ -14,12 +14,11 @@ from softcell.app.cli.main import run as softcell
 from softcell.arch import Genotype, notation, sample
 from softcell.engine import RunFolder
 from softcell.spaces import build_space
+from tests.helpers.doc_pages import FENCE, ROOT
 from tests.helpers.report_runs import make_search, make_training
 from tests.reference.published_genotypes import DARTS_V2
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[tuple[str, str]]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_docs import FENCE, ROOT
 
 from softcell.app.cli.main import run as softcell
+from tests.helpers.doc_pages import FENCE, ROOT
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 SHORTER = {

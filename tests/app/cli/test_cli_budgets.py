@@ -69,6 +69,17 @@ def test_options_that_random_search_lacks_are_rejected(option: tuple[str, str], 
     assert not Path("run").exists()
 
 
+def test_info_shows_the_budget_of_a_search_in_words(call: Softcell, bounded: Path) -> None:
+    out = call("info", bounded).out
+    cost, sizes = parameters(Genotype.load(bounded)), "cells_per_stage 1, channels 16, nodes 4, input 1x8x8, 10 classes"
+    line = next(line for line in out.splitlines() if line.startswith("budget "))
+    assert (
+        line.split(maxsplit=1)[1]
+        == f"{cost / 1e3:.3g}k parameters, within the budget of 85k parameters; counted for {sizes}"
+    )
+    assert "{" not in out and f"{cost:,}" in out
+
+
 def test_random_architectures_beside_a_trained_one_meet_the_budget_of_its_search(call: Softcell, bounded: Path) -> None:
     assert LATER[: len(BESIDE)] != BESIDE
     answer = call("train", bounded, *TINY_TRAIN, "--random", "2", "--out", "out")

@@ -13,7 +13,7 @@ from rich.table import Table
 from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.cli.results import search_accuracy, time_of, top5_of
+from softcell.app.cli.results import against_budget, search_accuracy, time_of, top5_of
 from softcell.app.report.runs import read_lines
 from softcell.arch import Genotype, count
 from softcell.data import datasets
@@ -24,10 +24,11 @@ from softcell.methods import METHODS
 from softcell.nn.candidates import get_candidate, known_candidates
 from softcell.registry import refused
 from softcell.search import resolve
+from softcell.search.budget import ABOUT, format_cost, stated_budget
 from softcell.search.genotypes import named_epoch
 from softcell.search.recipe import SCALES
 from softcell.settings import merge, to_dict
-from softcell.spaces import SPACES, Shape, build_space
+from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.text import count_of
 
 commands = typer.Typer()
@@ -85,12 +86,9 @@ def _describe_network(
     _describe_genotype(out, found)
     retrieving = manifest is not None and manifest["recipe"].get("task") == "retrieve"
     outputs = f"embedding of {classes}" if retrieving else count_of(classes, "class")
-    # The whole numbers among a space's settings: what makes a network deeper or wider.
-    whole = {field.name: getattr(space, field.name) for field in dataclasses.fields(space)}  # type: ignore[arg-type]
-    sizes = ", ".join(f"{key} {value}" for key, value in whole.items() if type(value) is int)
     print_fields(
         out,
-        network=f"{sizes}, input {'x'.join(map(str, image))}, {outputs}, without auxiliary tower",
+        network=f"{_sizes(space)}, input {'x'.join(map(str, image))}, {outputs}, without auxiliary tower",
         parameters=f"{cost.parameters:,}",
         multiply_adds=f"{cost.multiply_adds:,}",
         size=f"{cost.megabytes:.2f} MB in float32",
@@ -101,8 +99,18 @@ def _describe_network(
 
 def _describe_genotype(out: Console, found: Genotype) -> None:
     print_fields(out, space=found.space)
-    if found.about:
-        print_fields(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in found.about.items()))
+    about = {key: value for key, value in found.about.items() if key != ABOUT}
+    if about:
+        print_fields(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in about.items()))
+    stated = stated_budget(found)
+    if stated is not None:
+        # The space of a plugin that is not trusted is unknown.
+        sizes = f"{_sizes(build_space(found.space, stated.network))}, " if found.space in SPACES else ""
+        counted = f"counted for {sizes}input {'x'.join(map(str, stated.input))}, {count_of(stated.classes, 'class')}"
+        for kind, limit in stated.resource.budgets().items():
+            cost = stated.found.get(kind)
+            known = format_cost(kind, limit) if cost is None else against_budget(kind, cost, limit)
+            print_fields(out, budget=f"{known}; {counted}")
 
 
 def _describe_untrusted(
@@ -120,6 +128,12 @@ def _describe_untrusted(
         not_counted=f"the run names {', '.join(map(str, untrusted))}, which is missing or not trusted and was not run; "
         "read it, then repeat with --trust, or name your copy with --plugin",
     )
+
+
+def _sizes(space: Space) -> str:
+    """The whole numbers among the settings of a space's networks: what makes them deeper or wider."""
+    names = [field.name for field in dataclasses.fields(space) if field.name not in space.search_only]  # type: ignore[arg-type]
+    return ", ".join(f"{name} {value}" for name in names if type(value := getattr(space, name)) is int)
 
 
 def _plain(value: object) -> str:

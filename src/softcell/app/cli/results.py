@@ -40,13 +40,18 @@ def show_search(out: Console, result: SearchResult) -> None:
     for kind, limit in result.recipe.resource.budgets().items():
         found = results.get(f"derived_{kind}")
         if found is not None:  # random searches of older versions did not count costs
-            met = "within the budget of" if found <= limit else "EXCEEDS the budget of"
-            print_fields(out, budget=f"{format_cost(kind, found)}, {met} {format_cost(kind, limit)}")
+            print_fields(out, budget=against_budget(kind, found, limit))
     print_fields(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
     filled = next((p for p in (result.folder / FIRST / PICTURE, result.folder / PICTURE) if p.is_file()), None)
     if filled is not None:
         print_fields(out, filled_in=f"{filled} (hidden parts reconstructed by context auto-regression)")
     print_fields(out, report=str(result.folder / "report.html"))
+
+
+def against_budget(kind: str, found: float, limit: float) -> str:
+    """A cost and whether it is within its budget."""
+    met = "within the budget of" if found <= limit else "EXCEEDS the budget of"
+    return f"{format_cost(kind, found)}, {met} {format_cost(kind, limit)}"
 
 
 def selected(selection: Mapping[str, Any]) -> str:
