@@ -1,30 +1,52 @@
-"""Searching and training from Python, with the same defaults, checks and run folders as the command line.
+"""Searching, training, comparing and drawing from Python: the commands of `softcell`, with the same names and defaults.
 
 from softcell.api import search, train
 
 result = search("darts", data="digits", epochs=5)
-trained = train(result.genotype, data="digits")
+trained = train(result)
+
+Results, genotypes, comparisons and reports show themselves in a notebook. Progress is shown in terminals and notebooks;
+`quiet=True` hides it, `quiet=False` shows it anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, Unpack
 
-from softcell.app import jobs
+from softcell.app import jobs, pipeline
 from softcell.app.drawings import draw_search, draw_training
 from softcell.app.export import export
-from softcell.app.report.page import REPORT
+from softcell.app.export import predict as predict_images
+from softcell.app.pipeline import Plan, RunRequest, parse_time
+from softcell.app.progress import Display, RunScreen, python_console
+from softcell.app.report import compare as comparisons
+from softcell.app.report.cells_svg import to_svg
+from softcell.app.report.compare import Comparison
+from softcell.app.report.html import el, join
+from softcell.app.report.notebook import Drawing, Report, report_html
+from softcell.app.report.page import REPORT, write_report
+from softcell.app.report.runs import check_intact, find_runs, read_runs
+from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
-from softcell.engine.runfolder import free_folder
-from softcell.engine.task import OnEvent
+from softcell.data.arrays import KeptArrays
+from softcell.engine.runfolder import RUNS, free_folder, output_folder
+from softcell.engine.seeds import seed_folder
+from softcell.engine.session import join_processes
+from softcell.engine.task import Event, OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
+from softcell.evaluate.image_classes import ImagePrediction
 from softcell.evaluate.seeds import TrainedSeeds
 from softcell.evaluate.seeds import train_seeds as run_train_seeds
 from softcell.recipes import (
+    SearchSettings,
+    TrainSettings,
     check_trainable,
+    from_options,
     resumed_folder,
     search_recipe,
     search_seeds_recipe,
@@ -38,36 +60,57 @@ from softcell.search.genotypes import read_genotype
 from softcell.search.restored import restore
 from softcell.search.seeds import Keep, SearchedSeeds
 from softcell.search.seeds import search_seeds as run_search_seeds
-from softcell.settings import layered
-from softcell.spaces import Network, build_space
+from softcell.settings import build, layered
+from softcell.spaces import Network, Space, build_space
 from softcell.spaces.teacher import register_teacher
+from softcell.text import VIEWS, Shown
 from softcell.trust import trusting
 
 __all__ = [
+    "Comparison",
+    "Drawing",
     "Genotype",
     "Network",
+    "Report",
+    "RunResult",
     "SearchResult",
     "TrainResult",
     "UserError",
     "build_space",
+    "compare",
     "compare_indicators",
+    "draw",
     "export",
     "free_folder",
     "load_network",
+    "predict",
     "read_genotype",
     "register_teacher",
+    "report",
+    "run",
     "search",
     "search_seeds",
     "train",
     "train_seeds",
 ]
 
+Data: TypeAlias = Any
+"""A dataset: a name, a path, (images, labels) as arrays or tensors, a torch dataset, or a mapping of them.
+
+See `softcell.data.keep_arrays` for the last three. They are written to a file beside the run folder, named by their
+content, so that the run can be resumed and repeated without the program that made them.
+"""
+Architecture: TypeAlias = Genotype | SearchResult | TrainResult | str | Path
+"""A genotype, a result with one, its file, a run folder, RUN@EPOCH or any notation."""
+AnyRun: TypeAlias = str | Path | SearchResult | TrainResult | SearchedSeeds | TrainedSeeds
+"""A run folder, a folder of runs, or a result."""
+
 
 def search(
     method: str | None = None,
     *,
-    space: str | None = None,
-    data: str | Path | None = None,
+    space: str | Space | None = None,
+    data: Data | None = None,
     recipe: SearchRecipe | None = None,
     out: str | Path | None = None,
     config: str | Path | None = None,
@@ -75,12 +118,19 @@ def search(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
     trust: bool = False,
-    **settings: Any,
+    quiet: bool | None = None,
+    tensorboard: bool = False,
+    mlflow: bool = False,
+    wandb: bool = False,
+    **settings: Unpack[SearchSettings],
 ) -> SearchResult:
     """Searches an architecture and leaves a run folder with drawings; by default DARTS in its own space on `digits`.
 
-    settings: keys of `SearchRecipe`, with nested mappings for its parts: `epochs=5, weights={"lr": 0.1},
-        space_settings={"cells": 5}`. They win over `config`, a YAML or JSON file or an earlier run.
+    space: a name, or an object such as `build_space("darts", {"cells": 5})`.
+    data: a name, a path, or images in memory (`Data`).
+    settings: keys of `SearchRecipe`, with mappings or objects for its parts (`epochs=5, weights={"lr": 0.1}`), and the
+        options of `softcell search` (`max_params="1M", set={"space.cells": 5}`). They win over `config`, a YAML or JSON
+        file or an earlier run.
     recipe: a complete recipe instead of method, space, data, config and settings.
     out: a new folder; `runs/<method>-<space>-<data>-<n>` when None. `resume` continues the run in it, and returns the
         result of one that is finished.
@@ -93,20 +143,28 @@ def search(
         >>> len(result.genotype.cells["cell"].picks), result.metrics[0]["val_split"]
         (6, 'validation')
     """
-    given = _given(settings, method=method, space=space, data=data)
+    named, kept = _data(data, out)
+    given = layered(from_options(settings), from_options({"method": method, "space": space}), named)
     with trusting(trust):
         if recipe is None:
             trust_named(given)
             recipe = search_recipe(given, config=config, resume_from=resumed_folder(out) if resume else None)
         else:
             _check_alone(given, config)
-        return jobs.search(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
+        if kept is not None:
+            kept.write()
+        with join_processes(recipe.device, recipe.deterministic) as world:
+            folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
+            heading = f"search {recipe.title}, seed {recipe.seed}: {folder}"
+            track = _track(tensorboard, mlflow, wandb)
+            with _listening(heading, folder, quiet, track, on_event) as listener:
+                return jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
 
 
 def train(
-    genotype: Genotype | str | Path | None = None,
+    genotype: Architecture | None = None,
     *,
-    data: str | Path | None = None,
+    data: Data | None = None,
     recipe: str | TrainRecipe | None = None,
     out: str | Path | None = None,
     config: str | Path | None = None,
@@ -114,15 +172,20 @@ def train(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
     trust: bool = False,
-    **settings: Any,
+    quiet: bool | None = None,
+    tensorboard: bool = False,
+    mlflow: bool = False,
+    wandb: bool = False,
+    **settings: Unpack[TrainSettings],
 ) -> TrainResult:
     """Trains the network of a genotype from scratch and measures it once on the test set.
 
-    genotype: a `Genotype`, its file, a run folder, RUN@EPOCH or any notation; None if `config` or the resumed run is
-        that of a training.
+    genotype: a `Genotype`, its file, a run folder, RUN@EPOCH or any notation; or the result of `search`, whose data and
+        space are used too. None if `config` or the resumed run is that of a training.
+    data: a name, a path, or images in memory (`Data`).
     recipe: `small`, `cifar` or `imagenet`, by default the one that suits the data; or a complete recipe, which needs a
         `Genotype` and no further settings.
-    settings: keys of `TrainRecipe`, such as `epochs=5, space_settings={"cells": 8}`; they win over `config`.
+    settings: keys of `TrainRecipe` and options of `softcell train` (`epochs=5, cells=8`); they win over `config`.
     out: a new folder; `runs/train-<space>-<data>-<n>` when None. `resume` continues the run in it, and returns the
         result of one that is finished.
     trust: run plugins that the genotype's run, `config` or a resumed run names; those named here are trusted anyway.
@@ -135,7 +198,9 @@ def train(
         >>> trained.split, trained.cost.parameters
         ('test', 2080)
     """
-    given = _given(settings, data=data, recipe=recipe if isinstance(recipe, str) else None)
+    named, kept = _data(data, out)
+    given = layered(from_options(settings), {"recipe": recipe if isinstance(recipe, str) else None}, named)
+    genotype = _source(genotype, recipe)
     with trusting(trust):
         if isinstance(recipe, TrainRecipe):
             _check_alone(given, config)
@@ -147,15 +212,22 @@ def train(
             genotype, recipe = train_recipe(genotype, given, config=config, resume_from=before)
             if not resume:
                 check_trainable(genotype, recipe)
-        return jobs.train(genotype, recipe, out, resume=resume, overwrite=overwrite, on_event=on_event)
+        if kept is not None:
+            kept.write()
+        with join_processes(recipe.device, recipe.deterministic) as world:
+            folder = output_folder(out, world, "train", genotype.space, recipe.data)
+            heading = f"train {genotype.space} network on {Path(recipe.data).name}, seed {recipe.seed}: {folder}"
+            track = _track(tensorboard, mlflow, wandb)
+            with _listening(heading, folder, quiet, track, on_event) as listener:
+                return jobs.train(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
 
 
 def search_seeds(
     method: str | None = None,
     *,
     seeds: int | Sequence[int],
-    space: str | None = None,
-    data: str | Path | None = None,
+    space: str | Space | None = None,
+    data: Data | None = None,
     recipe: SearchRecipe | None = None,
     out: str | Path | None = None,
     keep: Keep = "all",
@@ -164,7 +236,11 @@ def search_seeds(
     overwrite: bool = False,
     on_event: Callable[[int], OnEvent] | None = None,
     trust: bool = False,
-    **settings: Any,
+    quiet: bool | None = None,
+    tensorboard: bool = False,
+    mlflow: bool = False,
+    wandb: bool = False,
+    **settings: Unpack[SearchSettings],
 ) -> SearchedSeeds:
     """`search` with several seeds, on a GPU at the same time, each in its own folder in `out`.
 
@@ -179,7 +255,8 @@ def search_seeds(
         >>> {seed: result.folder.name for seed, result in found.results.items()}, found.best in (0, 1)
         ({0: 'seed-0', 1: 'seed-1'}, True)
     """
-    given = _given(settings, method=method, space=space, data=data)
+    named, kept = _data(data, out)
+    given = layered(from_options(settings), from_options({"method": method, "space": space}), named)
     with trusting(trust):
         if recipe is None:
             trust_named(given)
@@ -187,9 +264,13 @@ def search_seeds(
         else:
             _check_alone(given)
             seeds, folder = _seeds_and_folder(seeds, out)
-        result = run_search_seeds(
-            recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=on_event
-        )
+        if kept is not None:
+            kept.write()
+        heading = f"search {recipe.title}, {len(seeds)} seeds: {folder}"
+        with _listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
+            result = run_search_seeds(
+                recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
+            )
     for one in result.results.values():
         if one.genotype is not None:
             draw_search(one)
@@ -197,10 +278,10 @@ def search_seeds(
 
 
 def train_seeds(
-    genotype: Genotype | str | Path | None = None,
+    genotype: Architecture | None = None,
     *,
     seeds: int | Sequence[int],
-    data: str | Path | None = None,
+    data: Data | None = None,
     recipe: str | TrainRecipe | None = None,
     out: str | Path | None = None,
     at_once: int | None = None,
@@ -208,7 +289,11 @@ def train_seeds(
     overwrite: bool = False,
     on_event: Callable[[int], OnEvent] | None = None,
     trust: bool = False,
-    **settings: Any,
+    quiet: bool | None = None,
+    tensorboard: bool = False,
+    mlflow: bool = False,
+    wandb: bool = False,
+    **settings: Unpack[TrainSettings],
 ) -> TrainedSeeds:
     """`train` with several seeds, on a GPU at the same time, each in its own folder in `out`; see `search_seeds`.
 
@@ -220,7 +305,9 @@ def train_seeds(
         >>> n
         2
     """
-    given = _given(settings, data=data, recipe=recipe if isinstance(recipe, str) else None)
+    named, kept = _data(data, out)
+    given = layered(from_options(settings), {"recipe": recipe if isinstance(recipe, str) else None}, named)
+    genotype = _source(genotype, recipe)
     with trusting(trust):
         if isinstance(recipe, TrainRecipe):
             _check_alone(given)
@@ -232,13 +319,172 @@ def train_seeds(
             seeds, genotype, recipe, folder = train_seeds_recipe(
                 genotype, given, seeds=_number(seeds), out=out, resume=resume
             )
-        result = run_train_seeds(
-            genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=on_event
-        )
+        if kept is not None:
+            kept.write()
+        heading = f"train {genotype.space} network on {Path(recipe.data).name}, {len(seeds)} seeds: {folder}"
+        with _listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
+            result = run_train_seeds(
+                genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
+            )
     for one in result.results.values():
         if not one.exit_code and not (one.folder / REPORT).exists():
             draw_training(one)
     return result
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RunResult(Shown):
+    """The result of `run`; `summary` is None if it was interrupted.
+
+    Example:
+        >>> from softcell.api import RunResult
+        >>> from pathlib import Path
+        >>> RunResult(Path("runs/photos"), summary=None, verdict=(), exit_code=130)
+        RunResult(runs/photos: interrupted)
+    """
+
+    folder: Path
+    summary: pipeline.Summary | None
+    verdict: tuple[str, ...]
+    exit_code: int
+
+    def __repr__(self) -> str:
+        state = "interrupted" if self.summary is None else " ".join(self.verdict)
+        return f"RunResult({self.folder}: {state})"
+
+
+def run(
+    data: Data | None = None,
+    *,
+    time: str | float | None = None,
+    max_params: str | float | None = None,
+    max_flops: str | float | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    trust: bool = False,
+    quiet: bool | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Goes from images to a trained and exported network in a given time and budget: `softcell run`.
+
+    data: a folder of CLASS/IMAGE files, a name, an .npz file or images in memory (`Data`).
+    time: such as "30m", or seconds. settings: further options of `softcell run`, such as `seed=1`.
+    resume: continues the run in `out`, which keeps its settings, or returns the result of a finished one.
+
+    Example:
+        >>> from softcell.api import UserError, run
+        >>> try:
+        ...     run("digits", time="soon")
+        ... except UserError as error:
+        ...     print(error)
+        --time must be a duration such as 30m, 90s or 1h30m, got 'soon'
+    """
+    seconds = parse_time(time) if isinstance(time, str) else time
+    limits = {"max_params": max_params, "max_flops": max_flops}
+    texts = {name: None if limit is None else str(limit) for name, limit in limits.items()}
+    given = layered(settings, {"time": seconds}, texts)
+    with trusting(trust):
+        if resume:
+            if data is not None or given:
+                raise UserError("a resumed run keeps its settings; leave out everything but `resume` and `out`")
+            plan = Plan.open(resumed_folder(out))
+        else:
+            if data is None:
+                raise UserError("`data` must name the images: a folder, an .npz file, a dataset, or arrays")
+            named, kept = _data(data, out)
+            request = build(RunRequest, layered(given, named), "run")
+            if kept is not None:
+                kept.write()
+            plan = Plan.create(free_folder("run", request.data) if out is None else Path(out), request)
+        console, is_quiet = python_console(quiet)
+        outcome = pipeline.run(plan, RunScreen(console, is_quiet))
+    return RunResult(plan.folder, outcome.summary, tuple((plan.summary or {}).get("verdict", ())), outcome.exit_code)
+
+
+def _run_html(result: RunResult) -> str:
+    page = result.folder / REPORT
+    said = [el("p", text) for text in result.verdict] or [el("p", repr(result))]
+    return join(said, report_html(Report(page)) if page.is_file() else None)
+
+
+VIEWS[RunResult] = _run_html
+
+
+def predict(
+    run: str | Path | TrainResult | RunResult,
+    images: str | Path | Sequence[str | Path],
+    *,
+    top: int = 3,
+    device: str = "auto",
+    trust: bool = False,
+) -> list[ImagePrediction]:
+    """The `top` most likely classes of image files, as `softcell predict` gives them; a folder stands for its images.
+
+    run: a finished training or its folder, a result or folder of `run`, an exported folder, or an ONNX file.
+    trust: run plugins that the folder names.
+
+    Example:
+        >>> from PIL import Image
+        >>> from softcell.api import predict
+        >>> Image.new("L", (8, 8), 200).save("grey.png")
+        >>> (found,) = predict("runs/train", "grey.png", top=1)
+        >>> found.file.name, len(found.classes)
+        ('grey.png', 1)
+    """
+    place = run if isinstance(run, str | Path) else run.folder
+    return predict_images(place, images, top=top, device=device, trust=trust)
+
+
+def compare(runs: AnyRun | Sequence[AnyRun]) -> Comparison:
+    """Compares runs over seeds: n, mean, std, and which differences are significant, as `softcell compare` does.
+
+    Example:
+        >>> from softcell.api import compare
+        >>> found = compare(["runs/search", "runs/train"])
+        >>> found, len(found.pairs)  # accuracies of a supernet and of a network are not compared
+        (Comparison(2 groups, 2 runs), 0)
+    """
+    folders = find_runs(_folders(runs))
+    check_intact(folders)
+    found = comparisons.compare(read_runs(folders))
+    if not found.groups:
+        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
+    return found
+
+
+def report(runs: AnyRun | Sequence[AnyRun], out: str | Path | None = None, *, overwrite: bool = False) -> Report:
+    """Writes one self-contained HTML page about runs, as `softcell report` does.
+
+    out: a file; by default `report.html` in the folder of a single run or folder, which is replaced, else here.
+
+    Example:
+        >>> from softcell.api import report
+        >>> report(["runs/search", "runs/train"], "both.html").path.name
+        'both.html'
+    """
+    given = _folders(runs)
+    folders = find_runs(given)
+    check_intact(folders)
+    own = given[0] / REPORT if len(given) == 1 else None
+    path = Path(out) if out is not None else own or Path(REPORT)
+    if path.exists() and path != own and not overwrite:
+        raise UserError(f"{path} already exists; give another name, or overwrite=True to replace it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Report(write_report(folders, path))
+
+
+def draw(genotype: Architecture, *, title: str | None = None) -> Drawing:
+    """A picture of the cells of an architecture.
+
+    Example:
+        >>> from softcell.api import draw
+        >>> drawing = draw("runs/search", title="What DARTS found")
+        >>> "What DARTS found" in drawing.svg
+        True
+    """
+    source = _source(genotype)
+    assert source is not None
+    return Drawing(to_svg(read_genotype(source), title))
 
 
 def compare_indicators(
@@ -274,9 +520,79 @@ def compare_indicators(
     return {**about, "images": used, "baseline": baseline, **said}
 
 
-def _given(settings: Mapping[str, Any], **named: str | Path | None) -> dict[str, Any]:
-    """Settings with those that have a parameter of their own; paths as text, None left out."""
-    return layered(settings, {key: str(value) for key, value in named.items() if value is not None})
+def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], KeptArrays | None]:
+    """The settings that name a dataset, and what is to be written beside the run folder if it is in memory.
+
+    It is written once the recipe is complete: a call with a wrong setting leaves nothing.
+    """
+    if data is None or isinstance(data, str | Path):
+        return ({} if data is None else {"data": str(data)}), None
+    kept = KeptArrays.of(data, RUNS if out is None else Path(out).parent)
+    return {"data": kept.path.name, "data_root": str(kept.path.parent.resolve())}, kept
+
+
+def _source(genotype: Architecture | None, recipe: str | TrainRecipe | None = None) -> Genotype | str | Path | None:
+    """Results by their folder, so that a training also finds the data and the space, unless the recipe has them."""
+    if not isinstance(genotype, SearchResult | TrainResult):
+        return genotype
+    return genotype.genotype if isinstance(recipe, TrainRecipe) else genotype.folder
+
+
+def _folders(runs: AnyRun | Sequence[AnyRun]) -> list[Path]:
+    listed = [runs] if isinstance(runs, str) or not isinstance(runs, Sequence) else list(runs)
+    return [Path(one) if isinstance(one, str | Path) else one.folder for one in listed]
+
+
+def _track(tensorboard: bool, mlflow: bool, wandb: bool) -> list[str]:
+    asked = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+    return [name for name, is_on in asked.items() if is_on]
+
+
+@contextmanager
+def _listening(
+    heading: str, folder: Path, quiet: bool | None, track: Sequence[str], on_event: OnEvent | None
+) -> Iterator[OnEvent | None]:
+    """The listener of one run: progress, trackers and the caller's own."""
+    console, is_quiet = python_console(quiet)
+    with ExitStack() as opened:
+        shown = None if is_quiet else opened.enter_context(Display(console, heading))
+        tracking = opened.enter_context(Tracking(track, folder, shown)) if track else shown
+        yield _both(tracking, on_event)
+
+
+@contextmanager
+def _listening_to_seeds(
+    heading: str,
+    folder: Path,
+    quiet: bool | None,
+    track: Sequence[str],
+    on_event: Callable[[int], OnEvent] | None,
+) -> Iterator[Callable[[int], OnEvent] | None]:
+    """Makes the listener of each of several seeds; `on_event` makes the caller's own."""
+    console, is_quiet = python_console(quiet)
+    with ExitStack() as opened:
+        display = None if is_quiet else opened.enter_context(Display(console, heading))
+
+        def listener(seed: int) -> OnEvent:
+            own = seed_folder(folder, seed)
+            shown = None if display is None else display.beside(f"seed {seed}", str(own))
+            tracking = opened.enter_context(Tracking(track, own, shown)) if track else shown
+            found = _both(tracking, None if on_event is None else on_event(seed))
+            assert found is not None
+            return found
+
+        yield listener if display is not None or track or on_event is not None else None
+
+
+def _both(first: OnEvent | None, second: OnEvent | None) -> OnEvent | None:
+    if first is None or second is None:
+        return first or second
+
+    def listener(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return listener
 
 
 def _check_alone(given: Mapping[str, Any], config: str | Path | None = None) -> None:

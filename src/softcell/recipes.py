@@ -1,17 +1,19 @@
 """From what a person gives (options, Python arguments, files, earlier runs) to complete recipes.
 
-The Python functions, the command line, sweeps and `softcell run` all get their recipes here.
+The Python functions, the command line, sweeps and `softcell run` all get their recipes here. Python and the command
+line share the names of their settings: `from_options` reads both, `SearchSettings` and `TrainSettings` list them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from softcell.arch import Genotype, empty_cells
+from softcell.arch.evolve import Evolution
 from softcell.engine import RunFolder
 from softcell.engine.manifest import FORMAT
 from softcell.engine.runfolder import free_folder
@@ -22,11 +24,157 @@ from softcell.evaluate import resolve as resolve_training
 from softcell.registry import load_plugins
 from softcell.search import SearchRecipe, resolve, stored_recipe
 from softcell.search.genotypes import read_genotype, run_of
-from softcell.search.recipe import read_mapping, stored_fields
+from softcell.search.guide import Guide
+from softcell.search.recipe import (
+    ArchitectureOptimiser,
+    Collapse,
+    Pretrain,
+    Select,
+    Unrolled,
+    WeightOptimiser,
+    read_mapping,
+    stored_fields,
+)
 from softcell.search.resource import Resource
-from softcell.settings import MOST_SEEDS, build, is_seed, layered
-from softcell.spaces import SPACES, build_space
+from softcell.settings import MOST_SEEDS, assignments, build, is_seed, layered, nested, to_dict
+from softcell.spaces import SPACES, Space, build_space
 from softcell.trust import allow, trust
+
+Part: TypeAlias = Mapping[str, Any]
+"""Some settings of a part of a recipe; those that are left out keep the value of the method's recipe."""
+
+
+class _Common(TypedDict, total=False):
+    """Settings that searches and trainings share."""
+
+    data_root: str | Path
+    image_size: int
+    epochs: int
+    batch_size: int
+    seed: int
+    space_settings: Part | Space
+    cells: int
+    channels: int
+    drop_path: float
+    cutout: int
+    device: str
+    precision: Literal["auto", "float32", "bfloat16", "float64"]
+    engine: Literal["auto", "eager", "graph"]
+    fused: bool
+    deterministic: bool
+    threads: int
+    plugins: Sequence[str | Path]
+    plugin: str | Path | Sequence[str | Path]
+    set: Mapping[str, Any] | Sequence[str]
+
+
+class SearchSettings(_Common, total=False):
+    """Keyword arguments of `softcell.api.search`: settings of `SearchRecipe` and options of `softcell search`.
+
+    A part such as `weights` is a mapping, which changes only the settings in it, or an object such as
+    `WeightOptimiser(lr=0.1)`, which replaces the whole part. `set` is `--set`: dotted names, `{"space.cells": 5}`.
+    """
+
+    scale: str
+    classes: int
+    regime: Literal["auto", "single-level", "bilevel", "unrolled"]
+    split: Mapping[str, float | int]
+    method_settings: Any
+    weights: Part | WeightOptimiser
+    architecture: Part | ArchitectureOptimiser
+    unrolled: Part | Unrolled
+    collapse: Part | Collapse
+    resource: Literal["none", "mild", "moderate", "aggressive"] | Part | Resource
+    max_params: float | str
+    max_flops: float | str
+    max_latency: float | str
+    at_size: int
+    latency_table: str | Path
+    evolution: Part | Evolution
+    select: Literal["method", "perturbation"] | Part | Select
+    guide: str | Path | Part | Guide
+    objective: Literal["classify", "context"]
+    pretrain: Part | Pretrain
+    validate_every: int
+    child_every: int
+
+
+class TrainSettings(_Common, total=False):
+    """Keyword arguments of `softcell.api.train`: settings of `TrainRecipe` and options of `softcell train`."""
+
+    task: Literal["classify", "retrieve"]
+    embedding: int
+    optimiser: Literal["sgd", "adam", "adamw", "rmsprop"]
+    time: str | float
+    per_step: bool
+    ema: float
+    flip: bool
+    auto: Sequence[str]
+    lr: float
+    lr_min: float
+    lr_decay: float
+    lr_every: int
+    schedule: Literal["cosine", "linear", "exponential"]
+    warmup: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    clip: float
+    label_smoothing: float
+    auxiliary: float
+    jitter: float
+    holdout: float
+    allow_empty: bool
+    init: str | Path
+
+
+_BUDGETS = {name: name for name in ("max_params", "max_flops", "max_latency", "latency_table")} | {
+    "at_size": "image_size"
+}
+"""Options of the command line -> settings of `resource`."""
+_FIRST_SETTING = {"resource": "preset", "select": "by", "guide": "teacher"}
+"""Parts that may be given by a single word, and the setting that it stands for."""
+
+
+def from_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a recipe from options of the command line or keyword arguments; None is left out.
+
+    Options that stand for a setting inside a part are expanded, and objects become mappings.
+
+    Example:
+        >>> from softcell.recipes import from_options
+        >>> from_options({"max_params": "1M", "select": "perturbation", "set": {"space.nodes": 3}, "cells": 8})
+        {'resource': {'max_params': '1M'}, 'select': {'by': 'perturbation'}, 'space_settings': {'nodes': 3, 'cells': 8}}
+    """
+    layers: list[Mapping[str, Any]] = []
+    for key, value in options.items():
+        if isinstance(value, Space):
+            layers.append({"space": type(value).name, "space_settings": to_dict(value)})
+        elif is_dataclass(value) and not isinstance(value, type):
+            layers.append({key: to_dict(value)})
+        elif key == "set":
+            layers.append(nested(value) if isinstance(value, Mapping) else assignments(value or ()))
+        elif key in _BUDGETS:
+            # Absolute, so that the run can be repeated from any folder.
+            path = absolute(value) if key == "latency_table" and value is not None else value
+            layers.append({} if value is None else {"resource": {_BUDGETS[key]: path}})
+        elif key in _FIRST_SETTING and isinstance(value, str | Path):
+            layers.append({key: {_FIRST_SETTING[key]: absolute(value) if key == "guide" else str(value)}})
+        elif key in ("cells", "channels"):
+            layers.append({} if value is None else {"space_settings": {key: value}})
+        elif key in ("plugin", "plugins") and value is not None:
+            paths = [value] if isinstance(value, str | Path) else value
+            layers.append({"plugins": [absolute(path) for path in paths]})
+        elif key == "init" and value is not None:
+            layers.append({key: absolute(value)})
+        else:
+            layers.append({key: str(value) if isinstance(value, Path) else value})
+    return layered(*layers)
+
+
+def absolute(source: str | Path) -> str:
+    """An absolute path if `source` is a file or folder, so that the run can be resumed and repeated from any folder."""
+    return str(Path(source).resolve()) if str(source).strip() and Path(source).exists() else str(source)
 
 
 def search_recipe(

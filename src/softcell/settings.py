@@ -138,11 +138,17 @@ def assignments(items: Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise UserError(f"--set takes key=value (for example epochs=5), got {item!r}")
-        value = parse_yaml(text, f"--set {key}: the value {text[:60]!r}")
-        nested: Any = value
-        for part in reversed(key.strip().split(".")):
-            nested = {part: nested}
-        result = merge(result, nested)
+        result = merge(result, nested({key.strip(): parse_yaml(text, f"--set {key}: the value {text[:60]!r}")}))
+    return result
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"weights.lr": 0.1}` to `{"weights": {"lr": 0.1}}`; the inverse of `flat`."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        result = merge(result, value)
     return result
 
 

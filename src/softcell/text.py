@@ -1,12 +1,26 @@
-"""Counts and durations in the words of a message."""
+"""Counts and durations in the words of a message, and how objects show themselves in a notebook."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from softcell.errors import UserError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+VIEWS: dict[type, Callable[[Any], str]] = {}
+"""Type -> function to HTML. The shell fills it, because the core cannot draw; `import softcell.api` is enough."""
+
+
+class Shown:
+    """Base of what a notebook shows as a picture or table, once the shell is imported."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        view = VIEWS.get(type(self))
+        return None if view is None else view(self)  # None: the notebook shows the `repr`
 
 
 def count_of(number: int, noun: str) -> str:

@@ -1,10 +1,15 @@
-"""Datasets from .npz files."""
+"""Datasets from .npz files, and from arrays, tensors and torch datasets of a program."""
+
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
-from softcell.data import load
+from softcell.data import arrays, keep_arrays, load
 from softcell.errors import UserError
 
 NUM = 30
@@ -129,3 +134,87 @@ def test_damaged_files_are_named(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"bad\.npz"):
             load(path)
+
+
+class Pictures(torch.utils.data.Dataset[tuple[Any, int]]):
+    """A torch dataset: images as PIL pictures, tensors or arrays."""
+
+    classes: ClassVar = ["cat", "dog"]
+
+    def __init__(self, pixels: NDArray[np.uint8], kind: str = "array") -> None:
+        self.pixels, self.kind = pixels, kind
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        one = self.pixels[index]
+        kinds: dict[str, Any] = {
+            "array": one,
+            "picture": Image.fromarray(one),
+            "tensor": torch.from_numpy(one).permute(2, 0, 1) / 255,
+        }
+        return kinds[self.kind], index % 2
+
+
+def colours(count: int = 20) -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, (count, 6, 6, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["array", "picture", "tensor"])
+def test_a_torch_dataset_is_kept_with_its_pixels_labels_and_class_names(kind: str, tmp_path: Path) -> None:
+    pixels = colours()
+    file = keep_arrays({"train": Pictures(pixels, kind), "test": Pictures(pixels[:4], kind)}, tmp_path)
+    found = load(file)
+    assert file.name.startswith("pictures-") and found.classes == ("cat", "dog")
+    assert torch.equal(found.train.fetch(torch.arange(20)), torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    assert found.test is not None and found.test.labels.tolist() == [0, 1, 0, 1]
+
+
+def test_the_file_is_named_by_its_content_and_left_alone_if_it_exists(tmp_path: Path) -> None:
+    pixels, labels = colours(), torch.arange(20) % 2
+    file = keep_arrays((pixels, labels), tmp_path)
+    before = file.stat().st_mtime_ns
+    same: list[Any] = [(torch.from_numpy(pixels), labels), {"images": pixels, "labels": labels.numpy()}]
+    same += [{"train": (pixels, labels.tolist())}, (pixels / np.float64(255), labels)]
+    assert {keep_arrays(data, tmp_path) for data in same} == {file}
+    assert file.stat().st_mtime_ns == before and [*tmp_path.iterdir()] == [file]
+    assert file.stat().st_mode & 0o044, "others may read what they may read of the run"
+    other = {keep_arrays(data, tmp_path) for data in ((255 - pixels, labels), (pixels, 1 - labels))}
+    other |= {keep_arrays({"train": (pixels, labels), "classes": ("a", "b")}, tmp_path)}
+    assert len({file, *other}) == 4
+    subset = torch.utils.data.Subset(Pictures(pixels), range(10))
+    assert keep_arrays(subset, tmp_path).name.startswith("pictures-")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda: np.zeros((4, 8, 8)), "data must be .* but got ndarray"),
+        (lambda: (np.zeros((4, 8, 8)),), "tuple of 1 items"),
+        (lambda: {"train": (colours(), [0, 1] * 10), "valid": 1}, "the key 'valid'"),
+        (lambda: (torch.randn(4, 8, 8), [0, 1, 0, 1]), "must be 0..255, or floats in 0..1.* the given data"),
+        (lambda: (colours(), ["cat", "dog"] * 10), "one whole number per image"),
+        (lambda: Pictures(colours(0)), "at least one image"),
+        (lambda: ["a", 1], "one whole number|no array|must be"),
+        (lambda: {"images": colours()}, "lacks .'labels'."),
+    ],
+)
+def test_data_that_cannot_be_kept_are_refused_with_the_rule(data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        keep_arrays(data(), tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_torch_dataset_beyond_memory_or_of_several_sizes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Growing(Pictures):
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            return np.zeros((4 + index, 4), np.uint8), 0
+
+    with pytest.raises(UserError, match=r"image 0 is \[4, 4\] and image 1 \[5, 4\]"):
+        keep_arrays(Growing(colours()), tmp_path)
+    monkeypatch.setattr(arrays, "MOST_BYTES", 100)
+    with pytest.raises(UserError, match=r"up to 0 GiB.*folder of CLASS/IMAGE"):
+        keep_arrays(Pictures(colours()), tmp_path)

@@ -1,7 +1,8 @@
-"""Progress of a search or training: a live bar in a terminal, one line per epoch anywhere else."""
+"""Progress of a search or training: a live bar in a terminal or notebook, one line per epoch anywhere else."""
 
 from __future__ import annotations
 
+import html
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from softcell.app.process import NOTICE_AFTER, showing_progress
+from softcell.engine.distributed import is_main_process
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
 from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
@@ -21,6 +23,18 @@ from softcell.text import clock, count_of, percent
 SHOWN_EVERY = 0.05
 """The share of a training's time after which the next epoch is shown."""
 PREPARING = "preparing: data, networks and the first step"
+REFRESH = 0.2
+"""Seconds between two updates of a notebook's output."""
+BAR = 30
+
+
+def python_console(quiet: bool | None) -> tuple[Console, bool]:
+    """The console of calls from Python, and whether they are quiet: if None, outside of terminals and notebooks.
+
+    Standard error, so that a program's own output can be piped.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_main_process())
+    return console, not (console.is_terminal or console.is_jupyter) if quiet is None else quiet
 
 
 @contextmanager
@@ -71,6 +85,41 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
         )
 
 
+class NotebookOutput:
+    """Lines and bars in the output of a notebook's cell, which is replaced in place."""
+
+    def __init__(self) -> None:
+        from IPython.display import display  # a notebook has it
+
+        self._lines: list[str] = []
+        self._bars: dict[str, str] = {}
+        self._next = 0.0
+        self._handle: Any = display(self._content(), raw=True, display_id=True)
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+        self._show()
+
+    def bar(self, key: str, line: str, share: float | None) -> None:
+        """Sets the bar of `key`; `share` None: the work cannot be counted."""
+        done = 0 if share is None else round(BAR * share)
+        self._bars[key] = f"{'━' * done}{'┄' * (BAR - done)} {line}"
+        if time.monotonic() >= self._next:
+            self._show()
+
+    def close(self) -> None:
+        self._bars.clear()
+        self._show()
+
+    def _show(self) -> None:
+        self._next = time.monotonic() + REFRESH
+        self._handle.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        text = "\n".join((*self._lines, *self._bars.values()))
+        return {"text/plain": text, "text/html": f"<pre style='line-height: 1.3'>{html.escape(text)}</pre>"}
+
+
 class Display:
     """A context that shows the events of one run; `beside` adds listeners for concurrent runs."""
 
@@ -78,6 +127,7 @@ class Display:
         self._console, self._quiet = console, quiet
         self.heading = heading  # shown when the run starts, so that an earlier error is printed alone
         self._bar: Progress | None = None
+        self._notebook: NotebookOutput | None = None
         self._task: TaskID | None = None
         self._label = ""
         self._others: list[Display] = []
@@ -91,7 +141,7 @@ class Display:
     def beside(self, label: str, heading: str) -> Display:
         """A listener for one of several runs: its lines begin with `label`, and its bar is below the others."""
         other = Display(self._console, heading, self._quiet)
-        other._label, other._bar = f"{label}  ", self._bar
+        other._label, other._bar, other._notebook = f"{label}  ", self._bar, self._notebook
         if self._bar is not None and self._task is not None:  # each has a bar of its own
             self._bar.remove_task(self._task)
             self._task = None
@@ -99,7 +149,10 @@ class Display:
         return other
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal and not self._quiet and not self._console.quiet:
+        if self._console.is_jupyter and not self._quiet and not self._console.quiet:
+            self._notebook = NotebookOutput()
+            self._notebook.bar(self._label, PREPARING, None)
+        elif self._console.is_terminal and not self._quiet and not self._console.quiet:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=30),
@@ -122,6 +175,8 @@ class Display:
     ) -> None:
         self._started()
         self._open.close()
+        if self._notebook is not None:
+            self._notebook.close()
         if self._bar is not None:
             self._bar.stop()
             for display in (self, *self._others):
@@ -144,13 +199,12 @@ class Display:
                     self._shown_at = self._fraction
                     self._say(epoch_line(event.metrics, self._num_epochs, self._left))
             case Note():
-                self._console.print(Text(f"{self._label}note: {event.text}", "yellow"))
+                self._print(f"note: {event.text}")
             case Finished():
                 if self._bar is not None and self._task is not None:  # measuring, drawing and writing follow
                     self._bar.update(self._task, description=f"{self._label}finishing", total=None, steps="", left="")
                 if event.reason is not None:
-                    text = f"{self._label}stopped after {count_of(event.num_epochs, 'epoch')}: {event.reason}"
-                    self._console.print(Text(text, "yellow"))
+                    self._print(f"stopped after {count_of(event.num_epochs, 'epoch')}: {event.reason}")
             case Interrupted():
                 pass  # the command itself prints how to resume
 
@@ -161,19 +215,27 @@ class Display:
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            self._console.print(Text(self._label + text))
+            self._print(text, style="")
+
+    def _print(self, text: str, style: str = "yellow") -> None:
+        if self._notebook is not None:
+            self._notebook.say(self._label + text)
+        else:
+            self._console.print(Text(self._label + text, style))
 
     def _step(self, event: Stepped) -> None:
         self._left, self._fraction = event.seconds_left, event.fraction
-        if self._bar is None:
-            return
         description = f"{self._label}{epoch_of(event.epoch, self._num_epochs)}"
         # The bar of a training with a time is that of its time.
         done, total = (event.fraction, 1.0) if self._time else (event.step, event.steps)
-        if self._task is None:
-            self._task = self._bar.add_task(description, total=total, left="", steps="")
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
         steps = f"of {clock(self._time)}" if self._time else f"step {event.step}/{event.steps}"
+        if self._notebook is not None:
+            self._notebook.bar(self._label, "  ".join(filter(None, (description, steps, left))), done / max(1, total))
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task(description, total=total, left="", steps="")
         self._bar.update(
             self._task,
             description=description,

@@ -11,6 +11,7 @@ from typing import Any
 from softcell.arch.choice import Layout, Pick
 from softcell.errors import UserError
 from softcell.reading import parse_json, read_text
+from softcell.text import Shown, count_of
 
 FORMAT = "softcell-genotype"
 VERSION = 1
@@ -41,8 +42,8 @@ class Cell:
         return tuple(sorted({pick.target for pick in self.picks}))
 
 
-@dataclass(frozen=True)
-class Genotype:
+@dataclass(frozen=True, repr=False)
+class Genotype(Shown):
     """An architecture: the space it belongs to and one cell per table.
 
     `settings` holds what the space must know to rebuild the cells (never sizes such as depth and width); `about` says
@@ -60,6 +61,10 @@ class Genotype:
     cells: Mapping[str, Cell]
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __repr__(self) -> str:
+        cells = (f"{name} {count_of(len(cell.picks), 'edge')}" for name, cell in self.cells.items())
+        return f"Genotype({self.space}: {', '.join(cells)})"
 
     def __hash__(self) -> int:
         return hash((self.space, tuple(sorted(self.cells.items(), key=lambda item: item[0]))))

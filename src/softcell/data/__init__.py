@@ -1,5 +1,6 @@
 """Datasets, seeded splits, device-resident batches and hashed augmentation."""
 
+from softcell.data.arrays import keep_arrays
 from softcell.data.augment import Augment, augment, normalise
 from softcell.data.batches import Batch, Batches
 from softcell.data.catalogue import datasets, load
@@ -19,6 +20,7 @@ __all__ = [
     "augment",
     "datasets",
     "fingerprint",
+    "keep_arrays",
     "load",
     "normalise",
     "split",

@@ -61,7 +61,7 @@ _FILES_OF_OLD_RUNS = [
     "report.html",
 ]
 """Files of runs of earlier versions, which kept no list."""
-_SUBFOLDERS = ("phase-1", "random-*", "tensorboard", "export")
+_SUBFOLDERS = ("phase-1", "random-*", "tensorboard", "wandb", "export")
 """Folders inside a run; those that are runs have their own lists."""
 _CHECKED_NAMES = ("genotype.json",)
 _CHECKED_SUFFIXES = (".jsonl", ".safetensors")

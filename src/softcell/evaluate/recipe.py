@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from softcell.arch import Cell, Genotype, Table
@@ -17,12 +18,12 @@ from softcell.errors import UserError, nearest
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.registry import evaluation_scale, evaluation_sizes
-from softcell.text import parse_time
+from softcell.text import clock, count_of, parse_time
 
 Schedule = Literal["cosine", "linear", "exponential"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainRecipe:
     """SGD with momentum, from random weights unless `init` names others.
 
@@ -130,6 +131,11 @@ class TrainRecipe:
                 "retrieval trains on all images of seen classes and is measured on unseen ones, so `holdout = 0` "
                 f"must hold, but got holdout={self.holdout}"
             )
+
+    def __repr__(self) -> str:
+        length = [count_of(self.epochs, "epoch")] if self.epochs else []
+        length += [f"{clock(self.time)} of time"] if self.time else []
+        return f"TrainRecipe({self.recipe} on {Path(self.data).name}, {', '.join(length)}, seed {self.seed})"
 
     @property
     def follows_steps(self) -> bool:

@@ -17,16 +17,26 @@ from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_se
 from softcell.engine.task import OnEvent
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import TrainResult, finished_training, train_steps
+from softcell.text import Shown
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedSeeds:
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainedSeeds(Shown):
     """Results and errors of trainings by seed."""
 
     folder: Path
     results: dict[int, TrainResult]
     errors: dict[int, Exception]
     exit_code: int
+
+    def __repr__(self) -> str:
+        shown = []
+        for name in ("accuracy", "recall_at_1"):
+            if (found := self.spread(name)) is not None:
+                mean, std, n = found
+                spread = "" if std is None else f" ± {100 * std:.1f}"
+                shown.append(f"{name} {100 * mean:.1f}{spread}% (n = {n})")
+        return f"TrainedSeeds({self.folder}: {', '.join(shown) or 'none finished'})"
 
     def spread(self, figure: str) -> tuple[float, float | None, int] | None:
         """Mean, standard deviation (None for n = 1) and n of `accuracy`, `top5` or `recall_at_1` over finished runs."""

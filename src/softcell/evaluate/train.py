@@ -42,13 +42,14 @@ from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Network, build_space
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.pretrained import WEIGHTS, read_description
+from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
 PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set while others still run
 
 
-@dataclass(frozen=True, slots=True)
-class TrainResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class TrainResult(Shown):
     """The result of a training. `accuracy` is a share in 0..1 on `split` (`test`), None if interrupted.
 
     Example:
@@ -73,6 +74,15 @@ class TrainResult:
     """For a retrieval, by k: the share of queries with an image of their class among the k nearest."""
     top5: float | None = None
     """The share of `split` whose class is among the five strongest; None with five classes or fewer."""
+
+    def __repr__(self) -> str:
+        figures = [f"{self.split} {percent(self.accuracy)}"] if self.accuracy is not None else []
+        figures += [f"recall@{k} {percent(share)}" for k, share in (self.recall or {}).items()]
+        state = "interrupted" if self.exit_code else ", ".join(figures) or "not measured"
+        return (
+            f"TrainResult({self.folder}: {self.genotype.space} network on {Path(self.recipe.data).name}, {state}, "
+            f"{count_of(self.cost.parameters, 'parameter')})"
+        )
 
 
 def train(

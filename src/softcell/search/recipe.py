@@ -28,6 +28,7 @@ from softcell.search.resource import Resource
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.registry import evaluation_space
+from softcell.text import count_of
 
 SCALES = ("small", "paper")
 """Scales that every method has; a method's recipes may name others."""
@@ -190,7 +191,7 @@ class Select:
         return self.by != "method"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SearchRecipe:
     """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
 
@@ -299,6 +300,14 @@ class SearchRecipe:
                 f"{', '.join(self.resource.budgets())}; leave out one of them, or let evolution "
                 "select (--set evolution.generations=20)"
             )
+
+    @property
+    def title(self) -> str:
+        """`darts in space nb201 on digits`."""
+        return f"{self.method} in space {self.space} on {Path(self.data).name}"
+
+    def __repr__(self) -> str:
+        return f"SearchRecipe({self.title}, {count_of(self.epochs, 'epoch')}, seed {self.seed})"
 
     @property
     def measured_split(self) -> str:

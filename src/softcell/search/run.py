@@ -46,13 +46,14 @@ from softcell.search.task import SearchTask
 from softcell.search.validation import RECALIBRATED
 from softcell.settings import refuse_changes, without_auto
 from softcell.spaces import build_space
+from softcell.text import Shown, count_of, percent
 
 FIRST = "phase-1"
 LOGITS = "logits.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class SearchResult(Shown):
     """What a search leaves; `genotype` is None when it was interrupted, `exit_code` what a program should end with.
 
     Example:
@@ -68,6 +69,13 @@ class SearchResult:
     genotype: Genotype | None
     metrics: list[dict[str, Any]]
     exit_code: int
+
+    def __repr__(self) -> str:
+        last = self.metrics[-1] if self.metrics else {}
+        found = last.get("best_val_accuracy", last.get("val_accuracy"))
+        state = "interrupted" if self.genotype is None else count_of(len(self.metrics), "epoch")
+        accuracy = "" if found is None else f", {last.get('val_split', 'validation')} {percent(found)}"
+        return f"SearchResult({self.folder}: {self.recipe.title}, {state}{accuracy})"
 
 
 def search(

@@ -20,12 +20,13 @@ from softcell.engine.task import OnEvent
 from softcell.search.recipe import SearchRecipe
 from softcell.search.run import FIRST, SearchResult, finished_search, search_steps
 from softcell.search.validation import RECALIBRATED
+from softcell.text import Shown, count_of
 
 Keep = Literal["all", "best"]
 
 
-@dataclass(frozen=True, slots=True)
-class SearchedSeeds:
+@dataclass(frozen=True, slots=True, repr=False)
+class SearchedSeeds(Shown):
     """Results and errors of searches by seed; `best` is None if none has finished."""
 
     folder: Path
@@ -33,6 +34,12 @@ class SearchedSeeds:
     errors: dict[int, Exception]
     best: int | None
     exit_code: int
+
+    def __repr__(self) -> str:
+        done = sum(one.genotype is not None for one in self.results.values())
+        return (
+            f"SearchedSeeds({self.folder}: {done} of {count_of(len(self.results), 'seed')} finished, best {self.best})"
+        )
 
 
 def search_seeds(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import softcell
-from softcell.app.cli import process
+from softcell.app import process
 from softcell.app.cli.main import main
 
 MOST_FRAMES = 10

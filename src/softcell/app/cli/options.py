@@ -11,7 +11,7 @@ import typer
 from softcell import registry
 from softcell.data import datasets
 from softcell.errors import UserError
-from softcell.recipes import trust_named
+from softcell.recipes import from_options, trust_named
 from softcell.settings import assignments, layered
 from softcell.trust import allow
 
@@ -82,6 +82,14 @@ Plugin = Annotated[
 Tensorboard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write TensorBoard logs to the run folder (extra `tensorboard`).")
 ]
+Mlflow = Annotated[
+    bool,
+    typer.Option("--mlflow", help="Also log to MLflow, to $MLFLOW_TRACKING_URI or its default (extra `mlflow`)."),
+]
+Wandb = Annotated[
+    bool,
+    typer.Option("--wandb", help="Also log to Weights & Biases; $WANDB_MODE=offline needs no server (extra `wandb`)."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, only warnings and the result.")]
 Architecture = Annotated[
     str,
@@ -131,9 +139,14 @@ def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     is_own = data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
     if is_own and "data_root" not in named:
         named["data_root"] = str(Path.cwd())  # likewise
-    given = layered(named, assignments(options.get("set_") or ()))
+    given = layered(from_options(named), assignments(options.get("set_") or ()))
     trust_named(given)
     return given
+
+
+def trackers(options: Mapping[str, Any]) -> list[str]:
+    """The tools that a command's parameters (its `locals()`) ask to log to."""
+    return [name for name in ("tensorboard", "mlflow", "wandb") if options.get(name)]
 
 
 def space_settings(set_: list[str] | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from softcell.app.cli import results
 from softcell.app.cli.console import command, console, print_fields
 from softcell.app.progress import Display
 from softcell.app.report.runs import is_phase
-from softcell.app.report.tensorboard import TensorBoard
+from softcell.app.report.trackers import Tracking
 from softcell.data import datasets
 from softcell.data.folder import is_split, scan
 from softcell.engine import RunFolder
@@ -135,37 +136,36 @@ def search(
     plugin: o.Plugin = None,
     trust: o.Trust = False,
     tensorboard: o.Tensorboard = False,
+    mlflow: o.Mlflow = False,
+    wandb: o.Wandb = False,
     quiet: o.Quiet = False,
 ) -> int:
     """Search for an architecture. Without arguments: DARTS cells on handwritten digits."""
+    track = o.trackers(locals())
     if (begun := restarted_folder()) is not None and seeds is None:
         out, resume, overwrite = begun, True, False
     if resume:
         out, method = resumed_folder("search", method, out)
-    limits: dict[str, Any] = {
-        "preset": resource,
-        "max_params": max_params,
-        "max_flops": max_flops,
-        "max_latency": max_latency,
-        "image_size": at_size,
-    }
-    if latency_table is not None:
-        limits["latency_table"] = str(latency_table.resolve())  # so that the run can be repeated from any folder
     given = o.settings(
         locals(),
         method=method,
         space=space,
         scale=scale,
-        resource={key: value for key, value in limits.items() if value is not None} or None,
-        select=None if select is None else {"by": select},
-        guide=None if guide is None else {"teacher": absolute(guide)},
+        resource=resource,
+        max_params=max_params,
+        max_flops=max_flops,
+        max_latency=max_latency,
+        at_size=at_size,
+        latency_table=latency_table,
+        select=select,
+        guide=guide,
         pretrain=None if classes is None else {"classes": classes},
     )
     if seeds is None and not (resume and out is not None and (out / SEEDS).is_file()):
         for option, value in (("--keep", keep), ("--at-once", at_once)):
             if value is not None:
                 raise UserError(f"{option} {value} requires --seeds K")
-        return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet, tensorboard=tensorboard)
+        return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet, track=track)
     return run_seeds(
         given,
         config,
@@ -176,13 +176,8 @@ def search(
         resume=resume,
         overwrite=overwrite,
         quiet=quiet,
-        tensorboard=tensorboard,
+        track=track,
     )
-
-
-def absolute(source: str) -> str:
-    """An absolute path if `source` is a file or folder, so that the run can be resumed and repeated from any folder."""
-    return str(Path(source).resolve()) if source.strip() and Path(source).exists() else source
 
 
 def run_search(
@@ -194,7 +189,7 @@ def run_search(
     overwrite: bool,
     quiet: bool,
     hint: bool = True,
-    tensorboard: bool = False,
+    track: Sequence[str] = (),
     again: Sequence[str] | None = None,
 ) -> int:
     """Searches and prints the result and the next command; `again` is the command that resumes it."""
@@ -204,9 +199,10 @@ def run_search(
         folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
         results.already_finished(screen, folder, resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
-        with Display(screen, heading, quiet) as display:
-            listener = listen(display, folder, tensorboard)
-            result = api.search(recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener)
+        with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
+            result = api.search(
+                recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener, quiet=True
+            )
     if result.genotype is None:
         results.interrupted(screen, *(again or ("search", "--resume", str(folder))))
         return result.exit_code
@@ -227,7 +223,7 @@ def run_seeds(
     resume: bool,
     overwrite: bool,
     quiet: bool,
-    tensorboard: bool = False,
+    track: Sequence[str] = (),
 ) -> int:
     """Searches with several seeds; prints the accuracy of each and the cells of the best."""
     check_at_once(at_once)
@@ -238,7 +234,7 @@ def run_seeds(
     )
     if not quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, heading, quiet) as display:
+    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
         result = api.search_seeds(
             recipe=recipe,
             out=folder,
@@ -247,7 +243,8 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: listen_to_seed(display, folder, seed, tensorboard),
+            on_event=lambda seed: listen_to_seed(display, folder, seed, track, tracked),
+            quiet=True,
         )
     if result.best is not None:
         results.show_search(screen, result.results[result.best])
@@ -285,15 +282,10 @@ def check_at_once(at_once: int | None) -> None:
         raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out to use the device's default")
 
 
-def listen(display: OnEvent, folder: Path, tensorboard: bool) -> OnEvent:
-    """The listener of a run: the display and, on request, TensorBoard's log in the run folder."""
-    return TensorBoard(folder, display) if tensorboard else display
-
-
-def listen_to_seed(display: Display, folder: Path, seed: int, tensorboard: bool) -> OnEvent:
-    """The listener of one of several seeds."""
+def listen_to_seed(display: Display, folder: Path, seed: int, track: Sequence[str], tracked: ExitStack) -> OnEvent:
+    """The listener of one of several seeds; trackers are closed with `tracked`."""
     own = seed_folder(folder, seed)
-    return listen(display.beside(f"seed {seed}", str(own)), own, tensorboard)
+    return tracked.enter_context(Tracking(track, own, display.beside(f"seed {seed}", str(own))))
 
 
 def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:

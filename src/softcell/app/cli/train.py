@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,9 +15,9 @@ from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import command, console, percent, print_fields
 from softcell.app.cli.inputs import from_stdin
-from softcell.app.cli.search import absolute, check_at_once, listen, listen_to_seed, resumed_folder
+from softcell.app.cli.search import check_at_once, listen_to_seed, resumed_folder
 from softcell.app.progress import Display
-from softcell.app.report.tensorboard import TensorBoard
+from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.distributed import restarted_folder
@@ -117,17 +118,18 @@ def train(
     plugin: o.Plugin = None,
     trust: o.Trust = False,
     tensorboard: o.Tensorboard = False,
+    mlflow: o.Mlflow = False,
+    wandb: o.Wandb = False,
     quiet: o.Quiet = False,
 ) -> int:
     """Train the network of an architecture from scratch and test it once, at the end."""
+    track = o.trackers(locals())
     if (begun := restarted_folder()) is not None and seeds is None:
         out, resume, overwrite = begun, True, False
     if resume:
         out, genotype = resumed_folder("train", genotype, out)
-    size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
-    init = None if from_ is None else absolute(from_)
     seconds = None if time is None else parse_time(time)
-    given = o.settings(locals(), recipe=recipe, task=task, space=size or None, init=init, time=seconds)
+    given = o.settings(locals(), recipe=recipe, task=task, cells=cells, channels=channels, init=from_, time=seconds)
     if seeds is not None or (resume and out is not None and (out / SEEDS).is_file()):
         if random:
             raise UserError(
@@ -144,7 +146,7 @@ def train(
             resume=resume,
             overwrite=overwrite,
             quiet=quiet,
-            tensorboard=tensorboard,
+            track=track,
         )
     if at_once is not None:
         raise UserError(f"--at-once {at_once} requires --seeds K")
@@ -157,7 +159,7 @@ def train(
         resume=resume,
         overwrite=overwrite,
         quiet=quiet,
-        tensorboard=tensorboard,
+        track=track,
     )
 
 
@@ -172,7 +174,7 @@ def run_seeds(
     resume: bool,
     overwrite: bool,
     quiet: bool,
-    tensorboard: bool,
+    track: Sequence[str],
 ) -> int:
     """Trains one architecture with several seeds; prints the accuracy of each, mean and standard deviation."""
     check_at_once(at_once)
@@ -186,7 +188,7 @@ def run_seeds(
     )
     if not quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, heading, quiet) as display:
+    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
         result = api.train_seeds(
             wanted,
             recipe=recipe,
@@ -195,7 +197,8 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: listen_to_seed(display, folder, seed, tensorboard),
+            on_event=lambda seed: listen_to_seed(display, folder, seed, track, tracked),
+            quiet=True,
         )
     results.show_trained_seeds(screen, result)
     if any(one.exit_code for one in result.results.values()):
@@ -214,7 +217,7 @@ def run_train(
     resume: bool,
     overwrite: bool,
     quiet: bool,
-    tensorboard: bool = False,
+    track: Sequence[str] = (),
     again: Sequence[str] | None = None,
 ) -> int:
     """Trains the architecture, then the random ones, and compares them; `again` is the command that resumes it."""
@@ -239,9 +242,10 @@ def run_train(
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, "
             f"{_length(recipe)}seed {recipe.seed}: {folder}"
         )
-        with Display(screen, heading, quiet) as display:
-            listener = listen(display, folder, tensorboard)
-            result = api.train(chosen, recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener)
+        with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
+            result = api.train(
+                chosen, recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener, quiet=True
+            )
         again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             results.interrupted(screen, *again)
@@ -252,13 +256,11 @@ def run_train(
             return 0
         if within is not None and world.is_main:
             screen.print(f"\nrandom architectures are drawn within the budget of the search: {within}", markup=False)
-        with Display(screen, "", quiet) as display:
-            listener = listen(display, folder, tensorboard)
+        with Display(screen, "", quiet) as display, Tracking(track, folder, display) as listener:
 
             def begin(number: int, _: Genotype, place: Path) -> None:
                 display.heading = f"\nrandom architecture {number} of {random}: {place}"
-                if isinstance(listener, TensorBoard):
-                    listener.folder = place
+                listener.folder = place
 
             baseline = random_baseline(
                 chosen,

@@ -16,6 +16,7 @@ from softcell.app.report.stats import LEVEL, Summary, Welch, holm, summarise, we
 from softcell.app.report.strings import clean
 from softcell.search.genotypes import WHERE
 from softcell.settings import flat
+from softcell.text import Shown, count_of
 
 _NAMED = {"method", "space", "data"}
 _SEARCH = "search"
@@ -85,11 +86,27 @@ class Pair:
     sentence: str
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
+    """Groups of runs and what the differences between them say; `str` is Markdown.
+
+    Example:
+        >>> from softcell.api import compare
+        >>> found = compare(["runs/train"])
+        >>> found, found.groups[0].summary.n
+        (Comparison(1 group, 1 run), 1)
+    """
+
     groups: tuple[Group, ...]
     pairs: tuple[Pair, ...]
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        runs = sum(len(group.runs) for group in self.groups)
+        return f"Comparison({count_of(len(self.groups), 'group')}, {count_of(runs, 'run')})"
+
+    def __str__(self) -> str:
+        return markdown(self)
 
     @property
     def sentences(self) -> list[str]:
