@@ -34,6 +34,7 @@ ABOUT = {
     "app.baseline": "random architectures beside a result",
     "app.sweep": "methods × spaces × seeds",
     "app.pipeline": "softcell run",
+    "app.reproduce": "softcell reproduce: the papers' tables",
     "app.cli": "the command line",
 }
 

@@ -24,6 +24,7 @@ ORDER = (
     {"app.progress", "app.jobs"},
     {"app.baseline"},
     {"app.sweep", "app.pipeline"},
+    {"app.reproduce"},
     {"api"},
     {"app.cli"},
 )

@@ -220,6 +220,10 @@ class Interrupt:
                 signal.signal(number, handler)
         self._before.clear()
 
+    def request(self) -> None:
+        """Ask all runs of this context to stop and save their state, as SIGTERM would."""
+        self._caught = self._caught or signal.SIGTERM
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._caught:
             raise KeyboardInterrupt

@@ -13,7 +13,7 @@ from softcell.data import load
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
-from softcell.engine.interleave import drain
+from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.metrics import Measured, measure
 from softcell.engine.runfolder import failure_recorded, run_in_folder
@@ -135,15 +135,27 @@ def train_teacher(
     on_event: OnEvent | None = None,
 ) -> TeacherResult:
     """Trains the classifier in the folder `out`; the test set is sealed until training is over."""
+    return drain(teacher_steps(recipe, out, resume=resume, overwrite=overwrite, on_event=on_event))
+
+
+def teacher_steps(
+    recipe: TeacherRecipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: OnEvent | None = None,
+) -> Running[TeacherResult]:
+    """`train_teacher` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return _train(recipe, Path(out), session, resume, overwrite, on_event)
+        return (yield from _train(recipe, Path(out), session, resume, overwrite, on_event))
 
 
 def _train(
     recipe: TeacherRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
-) -> TeacherResult:
+) -> Running[TeacherResult]:
     world = session.world
     with test_set_sealed():
         dataset = load(recipe.data, recipe.data_root, recipe.image_size)
@@ -156,10 +168,9 @@ def _train(
             known = facts_of(dataset, cost, parts)
             return {**new_manifest("teacher", recipe.to_dict(), recipe.seed), "results": known}
 
-        steps = run_in_folder(
+        folder, outcome = yield from run_in_folder(
             task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
         )
-        folder, outcome = drain(steps)
     if outcome.status == "interrupted":
         return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
     task.finish()

@@ -38,6 +38,7 @@ COMMANDS = {
     "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
     "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),
     "sweep": ("sweep", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
+    "reproduce": ("reproduce", "Print the plan that reproduces a paper's tables, run it, and show ours beside theirs."),
     "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
     "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
     "bench": ("bench", "Look up searches and architectures in the NAS-Bench-201 table."),
