@@ -366,7 +366,7 @@ class FeaturePairs(Rule):
 def rows(table: Table, strengths: Tensor) -> list[list[float]]:
     """Strengths as Python numbers; padding is ignored. NaN raises `UserError`."""
     assert tuple(strengths.shape) == table.shape, f"strengths {tuple(strengths.shape)} for a table of {table.shape}"
-    rows: list[list[float]] = strengths.detach().double().cpu().tolist()
+    rows: list[list[float]] = strengths.detach().cpu().double().tolist()
     for choice, row in zip(table.choices, rows, strict=True):
         for name, value in zip(choice.candidates, row, strict=False):
             if value != value:

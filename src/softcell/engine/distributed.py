@@ -66,6 +66,8 @@ def start(device: torch.device | str) -> World:
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} asks for several processes, but {', '.join(missing)} is not set. "
             f"Start with `torchrun --nproc-per-node=N ...`, or unset WORLD_SIZE."
         )
+    if device.type == "mps":
+        raise UserError("an Apple GPU runs one process, but WORLD_SIZE asks for several; use --device cpu")
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     # Import it before there is a group: its default arguments keep the group that exists at import, and torch's
     # optimisers import it. Such a group outlives `stop`, and its threads sometimes abort a process at exit.

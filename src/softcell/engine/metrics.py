@@ -31,20 +31,25 @@ def in_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
     return (stronger.sum(1) < top) & ~own.squeeze(1).isnan()
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of sums on a device: float64, or float32 on Apple's GPUs, which have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Meter(nn.Module):
-    """Running sums [5] in float64: loss, correct answers, samples, top-5 answers, samples that count for top 5."""
+    """Running sums [5]: loss, correct answers, samples, top-5 answers, samples that count for top 5."""
 
     sums: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
         super().__init__()
-        self.register_buffer("sums", torch.zeros(5, dtype=torch.float64), persistent=False)
+        self.register_buffer("sums", torch.zeros(5, dtype=sum_dtype(device), device=device), persistent=False)
 
     @torch.no_grad()
     def update(self, loss: Tensor, logits: Tensor | None, labels: Tensor) -> None:
         """loss: mean over the batch []; logits [n, classes]; labels [n]."""
         count = labels.shape[0]
-        self.sums[0] += loss.double() * count
+        self.sums[0] += loss.to(self.sums.dtype) * count
         self.sums[2] += count
         if logits is not None:
             self.sums[1] += (logits.argmax(dim=1) == labels).sum()
@@ -102,7 +107,7 @@ class Labelled(Protocol):
 @torch.no_grad()
 def measure(forward: Callable[[Tensor], Tensor], batches: Iterable[Labelled], world: World) -> Measured:
     """Loss and accuracy of `forward` (images [n, c, h, w] to logits [n, classes]) over all batches of all ranks."""
-    meter = Meter().to(world.device)
+    meter = Meter(world.device)
     for batch in batches:
         if batch.labels.shape[0]:  # a rank's part of a short last batch may be empty
             meter.judge(forward(batch.images), batch.labels)
@@ -189,7 +194,7 @@ class Tally:
     """The running metrics of one epoch; a recorded step may update them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._meter, self._watch = Meter().to(device), LossWatch().to(device)
+        self._meter, self._watch = Meter(device), LossWatch().to(device)
         self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step within its epoch
 
     def begin_epoch(self) -> None:

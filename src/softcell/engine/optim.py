@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.engine.distributed import World, average_
+from softcell.engine.metrics import sum_dtype
 
 
 def apply_gradients(
@@ -312,7 +313,7 @@ class AveragedWeights:
     def update(self) -> None:
         """Move the average towards the module's weights of this moment."""
         self.updates += 1
-        count = self.updates.double()
+        count = self.updates.to(sum_dtype(self.updates.device))
         weight = 1.0 - ((1.0 + count) / (10.0 + count)).clamp(max=self._decay)
         own, mean = list(self._own.values()), list(self.tensors.values())
         difference = torch._foreach_sub(own, mean)

@@ -30,7 +30,10 @@ MOST_THREADS = 64  # or the number of cores: more threads only wait for each oth
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn "cpu", "cuda", "cuda:1" or "auto" (CUDA where there is one) into a device that exists here.
+    """Turn "cpu", "cuda", "cuda:1", "mps" or "auto" (CUDA where there is one) into a device that exists here.
+
+    Apple's GPUs ("mps") run the plain path: no recorded steps and no Triton. They must be asked for, because nothing of
+    Softcell was tested on one.
 
     Example:
         >>> from softcell.engine import resolve_device
@@ -43,8 +46,12 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f'the device must be "auto", "cpu", "cuda" or "cuda:N", but got {name!r}')
+    if device is None or device.type not in ("cpu", "cuda", "mps"):
+        raise UserError(f'the device must be "auto", "cpu", "cuda", "cuda:N" or "mps", but got {name!r}')
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise UserError(
+            f"device {name!r} needs an Apple GPU, but torch {torch.__version__} finds none; use 'cpu' or 'auto'"
+        )
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -155,27 +162,31 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of torch's CPU generator and, for a CUDA `device`, of that device's one.
+    """Return the states of torch's CPU generator and, for a GPU, of that device's one.
 
     Returns:
-        `{"cpu": [bytes] uint8, "cuda": [bytes] uint8 or None}`
+        `{"cpu": [bytes] uint8, "cuda": [bytes] uint8 or None}`, on an Apple GPU also `"mps": [bytes] uint8`
     """
     cuda: Tensor | None = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+    state = {"cpu": torch.get_rng_state(), "cuda": cuda}
+    return {**state, "mps": torch.mps.get_rng_state()} if device.type == "mps" else state
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `rng_state` returned; warns when the run has moved between CPU and CUDA."""
+    """Restore what `rng_state` returned; warns when the run has moved between kinds of devices."""
     torch.set_rng_state(state["cpu"].cpu())
-    if (device.type == "cuda") != (state["cuda"] is not None):
-        before = "a CUDA device" if state["cuda"] is not None else "the CPU"
+    kind = "cuda" if state["cuda"] is not None else "mps" if "mps" in state else "cpu"
+    if device.type != kind:
+        before = {"cuda": "a CUDA device", "mps": "an Apple GPU", "cpu": "the CPU"}[kind]
         warnings.warn(
             f"the random state was saved on {before} and is restored on {device}, so the random numbers will differ. "
             f"Resume on the same kind of device for identical results.",
             stacklevel=2,
         )
-    elif device.type == "cuda":
+    elif kind == "cuda":
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    elif kind == "mps":
+        torch.mps.set_rng_state(state["mps"].cpu())
 
 
 class Interrupt:
@@ -348,6 +359,8 @@ def open_session(*, device: str, seed: int, precision: str, deterministic: bool,
     All ranks use the same seed: random numbers are drawn for the global batch on every rank.
     """
     with join_processes(device, deterministic) as world:
+        if precision == "float64" and world.device.type == "mps":
+            raise UserError("an Apple GPU has no float64, but got precision=float64; use float32, or --device cpu")
         # float32 means float32: lower precision is an explicit choice of the user.
         set_tf32(False)
         count = set_threads(threads)

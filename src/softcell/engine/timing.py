@@ -75,6 +75,8 @@ class Stopwatch:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._begin.record(torch.cuda.current_stream(self.device))
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         self._wall = time.perf_counter()
         self._cpu = time.process_time()
         return self
@@ -88,6 +90,8 @@ class Stopwatch:
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end.record(torch.cuda.current_stream(self.device))
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         seconds = self._begin.elapsed_time(end) / 1000.0 if self.device.type == "cuda" else wall
         self._timing = Timing(seconds, wall, cpu, self._peak())

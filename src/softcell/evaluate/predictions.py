@@ -22,7 +22,7 @@ from softcell.data.batches import Feeds
 from softcell.data.images import Images
 from softcell.engine.distributed import World, sum_
 from softcell.engine.files import atomic_write_bytes
-from softcell.engine.metrics import Measured, Meter
+from softcell.engine.metrics import Measured, Meter, sum_dtype
 from softcell.errors import UserError
 from softcell.evaluate.gradcam import grad_cam
 from softcell.spaces import Network
@@ -56,16 +56,17 @@ def predict(
 
     Every image 0..`num_images` - 1 must be in exactly one rank's batches.
     """
-    meter = Meter().to(world.device)
-    table = torch.zeros(num_images, 4, dtype=torch.float64, device=world.device)
+    meter = Meter(world.device)
+    dtype = sum_dtype(world.device)
+    table = torch.zeros(num_images, 4, dtype=dtype, device=world.device)
     for batch in batches:
         if batch.labels.shape[0]:  # a rank's share of a short last batch may be empty
             logits = forward(batch.images)
             meter.judge(logits, batch.labels)
-            chances = logits.double().softmax(dim=1)
+            chances = logits.to(dtype).softmax(dim=1)
             confidence, predicted = chances.max(dim=1)
             truth = chances.gather(1, batch.labels[:, None]).squeeze(1)
-            table[batch.index] = torch.stack((batch.labels.double(), predicted.double(), confidence, truth), dim=1)
+            table[batch.index] = torch.stack((batch.labels.to(dtype), predicted.to(dtype), confidence, truth), dim=1)
     sum_(table, world)  # the other ranks have 0 for images of this rank
     labels, predicted, confidence, truth = table.cpu().unbind(dim=1)
     return meter.read(world), Predictions(labels.int(), predicted.int(), confidence.float(), truth.float())

@@ -382,4 +382,4 @@ def _measured(supernet: Supernet, mix: Mix, batches: list[Batch], norms: list[Ba
 
 
 def _host(tables: Mapping[str, Tensor]) -> Tables:
-    return {name: values.detach().double().cpu() for name, values in tables.items()}
+    return {name: values.detach().cpu().double() for name, values in tables.items()}

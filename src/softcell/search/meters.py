@@ -56,7 +56,7 @@ class Epoch:
     @cached_property
     def probabilities(self) -> dict[str, Tensor]:
         """The method's probabilities at its end, per table [choices, width], on the CPU in float64."""
-        return {name: p.detach().double().cpu() for name, p in self.method.probabilities().items()}
+        return {name: p.detach().cpu().double() for name, p in self.method.probabilities().items()}
 
 
 class EpochMeter:
@@ -195,7 +195,7 @@ class ValidationMeter(EpochMeter):
     def _unsupervised(self, task: SearchTask, mix: Mix) -> dict[str, Any]:
         """The objective's own loss. Its random draws are the same each time and change nothing else."""
         device = task.world.device
-        meter = Meter().to(device)
+        meter = Meter(device)
         task.supernet.eval()
         task.objective.eval()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), task.in_step():

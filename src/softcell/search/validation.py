@@ -46,7 +46,7 @@ class Validation:
         notify: Callable[[str], None],
     ) -> None:
         self._supernet, self._held, self._world, self._in_step = supernet, held, world, in_step
-        self._meter = Meter().to(world.device)
+        self._meter = Meter(world.device)
         self._mix: Mix | None = None
         self._kept: dict[Hashable, Mix] = {}
         self._run = prepare_step(self._forward, engine, world, notify)

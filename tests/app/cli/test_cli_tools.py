@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import softcell
-from softcell.app.cli.main import COMMANDS, load_command
+from softcell.app.cli.main import COMMANDS, load_command, run
 from softcell.app.progress import Display, epoch_line
 from softcell.engine.task import EpochEnded, Finished, Note, Started, Stepped
 from tests.helpers.cli_calls import CELL, Softcell, process
@@ -211,3 +211,25 @@ def test_a_terminal_sees_a_bar_and_a_log_sees_lines() -> None:
 def test_quiet_keeps_warnings() -> None:
     assert _shown(terminal=True, quiet=True).count("\n") == _shown(terminal=False, quiet=True).count("\n") == 2
     assert "mind the gap" in _shown(terminal=False, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("softcell se", ["search"]), ("softcell search --max-", ["--max-params", "--max-flops", "--max-latency"])],
+)
+def test_a_shell_completes_commands_and_options_without_importing_torch(words: str, expected: list[str]) -> None:
+    code = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); "
+    code += "from softcell.app.cli.main import main; main([])"
+    asked = {"_SOFTCELL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    environment = {"PYTHONPATH": str(Path(softcell.__file__).parents[1]), **asked}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.split()) == (0, [*expected, "False"]), done.stderr
+
+
+def test_the_completion_script_of_a_shell_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the shell is then named here
+    with pytest.raises(SystemExit) as ended:
+        run(["--show-completion", "bash"])
+    assert ended.value.code == 0 and "_SOFTCELL_COMPLETE=complete_bash" in capsys.readouterr().out

@@ -59,6 +59,10 @@ COMMANDS = {
 _UsageError: Any = typer.BadParameter.__bases__[0].__bases__[0]
 
 
+COMPLETE = "_SOFTCELL_COMPLETE"
+"""The variable by which a shell asks for completions (click's convention)."""
+
+
 class LazyGroup(TyperGroup):
     """Imports the module of a command when that command is run; for its help, without the core and torch."""
 
@@ -69,7 +73,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, _, rest = super().resolve_command(ctx, args)
         assert name is not None
-        if not {"-h", "--help"} & set(rest):
+        # A shell that completes options needs only their names, at once: `resilient_parsing`.
+        if not ({"-h", "--help"} & set(rest) or ctx.resilient_parsing):
             return name, load_command(name), rest
         with without_core():
             command = load_command(name)
@@ -145,7 +150,6 @@ app = typer.Typer(
     name="softcell",
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -170,6 +174,8 @@ def options(
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point: exits with 0, with 2 for bad input, with 128 + n after signal n; bugs keep a traceback."""
+    if COMPLETE in os.environ:  # set by the shell's completion script: prints proposals and exits
+        typer.main.get_command(app).main(args=[], prog_name="softcell")
     enter()
     show = warnings.showwarning
     warnings.showwarning = lambda *given, **named: _show_warning(show, *given, **named)

@@ -41,7 +41,9 @@ Cells = Annotated[int | None, typer.Option(metavar="N", help="Depth of the netwo
 Channels = Annotated[
     int | None, typer.Option(metavar="N", help="Initial width of the network. Default: set by the recipe.")
 ]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N; auto uses CUDA if available.")]
+Device = Annotated[
+    str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps (Apple, untested); auto uses CUDA if available.")
+]
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16", "float64"] | None,
     typer.Option(help="Compute precision; auto picks the faster of float32 and bfloat16, timed once on a GPU."),
