@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from softcell.app.report.stats import summarise
+from softcell.app.report.compare import summarise
 from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.errors import UserError

@@ -31,7 +31,7 @@ from rich.table import Table
 from softcell.api import compare_indicators
 from softcell.app.report import bench201
 from softcell.app.report.charts import curves_svg
-from softcell.app.report.stats import summarise
+from softcell.app.report.compare import summarise
 from softcell.arch.notation import from_nb201
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.files import atomic_write_text

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from softcell.nn.mbconv import MBConv
+from softcell.nn.conv import MBConv
 from softcell.nn.recompute import recomputed
 
 

@@ -13,7 +13,7 @@ from softcell.errors import UserError
 from softcell.evaluate import train
 from softcell.evaluate.recipe import resolve
 from softcell.evaluate.task import learning_rate
-from softcell.nn.mbconv import MBConv, SqueezeExcite
+from softcell.nn.conv import MBConv, SqueezeExcite
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates, count_genotype
 from softcell.spaces.proxyless import ProxylessSpace

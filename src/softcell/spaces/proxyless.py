@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.mbconv import EXPANSIONS, KERNELS, MBConv, conv_norm, name_of
+from softcell.nn.conv import EXPANSIONS, KERNELS, MBConv, conv_norm, name_of
 from softcell.settings import build, to_dict
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.chain import MixedChain, PickedChain, check_chain

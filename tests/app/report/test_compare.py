@@ -16,13 +16,15 @@ from softcell.app.report.compare import (
     compare,
     group_row,
     groups_csv,
+    holm,
     markdown,
     pairs_csv,
     runs_csv,
+    summarise,
+    welch,
 )
 from softcell.app.report.page import write_report
 from softcell.app.report.runs import find_runs, read_runs
-from softcell.app.report.stats import holm, summarise, welch
 from tests.helpers.report_runs import make_search, make_training
 from tests.helpers.unsealed import unsealed
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app.report.charts import curves_svg
-from softcell.app.report.compare import texts, varying, what, without_repeats
+from softcell.app.report.compare import Summary, summarise, texts, varying, what, without_repeats
 from softcell.app.report.runs import Run, check_intact, find_runs, is_table, read_runs
-from softcell.app.report.stats import Summary, summarise
 from softcell.arch import Genotype
 from softcell.arch.notation import from_nb201
 from softcell.errors import UserError

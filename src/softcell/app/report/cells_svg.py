@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from softcell.app.report.cells_layout import Drawing, Edge, Node, Point, lay_out
-from softcell.app.report.strings import clean, columns, escape, shorten, wrap
+from softcell.app.report.html import clean, columns, escape, shorten, wrap
 from softcell.app.report.theme import CHAR, FAMILIES, MARGIN, TITLES, Family, family, mark, num, page, sheet, text
 from softcell.arch import Cell, Genotype
 

@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from softcell.app.report.html import Html, big, data, el, percent
-from softcell.app.report.strings import columns as cells
-from softcell.app.report.strings import escape, shorten
+from softcell.app.report.html import Html, big, data, el, escape, percent, shorten
+from softcell.app.report.html import columns as cells
 from softcell.app.report.theme import CHAR, MARGIN, Family, mark, num, page, sheet, text
 from softcell.errors import UserError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from softcell.app.report.strings import escape
+from softcell.app.report.html import escape
 
 Family = Literal["conv", "dilated", "dynamic", "pool", "skip", "attention", "other", "none"]
 

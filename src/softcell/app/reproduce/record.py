@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from softcell.app.report.stats import LEVEL, summarise, welch
+from softcell.app.report.compare import LEVEL, summarise, welch
 from softcell.app.reproduce.papers import PROTOCOL, PaperTable, Row
 from softcell.app.reproduce.plan import Job, Plan, has_run
 from softcell.app.reproduce.run import epochs_done, is_finished, num_epochs, status, untrainable
