@@ -117,6 +117,12 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_resumes_exactly(
     assert same(final_state(folder / "parts"), final_state(folder / "whole"))
 
 
+def test_all_ranks_use_the_slowest_clock(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Schedules follow the time used, so it must be the same everywhere; it ends after eight steps of 1.25 s."""
+    for rank in runs[1]:
+        assert rank["used"] == [1.25 * step for step in range(8)]
+
+
 def test_a_loss_that_diverges_on_one_rank_stops_all_and_keeps_the_checkpoint(
     runs: tuple[Path, list[dict[str, Any]]],
 ) -> None:

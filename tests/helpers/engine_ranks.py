@@ -12,6 +12,7 @@ from softcell.engine import distributed, loop
 from softcell.engine.distributed import agree
 from softcell.engine.metrics import DivergedError
 from softcell.engine.session import Interrupt
+from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.stochastic import Dropout, DropPath, batch_slice
@@ -207,7 +208,26 @@ def loop_on_rank(world: distributed.World, folder: Path) -> Any:
         found["bad_rng"] = str(error)
     with Interrupt() as interrupt:
         found["no_signal"] = interrupt.signal
+    found["used"] = timed_on_rank(world, folder / "timed")
     return found
+
+
+def timed_on_rank(world: distributed.World, folder: Path) -> list[float]:
+    """A run of ten seconds by clocks that differ between the ranks: the time used before each step."""
+    folder.mkdir(exist_ok=True)
+    used: list[float] = []
+
+    class Clock(TimeBudget):
+        for_steps = 9.8  # without the measured time of a checkpoint
+
+        def elapsed(self) -> float:
+            return len(used) * (1.0 + 0.25 * world.rank)
+
+    budget = Clock(10.0)
+    task = Toy(world, before_step=lambda epoch, step: used.append(budget.used))
+    for _ in loop.steps_of(task, folder, world, resume=False, budget=budget):
+        pass
+    return used
 
 
 def loop_and_collectives_on_rank(world: distributed.World, folder: Path) -> Any:

@@ -116,9 +116,8 @@ class TimeBudget:
         self._before, self._began = 0.0, time.perf_counter()
 
     def resume(self, used: float) -> None:
-        """Count from `used` seconds of earlier processes and the start of this one."""
-        self._before = used
-        self.used = self.elapsed()
+        """Count from `used` seconds of earlier processes; the loop adds those since the start of this one."""
+        self._before = self.used = used  # not `elapsed()`, which differs between ranks
 
     def elapsed(self) -> float:
         """The seconds used up to now."""
