@@ -138,17 +138,23 @@ def test_epochs_remain_a_limit_and_schedules_end_there(
 
 
 def test_rates_follow_the_time_and_not_the_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 20 quick steps and some slow ones, the rate is that of the time used."""
+    """After 20 quick steps and some slow ones, the rate is that of the time used since the first step."""
     clock = Clock(monkeypatch, lambda number: 0.5 if number < 20 else 4.0)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        clock.now += 20.0
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(TRAIN, "load", slow)
     seen: list[tuple[float, float]] = []
     real = TASK.set_lr
 
     def noting(optimiser: Any, rate: float) -> None:
-        seen.append((clock.now - 1000.0, rate))
+        seen.append((clock.now - 1020.0, rate))
         real(optimiser, rate)
 
     monkeypatch.setattr(TASK, "set_lr", noting)
-    recipe = recipe_of(data, time=60.0, warmup=0.1, lr=0.2, holdout=0.0, ema=0.5)
+    recipe = recipe_of(data, time=80.0, warmup=0.1, lr=0.2, holdout=0.0, ema=0.5)
     train(GENOTYPE, recipe, tmp_path / "run", on_event=clock)
     assert 25 < len(seen) < 40
     for used, rate in seen:
@@ -173,7 +179,7 @@ def test_a_resumed_training_gets_the_rest_of_its_time(
     with pytest.raises(Killed):
         train(GENOTYPE, recipe, tmp_path / "run", on_event=until_killed)
     loaded = checkpoint.load_latest(tmp_path / "run")
-    assert loaded is not None and loaded.state["used"] == 20.0, "saved after the fourth epoch"
+    assert loaded is not None and loaded.state["budget"]["used"] == 20.0, "saved after the fourth epoch"
     clock.now += 1e6  # a night between the two
     clock.steps, again = 0, stored_training(tmp_path / "run", {"time": "40s"})
     assert again[1].time == 40 and again[1].epochs == 0
@@ -241,16 +247,21 @@ def test_threads_are_those_of_the_faster_steps(monkeypatch: pytest.MonkeyPatch, 
     clock, notes = Clock(monkeypatch), []
     task = Threaded(clock, monkeypatch, with_all)
     before = torch.get_rng_state()
-    assert timing.choose_threads(task, notes.append) == task.used == expected
+    assert timing.choose_threads(task, notes.append, most=60.0) == task.used == expected
     assert torch.equal(torch.get_rng_state(), before), "random numbers are given back"
     assert f"{1e3 * with_all:.1f} ms with 3; using {expected}" in notes[0]
+    # Threads that wait for each other are tried once, and timing ends with its time.
+    assert clock.now - 1000 == pytest.approx(8 if with_all == 7.0 else 6 * (1 + with_all))
+    begun = clock.now
+    timing.choose_threads(task, notes.append, most=2.0)
+    assert clock.now - begun <= 2.0 + 1 + with_all
 
 
 def test_only_trainings_with_a_time_choose_their_threads(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding depends on the number of threads; a training of epochs must not depend on the clock."""
-    monkeypatch.setattr(TRAIN, "choose_threads", lambda task, notify: 7)
+    monkeypatch.setattr(TRAIN, "choose_threads", lambda task, notify, most: 7)
     threads = torch.get_num_threads()
     clock = Clock(monkeypatch)
     for changes, expected in (({"time": 5.0}, 7), ({"time": 5.0, "threads": 1}, 1), ({"epochs": 1}, threads)):
@@ -425,7 +436,7 @@ def test_runs_of_earlier_versions_are_resumed(data: Path, tmp_path: Path) -> Non
         train(GENOTYPE, recipe, folder, on_event=kill)
     new = ("time", "ema", "per_step", "flip", "auto")
     loaded = checkpoint.load_latest(folder)
-    assert loaded is not None and "used" not in loaded.state and "average" not in loaded.state["task"]
+    assert loaded is not None and "budget" not in loaded.state and "average" not in loaded.state["task"]
     for name in new:
         del loaded.state["identity"]["recipe"][name]
     checkpoint.save(folder, loaded.state)
@@ -493,5 +504,5 @@ def test_a_budget_keeps_at_most_half_for_what_follows(monkeypatch: pytest.Monkey
     assert budget.progress == pytest.approx(45 / 91.5) and not budget.is_over
     budget.evaluating = 400.0
     assert budget.for_steps == 50.0
-    budget.resume(200.0)
+    budget.resume({"used": 200.0, "preparing": 4.0})
     assert (budget.used, budget.elapsed()) == (200.0, 245.0) and budget.is_over and budget.progress == 1.0

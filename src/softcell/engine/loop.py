@@ -278,6 +278,9 @@ class _Loop:
         if budget is None:
             self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
             self.done_before = [0, *itertools.accumulate(self.counts)]
+        elif (at.epoch, at.step) == (0, 0):
+            (milliseconds,) = agree([int(1000 * budget.elapsed())], self.world)
+            budget.used = budget.preparing = milliseconds / 1000
         self._emit(Started(at.epoch, at.step, task.num_epochs, 0.0 if budget is None else budget.seconds))
         with self.interrupt:
             while at.epoch < task.num_epochs and at.stopped is None:
@@ -425,7 +428,7 @@ class _Loop:
             "task": task_state,
             "local": local if at.step > 0 else None,
             "world_size": world.size,
-            **({} if self.budget is None else {"used": self.budget.elapsed()}),
+            **({} if self.budget is None else {"budget": self.budget.state_dict()}),
             **({} if self.identity is None else {IDENTITY: self.identity}),
         }
 
@@ -470,7 +473,7 @@ class _Loop:
             state["epoch"], state["step"], state["seconds"], state["stopped"], History(state["history"])
         )
         if self.budget is not None:
-            self.budget.resume(state["used"])
+            self.budget.resume(state["budget"])
         on_main(lambda: self.at.history.write(self.folder), self.world)
         self.task.load_state_dict(state["task"])
         set_rng_state(state["rng"], self.world.device)

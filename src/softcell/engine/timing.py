@@ -9,7 +9,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -106,18 +106,23 @@ class Stopwatch:
 class TimeBudget:
     """The time of a run: how much is used, over all its processes, and how much is kept for what follows its steps.
 
-    `used` is set by the loop between two steps, to the same value on all ranks. `evaluating` and `saving` are the
-    seconds that evaluation and a checkpoint after the last step will take, as measured so far.
+    `used` is set by the loop between two steps, to the same value on all ranks, and `preparing` before the first one.
+    `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take, as
+    measured so far.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.used = self.evaluating = self.saving = 0.0
+        self.used = self.preparing = self.evaluating = self.saving = 0.0
         self._before, self._began = 0.0, time.perf_counter()
 
-    def resume(self, used: float) -> None:
-        """Count from `used` seconds of earlier processes; the loop adds those since the start of this one."""
-        self._before = self.used = used  # not `elapsed()`, which differs between ranks
+    def resume(self, state: Mapping[str, float]) -> None:
+        """Count from the seconds of earlier processes; the loop adds those since the start of this one."""
+        self._before = self.used = state["used"]  # not `elapsed()`, which differs between ranks
+        self.preparing = state["preparing"]
+
+    def state_dict(self) -> dict[str, float]:
+        return {"used": self.elapsed(), "preparing": self.preparing}
 
     def elapsed(self) -> float:
         """The seconds used up to now."""
@@ -134,8 +139,10 @@ class TimeBudget:
 
     @property
     def progress(self) -> float:
-        """The share of the time for steps that is used, 0 to 1."""
-        return min(1.0, self.used / self.for_steps)
+        """The share of the time for steps that is used, 0 to 1, counted from the first step."""
+        if self.is_over:
+            return 1.0
+        return max(0.0, (self.used - self.preparing) / (self.for_steps - self.preparing))
 
     @property
     def is_over(self) -> bool:
@@ -149,6 +156,7 @@ MOST_FILE_SECONDS, FILE_SHARE = 0.5, 0.02
 CANDIDATES = ("float32", "bfloat16")
 GAIN = 1.1  # bfloat16 must be this much faster: a tie goes to float32
 TIMED = 5
+HOPELESS = 5.0  # so much slower is not measured again
 
 
 def choose_precision(job: str, world: World, make: Callable[[str], Task], notify: Callable[[str], None]) -> str:
@@ -185,27 +193,34 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     return chosen
 
 
-def choose_threads(task: Task, notify: Callable[[str], None]) -> int:
+def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> int:
     """One CPU thread or one per core, whichever makes the faster steps of `task`, which is thrown away; sets it.
 
     On a busy machine threads wait for each other, so that two may be slower than one. Both are timed in turn, so that a
-    load that changes meanwhile affects both. Only for runs that depend on the clock anyway: threads change rounding.
+    load that changes meanwhile affects both, until about `most` seconds have passed. Only for runs that depend on the
+    clock anyway: threads change rounding.
     """
-    cores = usable_cores()
+    cores, began = usable_cores(), time.perf_counter()
     if cores == 1:
         return set_threads(1)
-    times: dict[int, list[float]] = {1: [], cores: []}
+    rounds: list[tuple[float, float]] = []
     with torch.random.fork_rng(devices=[]):
         task.begin_epoch(0)
         batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), 2)))
-        for number in range(1 + TIMED):  # the first steps include allocation
-            for threads, seconds in times.items():
-                set_threads(threads)
-                batch, began = next(batches), time.perf_counter()
-                task.step(batch)
-                if number:
-                    seconds.append(time.perf_counter() - began)
-    alone, all_ = (statistics.median(seconds) for seconds in times.values())
+
+        def seconds(threads: int) -> float:
+            set_threads(threads)
+            batch, start = next(batches), time.perf_counter()
+            task.step(batch)
+            return time.perf_counter() - start
+
+        while len(rounds) < 1 + TIMED:
+            alone, all_ = seconds(1), seconds(cores)
+            rounds.append((alone, all_))
+            if all_ > HOPELESS * alone or time.perf_counter() - began > most:
+                break
+    # The first steps include allocation.
+    alone, all_ = (statistics.median(column) for column in zip(*(rounds[1:] or rounds), strict=True))
     chosen = cores if all_ * GAIN < alone else 1
     notify(
         f"threads=auto: one step takes {1e3 * alone:.1f} ms with 1 CPU thread and {1e3 * all_:.1f} ms with {cores}; "

@@ -74,7 +74,7 @@ class TrainTask:
         self._epoch = self._step = 0
         self._first: tuple[float, float] | None = None  # seconds used and epochs done after the first step
         self._per_image: float | None = None  # seconds to evaluate an image, once measured
-        self._validating, self._warned = 0.0, False
+        self._validating, self._warned, self._stepped = 0.0, False, False
         network.use_drop_path(recipe.drop_path)
         broadcast_module(network, world)
         self.criterion = criterion
@@ -110,6 +110,7 @@ class TrainTask:
             self._follow_schedules()
         self._run(*batch)
         self._step += 1
+        self._stepped = True
 
     @property
     def _epochs_done(self) -> float:
@@ -136,7 +137,7 @@ class TrainTask:
         The first step is not counted: it includes the start of the process.
         """
         if self._first is None:
-            if budget.used:
+            if self._stepped:
                 self._first = budget.used, self._epochs_done
             return
         began, before = self._first

@@ -45,6 +45,8 @@ from softcell.spaces.pretrained import WEIGHTS, read_description
 from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
+PROBING_SHARE = 0.02
+"""The share of a training's time in which numbers of threads are timed."""
 PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set while others still run
 
 
@@ -319,7 +321,8 @@ def prepare(
 
     if recipe.threads == 0:
         alone = world.size == 1 and not is_gpu
-        recipe = replace(recipe, threads=choose_threads(make("float32"), notify) if alone else session.threads)
+        most = PROBING_SHARE * recipe.time
+        recipe = replace(recipe, threads=choose_threads(make("float32"), notify, most) if alone else session.threads)
     if recipe.precision == "auto":
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
