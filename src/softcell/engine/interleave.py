@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from softcell.engine.capture import MAX_SHARING_RUNS, own_stream
 
+K = TypeVar("K")
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """The steps of a loop: it pauses after each of them, and returns how it ended."""
@@ -94,7 +95,6 @@ class RunState:
 
 @dataclass(slots=True)
 class _Job:
-    number: int
     state: RunState
     running: Running[Any]
     steps: Steps[Any] | None = None
@@ -111,6 +111,33 @@ class _Job:
             self.steps = self.running.throw(error)
 
 
+class Interleaved(Generic[K]):
+    """Runs that take turns on a device; more may be added at any time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._jobs: dict[K, _Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, key: K, start: Callable[[], Running[Any]]) -> None:
+        self._jobs[key] = _Job(RunState(self._device), start())
+
+    def turn(self) -> Iterator[tuple[K, Any]]:
+        """Makes one step of every run; gives the results of those that ended, or the errors they ended with."""
+        for key, job in list(self._jobs.items()):
+            try:
+                with job.state.active():
+                    job.advance()
+            except StopIteration as stop:
+                del self._jobs[key]
+                yield key, stop.value
+            except Exception as error:
+                del self._jobs[key]
+                yield key, error
+
+
 def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
     """Run all of `starts`, at most `at_once` at a time; return their results, or the errors they ended with, in order.
 
@@ -120,19 +147,10 @@ def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device,
         at_once = min(at_once, MAX_SHARING_RUNS)
     results: list[T | Exception] = [RuntimeError("not started")] * len(starts)
     waiting = list(enumerate(starts))
-    active: list[_Job] = []
-    while waiting or active:
-        while waiting and len(active) < max(1, at_once):
-            number, start = waiting.pop(0)
-            active.append(_Job(number, RunState(device), start()))
-        for job in list(active):
-            try:
-                with job.state.active():
-                    job.advance()
-            except StopIteration as stop:
-                results[job.number] = stop.value
-                active.remove(job)
-            except Exception as error:
-                results[job.number] = error
-                active.remove(job)
+    runs: Interleaved[int] = Interleaved(device)
+    while waiting or len(runs):
+        while waiting and len(runs) < max(1, at_once):
+            runs.add(*waiting.pop(0))
+        for number, result in runs.turn():
+            results[number] = result
     return results

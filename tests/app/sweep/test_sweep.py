@@ -17,7 +17,17 @@ import pytest
 
 import softcell
 from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
-from softcell.app.sweep.launch import LOG, Local, Ray, commands, last_error, make_launcher
+from softcell.app.sweep.launch import (
+    Local,
+    Queue,
+    Ray,
+    _Submitted,
+    commands,
+    has_accounting,
+    last_error,
+    make_launcher,
+)
+from softcell.app.sweep.share import LOG, SharedProcess
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.lock import LOCK, announce
@@ -132,6 +142,9 @@ class Fake:
         self.open, self.most = 0, 0
 
     submitted: list[str]
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def submit(self, job: Job) -> Any:
         self.submitted.append(job.name)
@@ -276,6 +289,134 @@ def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.Monke
     assert int(Local(3)._environment(0)["OMP_NUM_THREADS"]) >= 1
 
 
+def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is pretended: the searches find none and run on the CPU, in turns all the same."""
+    from softcell.api import search
+    from softcell.recipes import search_recipe
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    search_settings = {**TINY, "epochs": 2, "drop_path": 0.2}
+    file = plan(tmp_path, methods=["darts", "gdas"], seeds=[4], search=search_settings, only={"gdas": {"epochs": 1}})
+    every = jobs_of(read_plan(file), tmp_path / "out")
+    outcome = run_sweep(every, Local(2), retries=0, poll=0.02)
+    assert {job.name for job in outcome.finished} == {job.name for job in every}, outcome.failed
+    for job in every:
+        assert "in one process with other jobs" in (job.folder / LOG).read_text()
+        alone = tmp_path / "alone" / job.name
+        search(recipe=search_recipe(job.search), out=alone)
+        for name in ("metrics.jsonl", "architecture.jsonl"):
+            rows = [
+                [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / name).open()]
+                for run in (alone, job.folder / "search")
+            ]
+            assert rows[0] == rows[1], (job.name, name)
+        assert (alone / "genotype.json").read_text() == (job.folder / "search" / "genotype.json").read_text()
+        assert (job.folder / "search" / "report.html").exists()
+
+
+def test_a_search_that_fails_beside_others_is_retried_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    every = jobs_of(read_plan(plan(tmp_path, seeds=2)), tmp_path / "out")
+    submitted: list[tuple[str, str]] = []
+    monkeypatch.setattr("softcell.app.sweep.launch._Shared", lambda process, job, alone: pretended(job, "shared", 2))
+    monkeypatch.setattr("softcell.app.sweep.launch._Thread", lambda work: pretended(work, "alone", 0))
+
+    def pretended(what: Any, how: str, code: int) -> Any:
+        folder = what.folder if isinstance(what, Job) else what._folder
+        submitted.append((folder.name, how))
+        if code == 0:
+            pretend(folder / "search")
+        return SimpleNamespace(done=lambda: True, result=lambda: code, stop=lambda: None)
+
+    outcome = run_sweep(every, Local(2), retries=1, poll=0)
+    assert len(outcome.finished) == 2
+    first, second = (job.name for job in every)
+    assert submitted == [(first, "shared"), (second, "shared"), (first, "alone"), (second, "alone")]
+
+
+def test_only_searches_that_fit_together_share_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+
+    def sharing(at_once: int, **settings: Any) -> bool:
+        return launchers[at_once]._sharing(Job(tmp_path / str(len(names)), settings, None, 0), 0) is not None
+
+    launchers, names = {2: Local(2), 4: Local(4)}, list[int]()
+    assert not sharing(2)  # a GPU for each
+    launchers[4]._tried.clear()
+    assert sharing(4, threads=1)
+    for settings in ({"threads": 2}, {"device": "cpu", "threads": 1}, {"deterministic": True, "threads": 1}):
+        launchers[4]._tried.clear()
+        assert not sharing(4, **settings)
+    assert not sharing(4, threads=1)  # the same job again: it failed before
+
+
+def test_a_shared_process_that_dies_fails_its_jobs_and_starts_again(tmp_path: Path) -> None:
+    process = SharedProcess({"PYTHONPATH": os.pathsep.join(sys.path)}, tmp_path / "log")
+    (tmp_path / "job").mkdir()
+    process.submit(tmp_path / "job")  # its settings are missing
+    deadline = time.monotonic() + 120
+    while process.code_of(tmp_path / "job") is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.code_of(tmp_path / "job") == 2
+    assert "search.json" in last_error(tmp_path / "job")
+    assert process.code_of(tmp_path / "other") is None
+    process.stop(now=True)
+    assert process._process is not None
+    process._process.wait()
+    assert process.code_of(tmp_path / "other") == 1
+    process.close()
+
+
+class Slurm:
+    """What submitit and Slurm give a sweep; `queued` are the jobs in the queue."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued, self.calls, self._folder = {"7"}, list[str](), tmp_path
+        self.works = True
+        monkeypatch.setattr(subprocess, "run", self.run)
+
+    def run(self, words: list[str], **_: Any) -> Any:
+        self.calls.append(words[0])
+        if words[0] == "sacct":
+            return SimpleNamespace(returncode=1, stdout=b"")
+        return SimpleNamespace(returncode=0 if self.works else 1, stdout="\n".join(self.queued).encode())
+
+    def job(self, queue: Any) -> Any:
+        def unexpected() -> Any:
+            raise AssertionError("submitit would call sacct")
+
+        paths = SimpleNamespace(result_pickle=self._folder / "result.pkl")
+        return _Submitted(SimpleNamespace(job_id="7", paths=paths, done=unexpected, exception=unexpected), queue)
+
+
+def test_without_accounting_a_job_that_left_the_queue_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Slurm(tmp_path, monkeypatch)
+    assert not has_accounting()
+    job = slurm.job(Queue(interval=0.0))
+    assert not job.done()
+    slurm.works, slurm.queued = False, set()  # the controller does not answer: nothing is known
+    assert not job.done()
+    slurm.works = True
+    assert job.done() and job.result() == 1  # cancelled, or lost with its node
+    assert slurm.calls == ["sacct", "squeue", "squeue", "squeue"]
+
+
+def test_the_queue_is_asked_every_few_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = Slurm(tmp_path, monkeypatch)
+    queue = Queue(interval=1000.0)
+    first = slurm.job(queue)
+    assert not any(first.done() for _ in range(20)) and slurm.calls == ["squeue"]
+    slurm.queued = set()
+    late = slurm.job(queue)  # submitted after the queue was read
+    assert not late.done() and slurm.calls == ["squeue"]
+
+
 def test_launchers_that_are_missing_or_cannot_start_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -368,7 +509,7 @@ def test_a_choice_made_by_the_run_is_not_a_changed_setting(tmp_path: Path) -> No
         jobs_of(read_plan(plan(tmp_path, search={**TINY, "batch_size": 128})), tmp_path / "out")
 
 
-def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path) -> None:
+def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("submitit", reason="submitit is not installed (the slurm extra)")
     done, lost = jobs(tmp_path, 2)
     done.write()
@@ -377,7 +518,8 @@ def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path) -> None
     handles = [launcher.submit(job) for job in (done, lost)]
     assert [handle.result() for handle in handles] == [0, 1]  # nothing left to do; no folder to work in
     assert all(handle.done() for handle in handles)
-    for options in ({"cluster": "local", "no_such_option": 1}, {}):  # without Slurm on this machine
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
+    for options in ({"cluster": "local", "no_such_option": 1}, {}):
         with pytest.raises(UserError, match="submitit cannot start"):
             make_launcher("slurm", tmp_path / "out", None, options)
 

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import softcell
-from softcell.app.process import enter, notice_when_slow
+from softcell.app.process import enter, explain_failure, notice_when_slow
 from softcell.errors import LostRankError, UserError
 from softcell.trust import asking
 
@@ -244,30 +244,3 @@ def _fail(text: str) -> int:
     where = f"rank {rank}: " if rank not in (None, "0") else ""
     print(f"error: {where}{' '.join(text.split())}", file=sys.stderr)
     return USAGE
-
-
-# PyTorch raises a plain RuntimeError, so its words are the only sign.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
-_REDUCE = (
-    "reduce --batch-size, --image-size, or the size of the network (--channels and --cells, or --set space.channels=N)"
-)
-
-
-def explain_failure(error: BaseException) -> str | None:
-    """One sentence for failures that are neither bugs nor bad input: out of memory, a lost process. None otherwise."""
-    text = " ".join(str(error).split())
-    torch = sys.modules.get("torch")  # an error raised by torch comes from a torch that is loaded
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return f"not enough free GPU memory for this run; {_REDUCE}; with --seeds also --at-once"
-    is_runtime_error = isinstance(error, RuntimeError)
-    if isinstance(error, MemoryError) or (is_runtime_error and any(part in text for part in _OUT_OF_MEMORY)):
-        return f"not enough free memory for this run; {_REDUCE}"
-    if torch is not None and torch.distributed.is_available():
-        from softcell.engine.heartbeat import is_lost_connection
-
-        if is_lost_connection(error):  # before all processes have joined; afterwards the rank is known
-            return (
-                "another process of this run ended or cannot be reached; see its own error for the cause. Restart all "
-                "processes with the same command."
-            )
-    return None

@@ -18,8 +18,9 @@ from softcell.app.report.compare import compare
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.report.runs import read_runs
 from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep
-from softcell.app.sweep.launch import LOG, make_launcher
+from softcell.app.sweep.launch import make_launcher
 from softcell.app.sweep.plan import PLAN, code_of, folders_of, is_finished, plain_options
+from softcell.app.sweep.share import LOG
 from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError

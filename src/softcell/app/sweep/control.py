@@ -98,6 +98,8 @@ def run_sweep(
         still = [job for job in left if not job.is_finished()]
         finished += [job for job in left if job.is_finished()]
         return Outcome(earlier, finished, failed, [*still, *waiting])
+    finally:
+        launcher.close()
     return Outcome(earlier, finished, failed, [])
 
 

@@ -5,11 +5,13 @@ Slurm is reached through submitit. None of this is a scheduler of our own.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from softcell.app.sweep.plan import Job, is_finished
+from softcell.app.sweep.share import LOG, SharedProcess
 from softcell.engine.lock import LOCK, announce, holder, open_lock, take
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
 
-LOG = "log.txt"
 BUSY = 75  # as in sysexits.h: try again later
 
 
@@ -150,18 +152,57 @@ class Launcher(Protocol):
 
     def submit(self, job: Job) -> Handle: ...
 
+    def close(self) -> None:
+        """Called after the last job."""
+
 
 class Local:
-    """Processes on this machine, `at_once` at a time; they share its cores, and its GPUs in turn."""
+    """Processes on this machine, `at_once` jobs at a time; they share its cores, and its GPUs in turn.
+
+    With more jobs than GPUs, the searches on one GPU share a process (`softcell.app.sweep.share`). Trainings, and jobs
+    that failed there, run in processes of their own.
+    """
 
     def __init__(self, at_once: int = 1, environment: Mapping[str, str] | None = None) -> None:
         self.at_once: int | None = at_once
         self._given = dict(environment or {})
         self._slots = list(range(at_once))
+        self._shared: dict[str, tuple[SharedProcess, Any]] = {}
+        self._tried: set[str] = set()
 
     def submit(self, job: Job) -> Handle:
         slot = self._slots.pop(0)
-        return _Thread(Work(job.folder, job.random, self._environment(slot)), lambda: self._slots.insert(0, slot))
+
+        def alone() -> Handle:
+            return _Thread(Work(job.folder, job.random, self._environment(slot)))
+
+        shared = self._sharing(job, slot)
+        handle = alone() if shared is None else _Shared(shared, job, alone)
+        return _Slot(handle, lambda: self._slots.insert(0, slot))
+
+    def _sharing(self, job: Job, slot: int) -> SharedProcess | None:
+        """The process on the slot's GPU that is to search for a job; None if it gets one of its own."""
+        gpus, again = _gpus(), job.name in self._tried
+        self._tried.add(job.name)
+        assert self.at_once is not None
+        if again or not gpus or self.at_once <= len(gpus) or is_finished(job.folder / "search"):
+            return None
+        if job.search.get("device", "auto") not in ("auto", "cuda"):
+            return None
+        gpu = gpus[slot % len(gpus)]
+        # Searches in one process must agree on what is set for the whole process.
+        common = {key: job.search.get(key) for key in ("deterministic", "threads", "plugins")}
+        if gpu not in self._shared:
+            environment = {**self._environment(slot), "CUDA_VISIBLE_DEVICES": gpu}
+            log = job.folder.parent / f"shared-{gpu}.txt"
+            self._shared[gpu] = SharedProcess(environment, log), common
+        process, agreed = self._shared[gpu]
+        return process if common == agreed else None
+
+    def close(self) -> None:
+        """End the processes that wait for further jobs."""
+        for process, _ in self._shared.values():
+            process.close()
 
     def _environment(self, slot: int) -> dict[str, str]:
         result = dict(self._given)
@@ -185,9 +226,21 @@ def _gpus() -> list[str]:
     return [str(k) for k in range(torch.cuda.device_count())]
 
 
+class _Slot:
+    """A handle that frees its slot when its result is read."""
+
+    def __init__(self, handle: Handle, release: Callable[[], None]) -> None:
+        self._handle, self._release = handle, release
+        self.done, self.stop = handle.done, handle.stop
+
+    def result(self) -> int:
+        self._release()
+        return self._handle.result()
+
+
 class _Thread:
-    def __init__(self, work: Work, release: Callable[[], None]) -> None:
-        self._work, self._release, self._code, self._asked = work, release, 1, False
+    def __init__(self, work: Work) -> None:
+        self._work, self._code, self._asked = work, 1, False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -199,11 +252,40 @@ class _Thread:
 
     def result(self) -> int:
         self._thread.join()
-        self._release()
         return self._code
 
     def stop(self) -> None:
         self._work.stop(now=self._asked)
+        self._asked = True
+
+
+class _Shared:
+    """A job whose search runs in a shared process; `alone` starts its trainings afterwards."""
+
+    def __init__(self, process: SharedProcess, job: Job, alone: Callable[[], Handle]) -> None:
+        self._process, self._job, self._alone = process, job, alone
+        self._code, self._asked = 1, False
+        self._rest: Handle | None = None
+        process.submit(job.folder)
+
+    def done(self) -> bool:
+        if self._rest is None:
+            code = self._process.code_of(self._job.folder)
+            if code is None:
+                return False
+            self._code = code
+            if code == 0 and not self._asked and commands(self._job.folder, self._job.random):
+                self._rest = self._alone()
+        return self._rest is None or self._rest.done()
+
+    def result(self) -> int:
+        return self._code if self._rest is None else self._rest.result()
+
+    def stop(self) -> None:
+        if self._rest is None:
+            self._process.stop(now=self._asked)
+        else:
+            self._rest.stop()
         self._asked = True
 
 
@@ -225,19 +307,60 @@ class Submitit:
             self._executor.update_parameters(**{"name": "softcell", **given})
         except (RuntimeError, ValueError, NameError, TypeError, AssertionError) as error:
             raise UserError(f"submitit cannot start on {cluster!r} with {given or 'no options'}: {error}") from error
+        self._queue = Queue() if cluster == "slurm" and not has_accounting() else None
 
     def submit(self, job: Job) -> Handle:
-        return _Submitted(self._executor.submit(run_job, str(job.folder), job.random, self._given))
+        return _Submitted(self._executor.submit(run_job, str(job.folder), job.random, self._given), self._queue)
+
+    def close(self) -> None:
+        pass
+
+
+def has_accounting() -> bool:
+    """Whether Slurm keeps records of ended jobs, which submitit reads by `sacct`."""
+    try:
+        return subprocess.run(["sacct", "--noheader"], capture_output=True, check=False, timeout=60).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+class Queue:
+    """The jobs in Slurm's queue, for clusters without accounting.
+
+    There submitit would print two warnings every few seconds, and would wait forever for a job that was cancelled or
+    whose node was lost: such a job leaves no result.
+    """
+
+    def __init__(self, interval: float = 5.0) -> None:
+        self._interval, self._asked, self._jobs = interval, -math.inf, None
+
+    _jobs: set[str] | None
+
+    def contains(self, job_id: str, since: float) -> bool:
+        """Whether a job that was submitted at `since` (monotonic) waits or runs; True while that is unknown."""
+        now = time.monotonic()
+        if now - self._asked >= self._interval:
+            self._asked = now
+            done = subprocess.run(["squeue", "--me", "--noheader", "--format=%A"], capture_output=True, check=False)
+            self._jobs = set(done.stdout.decode().split()) if done.returncode == 0 else None
+        return self._jobs is None or since >= self._asked or job_id in self._jobs
 
 
 class _Submitted:
-    def __init__(self, job: Any) -> None:
-        self._job = job
+    def __init__(self, job: Any, queue: Queue | None) -> None:
+        self._job, self._queue, self._since = job, queue, time.monotonic()
 
     def done(self) -> bool:
-        return bool(self._job.done())
+        if self._queue is None or self._has_result():
+            return bool(self._job.done())
+        return not self._queue.contains(str(self._job.job_id), self._since) and not self._has_result()
+
+    def _has_result(self) -> bool:
+        return bool(self._job.paths.result_pickle.exists())
 
     def result(self) -> int:
+        if self._queue is not None and not self._has_result():
+            return 1  # cancelled, timed out or lost with its node
         error = self._job.exception()  # from the scheduler: killed, timed out, node lost
         return 1 if error is not None else int(self._job.result())
 
@@ -262,12 +385,16 @@ class Ray:
             if not ray.is_initialized():
                 ray.init(address=given.pop("address", None), log_to_driver=False)
             given.pop("address", None)
-            self._remote: Any = ray.remote(max_retries=0, **given)(run_job) if given else ray.remote(run_job)
+            # The sweep retries by itself, from the last checkpoint and as often as it was asked to.
+            self._remote: Any = ray.remote(max_retries=0, **given)(run_job)
         except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(f"Ray cannot start with {dict(options) or 'no options'}: {error}") from error
 
     def submit(self, job: Job) -> Handle:
         return _Task(self._ray, self._remote.remote(str(job.folder), job.random, self._environment))
+
+    def close(self) -> None:
+        pass
 
 
 class _Task:
