@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types docs unit browser exhaustive bench clean
+.PHONY: help setup demo test lint types docs unit browser exhaustive integration bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,7 +35,7 @@ docs: $(STAMP)  ## the documentation as a site in build/site; a warning is an er
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 unit: $(STAMP) browser
-	$(BIN)/python -m pytest -m 'not exhaustive' -n auto --dist loadfile
+	$(BIN)/python -m pytest -m 'not exhaustive and not integration' -n auto --dist loadfile
 
 # Reports are tested in a real browser. Where it cannot be installed, those tests are skipped with a reason.
 browser:  ## install Chromium for the tests, where that is possible
@@ -47,6 +47,16 @@ browser:  ## install Chromium for the tests, where that is possible
 
 exhaustive: $(STAMP)  ## complete enumerations, minutes long
 	$(BIN)/python -m pytest -m exhaustive
+
+# Slurm comes from Debian's packages and Ray from PyPI; what cannot be installed is skipped with a reason.
+integration: $(STAMP)  ## sweeps on a real Slurm and a real Ray cluster on this machine, minutes long
+	@command -v slurmctld >/dev/null || test -x /usr/sbin/slurmctld \
+	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update \
+	  && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurmctld slurmd slurm-client munge; } \
+	  || echo 'Slurm cannot be installed: its tests will be skipped'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray>=2.40' 'submitit>=1.5' \
+	  || echo 'Ray cannot be installed: its tests will be skipped'
+	$(BIN)/python -m pytest -m integration -rs
 
 bench: $(STAMP)  ## time search steps
 	$(BIN)/python -m benchmarks
