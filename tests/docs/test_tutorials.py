@@ -28,7 +28,7 @@ SHORTER = {
     "epochs: 10": "epochs: 1, batch_size: 256",
     "--epochs 10 --random 3": "--epochs 1 --random 1",
     "--epochs 10": "--epochs 1",
-    "--max-params 100k": "--max-params 9k --random 2 --image-size 8 --threads 1",
+    "--max-params 100k": "--max-params 11k --random 2 --image-size 8 --threads 1",
 }
 
 
@@ -44,11 +44,12 @@ def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pyt
     pipeline = __import__("softcell.app.pipeline.run", fromlist=["run"])
     for name, value in {
         "MOST_SEARCH_EPOCHS": 1,
+        "LEAST_SEARCH_EPOCHS": 1,
         "MOST_TRAIN_EPOCHS": 1,
+        "LEAST_EPOCHS": 0,
         "MEASURING_BOUNDS": (0.01, 0.01),
     }.items():
         monkeypatch.setattr(pipeline, name, value)
-    monkeypatch.setattr("softcell.app.pipeline.summary.LATENCY_ROUNDS", 1)
     before = torch.get_num_threads()
     names: dict[str, Any] = {"__name__": "tutorial"}
     try:

@@ -31,6 +31,7 @@ class TrainRecipe:
     `lr_decay` every `lr_every` epochs instead. `warmup` epochs rise linearly to it. `drop_path` grows linearly
     over the epochs to its value. `auxiliary` weighs the loss of the auxiliary tower (0: no tower). `holdout` is the
     share of training images held back to measure accuracy after each epoch; the test set is read once, at the end.
+    `test` false leaves it sealed: the result is then the accuracy on the held-out images.
     `time`: seconds until training, evaluation and writing are done; 0: no limit. Schedules then follow the time, step
     by step, and training ends with it; `epochs` 0 means no other limit. Such a training depends on the clock and
     cannot be repeated bit for bit. `per_step`: schedules follow every step without `time` too. In both cases a `warmup`
@@ -86,6 +87,7 @@ class TrainRecipe:
     flip: bool | None = None
     auto: tuple[str, ...] = ()
     holdout: float = 0.0
+    test: bool = True
     allow_empty: bool = False
     seed: int = 0
     device: str = "auto"

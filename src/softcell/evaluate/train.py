@@ -52,7 +52,8 @@ PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set w
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainResult(Shown):
-    """The result of a training. `accuracy` is a share in 0..1 on `split` (`test`), None if interrupted.
+    """The result of a training. `accuracy` is a share in 0..1 on `split` (`test`, or `holdout` if the recipe leaves the
+    test set sealed), None if interrupted.
 
     Example:
         >>> from softcell.api import train
@@ -272,7 +273,9 @@ def _measure(
 
         on_main(remember, world)
         return TrainResult(out, recipe, genotype, network, None, "unseen classes", cost, outcome.metrics, 0, recall)
-    if dataset.test is not None:
+    if not recipe.test:
+        measured = _held_out(outcome.metrics)
+    elif dataset.test is not None:
         measured, answers = predict(network, feeds.plain(dataset.test).epoch(0), len(dataset.test), world)
 
     def conclude() -> None:
@@ -280,12 +283,21 @@ def _measure(
         if dataset.test is not None and answers is not None:
             alone = replace(feeds, rank=0, world=1)
             write_predictions(out, answers, network, dataset.test, alone, notifier(on_event, world))
-        finish(folder, measured, outcome.metrics, budget)
+        finish(folder, measured, outcome.metrics, budget, measured_on)
 
+    measured_on = "test" if recipe.test else "holdout"
     on_main(conclude, world)
     accuracy = None if measured is None else measured.accuracy
     top5 = None if measured is None else measured.top5
-    return TrainResult(out, recipe, genotype, network, accuracy, "test", cost, outcome.metrics, 0, top5=top5)
+    return TrainResult(out, recipe, genotype, network, accuracy, measured_on, cost, outcome.metrics, 0, top5=top5)
+
+
+def _held_out(metrics: Sequence[Mapping[str, Any]]) -> Measured | None:
+    """What was measured on held-out images after the last epoch; None if no images are held out."""
+    last = metrics[-1] if metrics else {}
+    if "val_accuracy" not in last:
+        return None
+    return Measured(last["val_loss"], last["val_accuracy"], last["val_count"], last.get("val_top5"))
 
 
 def prepare(
@@ -335,7 +347,7 @@ def prepare(
         notify=notify,
         criterion=criterion,
         budget=budget,
-        num_tested=len(dataset.test) if budget is not None and dataset.test is not None else 0,
+        num_tested=len(dataset.test) if budget is not None and dataset.test is not None and recipe.test else 0,
     )
     return recipe, task, feeds, parts
 
@@ -345,14 +357,15 @@ def finish(
     measured: Measured | None,
     metrics: Sequence[Mapping[str, Any]],
     budget: TimeBudget | None = None,
+    measured_on: str = "test",
 ) -> None:
-    """Records that the run is finished, with its test results; measured: None without a test set."""
+    """Records that the run is finished, with its results on `measured_on`; measured: None without a test set."""
     folder.finish(
         "finished",
         accuracy=None if measured is None else measured.accuracy,
         top5=None if measured is None else measured.top5,
         loss=None if measured is None else measured.loss,
-        split="test",
+        split=measured_on,
         count=0 if measured is None else measured.count,
         seconds=sum(row["seconds"] for row in metrics),
         **({} if budget is None else {"time_used": budget.elapsed()}),

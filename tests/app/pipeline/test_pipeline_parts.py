@@ -1,11 +1,29 @@
-"""Parts of a run: random architectures, late searches, the smallest number of images."""
+"""Parts of a run: random architectures, late searches, the competition and its verdict, the least number of images."""
 
 from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
-from softcell.app.pipeline.choose import HOLDOUT, random_others
+from softcell.app.pipeline import Entry, Result, Round, Row, Summary, verdict
+from softcell.app.pipeline.choose import held_out_share, random_others
+from softcell.app.pipeline.competition import (
+    ENTRY_EPOCHS,
+    FIRST_SHARE,
+    SEED_EPOCHS,
+    Candidate,
+    Kind,
+    by_importance,
+    decide,
+    entrants,
+    num_rounds,
+    round_time,
+    standard_error,
+    survivors,
+)
 from softcell.app.pipeline.inspect import LEAST_TRAINING, Inspection, check_num_images, least_images
 from softcell.app.pipeline.time_budget import SearchTimeoutError, num_networks, shortened, stop_when_late
 from softcell.arch import count, sample
@@ -79,9 +97,143 @@ def test_only_a_late_search_ends_and_not_in_its_last_epoch() -> None:
     stop_when_late(lambda event: None, lambda: True, random_recipe(3, 1))(EpochEnded(1, {}))
 
 
+def everyone(plain: int = 3, random: int = 3, found: bool = True) -> list[Candidate]:
+    names = [f"plain-{i}" for i in range(1, plain + 1)] + ["found"] * found
+    names += [f"random-{i}" for i in range(1, random + 1)]
+    lengths = {"plain-2": 0.5, "plain-3": 0.25}
+    return [Candidate(name, kind_of(name), {}, {}, 1, 1, lengths.get(name, 1.0)) for name in names]
+
+
+def kind_of(name: str) -> Kind:
+    return name.split("-")[0]  # type: ignore[return-value]
+
+
+def results(**accuracies: float | tuple[float, ...]) -> list[Result]:
+    """`plain_1=0.5` is the accuracy of plain-1."""
+    pairs = ((name.replace("_", "-"), own if isinstance(own, tuple) else (own,)) for name, own in accuracies.items())
+    return [Result(name, own, 5, 1.0) for name, own in pairs]
+
+
+def kinds(found: list[Result]) -> dict[str, Kind]:
+    return {result.name: kind_of(result.name) for result in found}
+
+
+def test_networks_enter_by_importance_and_the_last_are_cut_first() -> None:
+    order = ["plain-1", "found", "plain-2", "random-1", "random-2", "plain-3", "random-3"]
+    assert [each.name for each in by_importance(everyone())] == order
+    assert [each.name for each in by_importance(everyone(random=5))][-2:] == ["random-4", "random-5"]
+    before: list[Candidate] = []
+    for room in range(200):
+        entered = entrants(everyone(), float(room), epoch=1.0)
+        assert [each.name for each in entered] == order[: len(entered)]  # more time never removes a network
+        assert len(entered) >= len(before) or (len(before), len(entered)) == (3, 3)
+        before = entered
+        if entered:  # everyone gets some epochs in the first round
+            seconds, seeds = round_time(entered, room, 1.0, is_last=num_rounds(len(entered)) == 1)
+            assert seconds * seeds >= ENTRY_EPOCHS
+    assert len(before) == 7
+
+
+def test_rounds_use_the_whole_time_and_the_last_one_has_seeds_if_there_is_time() -> None:
+    entered = everyone()
+    total = sum(each.length for each in entered)
+    seconds, seeds = round_time(entered, 100.0, 1.0, is_last=False)
+    assert (seconds * total, seeds) == (pytest.approx(FIRST_SHARE * 100), 1)
+    pair = everyone(plain=1, random=0)
+    for room, expected in ((SEED_EPOCHS, 1), (4 * SEED_EPOCHS, 2), (6 * SEED_EPOCHS, 3), (600 * SEED_EPOCHS, 3)):
+        seconds, seeds = round_time(pair, room, 1.0, is_last=True)
+        assert seeds == expected and seconds * seeds * 2 == pytest.approx(room)
+
+
+def test_the_best_third_stays_and_a_plain_network_with_them() -> None:
+    found = results(plain_1=0.5, found=0.7, plain_2=0.6, random_1=0.8, random_2=0.4, plain_3=0.3, random_3=0.75)
+    assert survivors(found, kinds(found)) == ("random-1", "random-3", "plain-2")
+    found = results(plain_1=0.5, found=0.7, plain_2=0.65, random_1=0.5)
+    assert survivors(found, kinds(found)) == ("found", "plain-2")
+    tied = results(plain_1=0.5, found=0.5, plain_2=0.5, random_1=0.5)
+    assert survivors(tied, kinds(tied)) == ("plain-1", "found")  # the order of entry decides
+
+
+def test_a_cell_wins_only_by_more_than_a_standard_error() -> None:
+    for lead, winner in ((0.03, "found"), (0.01, "plain-1")):
+        found = results(plain_1=(0.6, 0.7), found=(0.65 + lead, 0.65 + lead), random_1=0.5)
+        error = standard_error(0.65 + lead, 0.65, 1000)
+        assert (lead > error) == (winner == "found")
+        name, why = decide(found, kinds(found), 1000)
+        assert name == winner and "plain-1" in why
+    assert "safer choice" in why and f"{100 * error:.1f} points on 1,000 images" in why
+    found = results(plain_1=0.6, plain_2=0.61, found=0.5)
+    assert decide(found, kinds(found), 50) == ("plain-2", "it was the best")
+
+
+def test_the_standard_error_is_that_of_a_difference_of_two_shares() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.rand(2, 4000, 100, generator=generator) < torch.tensor([0.8, 0.7]).view(2, 1, 1)
+    shares = drawn.double().mean(2)
+    assert standard_error(0.8, 0.7, 100) == pytest.approx((shares[0] - shares[1]).std().item(), rel=0.05)
+    assert standard_error(1.0, 1.0, 100) > 0  # nothing is certain on 100 images
+
+
+def made(*rounds: list[Result], held_out: int = 10_000, accuracy: float = 0.9, seeds: int = 1) -> Summary:
+    names = dict.fromkeys(result.name for own in rounds for result in own)
+    entries = tuple(Entry(name, kind_of(name), 1, 1) for name in names)
+    played = tuple(Round(2.0, seeds, tuple(own), (own[0].name,)) for own in rounds)
+    delivered = Row("plain-1", "plain", "runs/x/train", accuracy, 1, 1, 1.0, 9, 3.0)
+    return Summary(delivered, "it was the best", entries, played, held_out, count=400, most_frequent=0.1)
+
+
+def test_a_search_was_worth_it_only_if_it_beats_the_plain_network_beyond_chance() -> None:
+    first = results(plain_1=0.85, found=0.9, random_1=0.8, random_2=0.81)
+    worth, lines = verdict(made(first, seeds=2))
+    assert worth and "worth it here, as far as 2 seeds can show" in lines[-1]
+    worth, lines = verdict(made(first, held_out=30))
+    assert not worth and all("no difference can be claimed" in line for line in lines[:2])
+    assert "1 seed, 30 held-out images" in lines[0]
+    worth, lines = verdict(made(results(plain_1=0.95, found=0.9, random_1=0.8, random_2=0.81)))
+    assert not worth and "the plain network is better" in lines[-1]
+    worth, lines = verdict(made(results(plain_1=0.9, found=0.9, random_1=0.8, random_2=0.81)))
+    assert not worth and "better cell than random ones" in lines[-1]
+    worth, lines = verdict(made(results(plain_1=0.8, found=0.9, random_1=0.95, random_2=0.951)))
+    assert not worth  # a search that loses to chance was not worth it, whatever the plain network does
+    worth, lines = verdict(made(results(plain_1=0.9, found=0.9, random_1=0.7, random_2=0.95)))
+    assert "no difference can be claimed" in lines[0]  # within the spread of random architectures
+
+
+def test_the_verdict_uses_the_last_round_that_both_reached() -> None:
+    first = results(plain_1=0.5, found=0.6, plain_2=0.4, random_1=0.4, random_2=0.41)
+    second = results(plain_1=0.8, found=0.7)
+    worth, lines = verdict(made(first, second))
+    assert not worth and "round 1" in lines[0] and "round 2" in lines[1] and "10.0 points worse" in lines[1]
+    worth, lines = verdict(made(first, results(plain_1=0.8, random_2=0.7)))
+    assert worth and "round 1" in lines[1] and "10.0 points better" in lines[1]
+
+
+def test_without_search_or_competition_the_verdict_claims_nothing() -> None:
+    summary = made()
+    assert verdict(summary) == (False, ["There was no time for a search, so nothing can be said about one."])
+    skipped = dataclasses.replace(summary, entries=(Entry("found", "found", 1, 1),))
+    assert "no time for a competition" in verdict(skipped)[1][0]
+    alone = made(results(plain_1=0.5, plain_2=0.6))
+    assert "no time for a search" in verdict(alone)[1][0]
+
+
+def test_the_verdict_says_that_a_network_learned_nothing() -> None:
+    guessing = dataclasses.replace(made(results(plain_1=0.5, found=0.5), accuracy=0.5), most_frequent=0.5)
+    assert "nothing useful" in verdict(guessing)[1][-1]
+
+
+def test_a_summary_survives_its_file_and_a_moved_folder() -> None:
+    summary = made(results(plain_1=(0.5, 0.6), found=(0.6, 0.6)), results(plain_1=0.7, found=0.6))
+    stored = summary.to_dict()
+    assert stored["version"] == 2 and stored["delivered"]["folder"] == "train" and stored["worth_it"] is False
+    assert Summary.from_dict(stored, Path("runs/x")) == summary
+    assert Summary.from_dict(stored, Path("moved")).delivered.folder == "moved/train"
+
+
 def splits_of_runs() -> list[dict[str, float | int]]:
     found = [resolve({"method": name, "scale": "small"}).split for name in METHODS]
-    return [*found, {"train": 1.0 - HOLDOUT, "holdout": HOLDOUT}]
+    share = held_out_share(LEAST_TRAINING)
+    return [*found, {"train": 1.0 - share, "holdout": share}]
 
 
 def test_the_least_number_of_training_images_fills_every_split_and_one_less_does_not() -> None:

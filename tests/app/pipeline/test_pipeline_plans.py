@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from softcell.app.cli.main import run as softcell
 from softcell.app.pipeline import Plan, RunRequest, parse_time, time_budget
-from softcell.app.pipeline.choose import SIZES, Choice, cheaper, choose, fit, plain_network, search_recipe
+from softcell.app.pipeline.choose import (
+    ENOUGH_EPOCHS,
+    FEW_EPOCHS,
+    GOOD_EPOCHS,
+    LEAST_EPOCHS,
+    SIZES,
+    Choice,
+    best_size,
+    choose,
+    epoch_seconds,
+    explained,
+    held_out_share,
+    plain_cell,
+    plain_networks,
+    plain_sizes,
+    resized,
+    search_recipe,
+    sized,
+)
+from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection, inspect_dataset
-from softcell.app.pipeline.run import ENDING, MOST_RESERVED, SAFE, _Run
-from softcell.app.pipeline.summary import Row, Summary, verdict
+from softcell.app.pipeline.run import ENDING, FINAL_SHARE, MOST_RESERVED, SAFE, _Run
 from softcell.app.pipeline.time_budget import JobTime, measure_job
 from softcell.arch import sample
 from softcell.data import load
 from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 from softcell.errors import UserError
+from softcell.settings import build, to_dict
 from softcell.spaces import build_space
 from softcell.spaces.costs import Cost, count_genotype
 
@@ -37,60 +59,111 @@ def images(side: int = 100, count: int = 1000) -> Inspection:
     return Inspection("photos", {"a": count // 2, "b": count // 2}, {}, (side, side, side), 3)
 
 
+def first(side: int = 100, **request: Any) -> Choice:
+    return choose(images(side), RunRequest("x", **request), is_gpu=False, is_resizable=True)
+
+
 def test_a_choice_is_explained_in_two_lines_and_survives_its_file() -> None:
-    for is_gpu in (False, True):
-        made = choose(images(), RunRequest("x"), is_gpu=is_gpu, is_resizable=True)
-        assert len(made.why) == 2 and all(made.why)
-        assert Choice.from_dict(made.to_dict()) == made
-        assert made.image_size in SIZES
+    plain = Candidate("plain-1", "plain", plain_cell().to_dict(), {"channels": 8}, 1, 1)
+    made = replace(first(), plain=(plain,), epoch=0.5)
+    made = explained(made, images(), RunRequest("x"))
+    assert len(made.why) == 2 and all(made.why) and "resized from a median of 100" in made.why[0]
+    assert build(Choice, json.loads(json.dumps(to_dict(made))), "plan") == made
 
 
-def test_images_are_never_enlarged_and_requests_win() -> None:
-    assert choose(images(26), RunRequest("x"), is_gpu=True, is_resizable=True).image_size == 24
-    asked = RunRequest("x", space="darts", method="random", image_size=40)
-    made = choose(images(), asked, is_gpu=False, is_resizable=True)
+def test_requests_win_over_choices() -> None:
+    made = first(space="darts", method="random", image_size=40)
     assert (made.space, made.method, made.shape) == ("darts", "random", (3, 40, 40))
 
 
-def test_cheaper_choices_end() -> None:
-    made: Choice | None = choose(images(), RunRequest("x"), is_gpu=False, is_resizable=True)
-    seen = []
-    while made is not None:
-        seen.append((made.shape[1], made.search_space["channels"]))
-        made = cheaper(made, is_resizable=True)
-    assert seen == sorted(seen, reverse=True)
-    assert seen[-1] == (16, 2)
+@pytest.mark.parametrize(("median", "size"), [(500, 32), (32, 32), (28, 28), (27, 24), (9, 9)])
+def test_images_start_at_32_pixels_and_are_never_enlarged(median: int, size: int) -> None:
+    made = first(median)
+    assert made.image_size == size
+    assert best_size(made, median, 1e9) <= median  # however much time there is
+    assert best_size(made, median, 0.0) == min(median, SIZES[0])
 
 
-@pytest.mark.parametrize(("space", "seeds"), [("nb201", 3), ("darts", 1)])
+def test_the_image_size_follows_the_epochs_that_the_time_allows() -> None:
+    made = first(200)  # 32 pixels
+    enough = 4 * GOOD_EPOCHS
+    assert best_size(made, 200, enough) == 64  # four times the pixels
+    assert best_size(made, 200, enough - 1) == 48
+    assert best_size(made, 200, FEW_EPOCHS) == 32  # small images are kept as long as they leave some epochs
+    assert best_size(made, 200, FEW_EPOCHS - 1) == 28
+    assert best_size(resized(made, 64), 200, GOOD_EPOCHS) == 64
+
+
+@pytest.mark.parametrize(("space", "seeds"), [("nb201", 2), ("darts", 1)])
 def test_every_network_meets_the_budget(space: str, seeds: int) -> None:
-    request = RunRequest("x", max_params="40k", max_flops="3M", space=space)
-    made = choose(images(), request, is_gpu=False, is_resizable=True)
-    limits = request.limits()
+    made = first(space=space)
+    made = replace(made, network={**made.network, "channels": 64})
+    limits = {"parameters": 40_000.0, "multiply_adds": 3e6}
     for seed in range(seeds):
         genotype = sample(build_space(space, made.network).layout(), seed)
-        settings = fit(made, genotype, 2, limits)
-        cost = count_genotype(build_space(space, settings), genotype, made.shape, 2)
+        settings, cost = sized(made, genotype, 2, limits, 1e12)
+        assert cost == count_genotype(build_space(space, settings), genotype, made.shape, 2)
         assert cost.parameters <= 40_000 and cost.multiply_adds <= 3e6
-        if settings["channels"] < made.network["channels"]:  # one more would be too many
-            wider = {**settings, "channels": settings["channels"] + 1}
-            more = count_genotype(build_space(space, wider), genotype, made.shape, 2)
-            assert more.parameters > 40_000 or more.multiply_adds > 3e6
-    plain, settings = plain_network(cost, made.shape, 2, limits)
-    own = count_genotype(build_space("nb201", settings), plain, made.shape, 2)
-    assert own.parameters <= 40_000 and own.multiply_adds <= 3e6
+        wider = {**settings, "channels": 2 * settings["channels"]}  # the next width that is in the list anyway
+        more = count_genotype(build_space(space, wider), genotype, made.shape, 2)
+        assert settings["channels"] == 64 or more.parameters > 40_000 or more.multiply_adds > 3e6
+    for _, cost in plain_networks(made.shape, 2, limits):
+        assert cost.parameters <= 40_000 and cost.multiply_adds <= 3e6
+
+
+def test_a_cell_is_not_wider_than_the_chosen_width_nor_larger_than_what_it_is_compared_with() -> None:
+    made = first()
+    genotype = sample(build_space("nb201", made.network).layout(), 0)
+    assert sized(made, genotype, 2, {"parameters": 1e9}, 1e12)[0]["channels"] == made.network["channels"] == 16
+    assert sized(made, genotype, 2, {"parameters": 1e9}, 1e5)[1].multiply_adds <= 1e5
+    assert sized(made, genotype, 2, {"parameters": 1e9}, 1.0)[0]["channels"] == 1
 
 
 def test_a_budget_that_no_network_meets_is_rejected() -> None:
+    made, limits = first(), RunRequest("x", max_params="10").limits()
     with pytest.raises(UserError, match="fits 10 parameters"):
-        choose(images(), RunRequest("x", max_params="10"), is_gpu=False, is_resizable=True)
+        sized(made, sample(build_space("nb201", made.network).layout(), 0), 2, limits, 1e12)
+    with pytest.raises(UserError, match="no plain residual network fits"):
+        plain_networks(made.shape, 2, limits)
 
 
-@pytest.mark.parametrize("parameters", [3_000, 50_000, 1_000_000])
-def test_the_plain_network_is_of_similar_size(parameters: int) -> None:
-    genotype, settings = plain_network(Cost(parameters, 0), (3, 16, 16), 10, {})
-    found = count_genotype(build_space("nb201", settings), genotype, (3, 16, 16), 10)
-    assert abs(found.parameters / parameters - 1) < 0.15
+def test_without_a_budget_networks_have_two_million_parameters_at_most() -> None:
+    assert RunRequest("x").limits() == {"parameters": 2e6}
+    assert RunRequest("x", max_flops="9M").limits() == {"multiply_adds": 9e6}
+    assert max(cost.parameters for _, cost in plain_networks((3, 16, 16), 2, RunRequest("x").limits())) > 1e6
+
+
+def test_plain_sizes_leave_enough_epochs_and_halve_the_cost() -> None:
+    networks = plain_networks((1, 28, 28), 10, {"parameters": 200_000})
+    assert networks[0][0] == {"cells_per_stage": 1, "channels": 16}  # not 11: a multiple of 8 is hardly slower
+
+    def chosen(seconds: float) -> tuple[Candidate, ...]:
+        return plain_sizes(networks, lambda cost: seconds / cost.multiply_adds, 1000)
+
+    rich = chosen(1e12)
+    assert [each.settings["channels"] for each in rich] == [16, 12, 8] and rich[0].length == 1.0
+    for larger, smaller in itertools.pairwise(rich):
+        assert smaller.multiply_adds <= 0.6 * larger.multiply_adds
+        assert smaller.length == pytest.approx(smaller.multiply_adds / rich[0].multiply_adds)  # as many epochs
+    poor = chosen(ENOUGH_EPOCHS * networks[1][1].multiply_adds)
+    assert poor[0].settings == networks[1][0]  # the largest of them would have fewer epochs
+    least = networks[-1][1].multiply_adds
+    assert len(chosen(LEAST_EPOCHS * least)) == 1  # the smallest, if even that has few
+    assert chosen(0.99 * LEAST_EPOCHS * least) == ()
+    many = plain_sizes(networks, lambda cost: 20 * networks[0][1].multiply_adds / cost.multiply_adds, 50_000)
+    assert many[0].settings["channels"] == 16  # 20 epochs of 50,000 images are enough
+
+
+def test_forecasts_grow_more_slowly_than_multiply_adds() -> None:
+    reference = Cost(0, 16)
+    assert epoch_seconds(2.0, reference, reference) == 2.0
+    assert 0.5 < epoch_seconds(2.0, reference, Cost(0, 4)) < 1.0
+    assert 4.0 < epoch_seconds(2.0, reference, Cost(0, 64)) < 8.0
+
+
+@pytest.mark.parametrize(("images", "share"), [(20, 0.25), (1200, 0.25), (5000, 0.2), (50_000, 0.1)])
+def test_small_datasets_hold_out_a_larger_share(images: int, share: float) -> None:
+    assert held_out_share(images) == pytest.approx(share)
 
 
 def test_requests_are_checked() -> None:
@@ -127,14 +200,16 @@ def test_job_time_is_measured_from_steps_and_leaves_no_files(tmp_path: Path, mon
 def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan.create(tmp_path / "run", RunRequest("digits", time=120.0))
     monkeypatch.setattr("time.perf_counter", lambda: plan.began + 20.0)
-    usable = []
+    ends = []
     for used in (20.0, 10.0, 40.0, 1e-9):  # of the processor
         monkeypatch.setattr("time.process_time", lambda used=used: used)
-        usable.append(_Run(plan, Silent()).usable)  # type: ignore[arg-type]
-    alone, half, two_threads, waiting = usable
+        run = _Run(plan, Silent())  # type: ignore[arg-type]
+        ends.append(run.end)
+        assert run.final_from == pytest.approx(run.end - FINAL_SHARE * 120)
+    alone, half, two_threads, waiting = ends
     assert alone == two_threads == pytest.approx(SAFE * 120 - ENDING)
     assert half == pytest.approx(SAFE * 120 - 2 * ENDING)
-    assert waiting == pytest.approx(SAFE * 120 - MOST_RESERVED)
+    assert waiting == pytest.approx(SAFE * 120 - MOST_RESERVED * 120)
 
 
 def test_a_finished_run_spends_no_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,59 +237,10 @@ class Silent:
         self.lines += lines
 
 
-@pytest.mark.parametrize(
-    ("name", "used", "is_late"),
-    [
-        ("random-3", 800.0, False),
-        ("random-3", 900.0, True),
-        ("random-4", 900.0, True),
-        ("random-2", 900.0, False),
-        ("plain", 2000.0, False),
-        ("train", 2000.0, False),
-    ],
-)
-def test_a_random_architecture_that_does_not_fit_is_skipped_but_two_are_kept(
-    tmp_path: Path, name: str, used: float, is_late: bool
-) -> None:
-    plan, screen = Plan.create(tmp_path / "run", RunRequest("digits", time=1000.0, random=4)), Silent()
-    plan.seconds = used
-    run = _Run(plan, screen)  # type: ignore[arg-type]
-    assert run._is_too_late({"name": name, "expected": 80.0}) is is_late
-    assert len(screen.lines) == is_late
-    (plan.folder / name).mkdir()
-    (plan.folder / name / "run.json").write_text("{}")
-    assert not run._is_too_late({"name": name, "expected": 80.0})  # a started training is finished
-
-
-def row(name: str, accuracy: float) -> Row:
-    return Row(name, f"runs/x/{name}", accuracy, 1000, 1000, 1.0, 5, 1.0)
-
-
-def made(found: float, random: tuple[float, ...], plain: float, count: int = 10_000) -> Summary:
-    others = tuple(row(f"random-{i}", each) for i, each in enumerate(random))
-    return Summary(row("train", found), others, row("plain", plain), count, 0.1)
-
-
-def test_a_search_was_worth_it_only_beyond_chance() -> None:
-    clear, few = made(0.9, (0.8, 0.81), 0.85), made(0.9, (0.8, 0.81), 0.85, count=30)
-    assert verdict(clear)[0] and not verdict(few)[0]
-    assert "not worth it" in verdict(few)[1][-1]
-    assert not verdict(made(0.9, (0.7, 0.95), 0.9))[0]  # within their spread
-    worth, lines = verdict(made(0.9, (0.8, 0.81), 0.95))
-    assert not worth and "runs/x/plain is better" in lines[-1]
-    worth, lines = verdict(made(0.8, (0.9, 0.91), 0.8))
-    assert not worth and "runs/x/random-1" in lines[-1]
-
-
-def test_the_verdict_says_that_a_network_learned_nothing() -> None:
-    guessing = dataclasses.replace(made(0.5, (0.5, 0.5), 0.5), most_frequent=0.5)
-    assert "nothing useful" in verdict(guessing)[1][-1]
-
-
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "random-1/x", None])
 def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "run", RunRequest(data="digits"))
-    plan.training = {"epochs": 1, "jobs": [{"name": name}]}
+    plan.competition = {"candidates": [{"name": name}]}
     plan.save()
     with pytest.raises(UserError, match="random-N"):
         Plan.open(tmp_path / "run")
@@ -229,11 +255,23 @@ def test_a_foreign_plan_runs_no_plugin_without_trust(
     plan = Plan.create(tmp_path / "run", request)
     inspection = inspect_dataset(load("digits"))
     choice = choose(inspection, request, is_gpu=False, is_resizable=False)
-    plan.inspection, plan.choice, plan.data = inspection.to_dict(), choice.to_dict(), "digits"
+    plan.inspection, plan.choice, plan.data = inspection.to_dict(), to_dict(choice), "digits"
     recipe = {**search_recipe(plan, choice, 1).to_dict(), "plugins": [str(tmp_path / "evil_plan.py")]}
-    plan.search = {"recipe": recipe, "expected": 1.0}
+    plan.search = {"recipe": recipe, "expected": 1.0, "length": "1 epoch"}
     plan.save()
     assert softcell(["run", "--resume", str(tmp_path / "run"), "-q"]) == 2
     assert "evil_plan.py" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists() and Plan.open(tmp_path / "run").status == "failed"
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["plan.json"]
+
+
+def test_a_plan_of_the_first_version_is_refused_with_what_stays_usable(tmp_path: Path) -> None:
+    plan = Plan.create(tmp_path / "run", RunRequest("digits"))
+    state = json.loads((plan.folder / "plan.json").read_text())
+    state |= {"version": 1, "wishes": state.pop("request")}
+    (plan.folder / "plan.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"earlier version of Softcell and cannot be resumed; start a new run.*export/"):
+        Plan.open(plan.folder)
+    (plan.folder / "plan.json").write_text(json.dumps({**state, "version": 3}))
+    with pytest.raises(UserError, match="version=2"):
+        Plan.open(plan.folder)

@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from softcell.api import Network
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import Plan, RunRequest, run, summary, time_budget
+from softcell.app.pipeline import Plan, RunRequest, competition, run, summary
 from softcell.app.pipeline import run as pipeline
-from softcell.app.pipeline.time_budget import JobTime
+from softcell.app.pipeline.inspect import Inspection
+from softcell.app.pipeline.time_budget import JobTime, stop_when_late
 from softcell.engine import DivergedError, Failure
-from softcell.engine.task import EpochEnded, Event, OnEvent, Started
+from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
+from softcell.text import parse_time
 from tests.helpers.pipeline_images import folder
 
 module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
@@ -29,10 +32,12 @@ module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are capped, so that what is trained does not depend on how fast the machine is."""
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 2)
+    monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 1)
     monkeypatch.setattr(module, "MOST_TRAIN_EPOCHS", 2)
+    monkeypatch.setattr(module, "LEAST_EPOCHS", 0)
     monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
-    monkeypatch.setattr(summary, "LATENCY_ROUNDS", 1)
     monkeypatch.setattr(module, "OVERRUN", 1e6)
+    monkeypatch.setattr(competition, "MOST_SEEDS", 2)
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
 
 
@@ -68,7 +73,12 @@ class Screen:
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[int, int, str], None]]:
         self._tick()
-        yield lambda done, total, next_: None
+
+        def step(done: int, total: int, next_: str) -> None:
+            if isinstance(self.stop_at, str) and self.stop_at in what and done == 1:
+                raise KeyboardInterrupt
+
+        yield step
         self._tick()
 
     @contextmanager
@@ -88,17 +98,25 @@ class Screen:
 
 
 def request(data: Path) -> RunRequest:
-    return RunRequest(str(data), time=600.0, random=2, threads=1, image_size=8)
+    return RunRequest(str(data), time=600.0, max_params="25k", random=2, threads=1, image_size=8)
 
 
-def comparable(plan: Plan) -> dict[str, Any]:
-    """What must not depend on interruptions: accuracies, sizes and architectures."""
-    assert plan.training is not None
-    rows = [
-        {key: value for key, value in job["row"].items() if key not in ("folder", "seconds")}
-        for job in plan.training["jobs"]
-    ]
-    return {"rows": rows, "genotypes": [job["genotype"]["cells"] for job in plan.training["jobs"]]}
+def decisions(plan: Plan) -> dict[str, Any]:
+    """What must not depend on interruptions: who enters, with which architecture and size, and who trains how often.
+
+    Accuracies do depend on them, because schedules follow the clock.
+    """
+    assert plan.competition is not None
+    first = plan.competition["rounds"][0]
+    return {
+        "candidates": [
+            (each["name"], each["settings"], each["genotype"]["cells"]) for each in plan.competition["candidates"]
+        ],
+        "entered": plan.competition["entered"],
+        "epochs": {name: (own["epochs"], len(own["accuracies"])) for name, own in first["results"].items()},
+        "seeds": [each["seeds"] for each in plan.competition["rounds"]],
+        "recipe": {k: v for k, v in plan.search["recipe"].items() if k != "data"} if plan.search else {},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -113,19 +131,29 @@ def test_a_folder_becomes_a_model_within_the_budget(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    arguments = ["--time", "10m", "--max-params", "9k", "--random", "2", "--threads", "1"]
+    arguments = ["--time", "10m", "--max-params", "25k", "--random", "2", "--threads", "1"]
     assert softcell(["run", "--data", str(data), *arguments, "--out", str(out)]) == 0
     shown = capsys.readouterr().out
-    for words in ("skipped 1 broken file", "space nb201", "method snas", "plan for 10:00", "worth it"):
+    for words in ("skipped 1 broken file", "space nb201", "method snas", "plan for 10:00", "competition on ", "wins"):
         assert words in shown, words
     stored = json.loads((out / "summary.json").read_text())
-    everyone = [stored["found"], stored["plain"], *stored["random"]]
-    assert len(stored["random"]) == 2
-    assert all(each["parameters"] <= 9_000 and each["epochs"] == 2 and each["latency"] > 0 for each in everyone)
+    names = [entry["name"] for entry in stored["entries"]]
+    assert names == ["plain-1", "plain-2", "found", "random-1", "random-2"]
+    assert all(entry["parameters"] <= 25_000 for entry in stored["entries"])
+    first, second = stored["rounds"]
+    assert len(first["results"]) == 5 and len(second["results"]) == 2 == second["seeds"]
+    assert second["kept"] == [stored["delivered"]["name"]] and set(second["kept"]) < set(first["kept"])
+    assert stored["delivered"]["epochs"] == 2 and stored["delivered"]["latency"] > 0
     assert {file.name for file in (out / "export").iterdir()} == {"model.py", "model.json", "model.safetensors"}
     page = (out / "report.html").read_text()
-    assert all(f"{place}" in page for place in ("search", "plain", "random-2"))
+    assert all(words in page for words in ("Delivered: ", "plain-2", "round 2", "random-2", "held-out training images"))
     assert Network.from_pretrained(out / "export").genotype == Network.from_pretrained(out / "train").genotype
+    # The test set is read once, for the delivered network, which is trained on all other images.
+    manifests = {file.parent.relative_to(out): json.loads(file.read_text()) for file in out.rglob("run.json")}
+    splits = {str(place): made["results"].get("split") for place, made in manifests.items() if made["kind"] == "train"}
+    assert splits.pop("train") == "test" and len(splits) == 5 + 2 * 2 and set(splits.values()) == {"holdout"}
+    assert not list(out.glob("round-*/*/predictions.safetensors")) and (out / "train/predictions.safetensors").is_file()
+    assert set(manifests[Path("train")]["results"]["splits"]) == {"train"}
     before = {file: file.stat().st_mtime_ns for file in out.rglob("*")}
     assert softcell(["run", "--resume", str(out)]) == 0  # a finished run only shows its result again
     assert shown.endswith(capsys.readouterr().out)  # the time that it took too
@@ -135,13 +163,12 @@ def test_a_folder_becomes_a_model_within_the_budget(
 
 
 @pytest.mark.usefixtures("no_onnx")
-def test_a_run_interrupted_anywhere_is_resumed_to_the_same_end(data: Path, tmp_path: Path) -> None:
+def test_a_run_interrupted_anywhere_is_resumed_to_the_same_decisions(data: Path, tmp_path: Path) -> None:
     whole, screen = Plan.create(tmp_path / "whole", request(data)), Screen()
     assert pipeline(whole, screen).summary is not None
-    # Before the search, within it, within trainings, and between all of them; each process gets further.
-    assert screen.moment > 60
+    # Before the search, within it, within the competition and the final training; each process gets further.
     plan = Plan.create(tmp_path / "stopped", request(data))
-    for at in (1, 3, 9, 12, 6, 14, 12, None):
+    for at in (1, 3, 9, 12, 6, 10, "round 1", 5, "round 2", 2, None):
         with pytest.raises(KeyboardInterrupt):
             pipeline(plan, Screen(at, stop_in_training=at is None))
         plan = Plan.open(plan.folder)  # as a new process would
@@ -150,26 +177,33 @@ def test_a_run_interrupted_anywhere_is_resumed_to_the_same_end(data: Path, tmp_p
     assert pipeline(plan, screen).summary is not None
     heading, epoch = screen.starts[0]
     assert heading.startswith("train") and epoch >= 1  # it resumed the training instead of starting it again
-    assert comparable(plan) == comparable(whole)
+    assert len(screen.starts) == 1 and not any("round" in line for line in screen.lines)
+    assert decisions(plan) == decisions(whole)
     assert Plan.open(plan.folder).status == "finished"
     assert not list(plan.folder.glob("measuring*")) and not list(plan.folder.glob("*.tmp"))
 
 
-@pytest.mark.usefixtures("no_onnx")
+SEARCH = JobTime(1.0, 2.0)
+
+
+def searched(plan: Plan, screen: Screen) -> Any:
+    """Runs a plan up to the end of its search."""
+    job = module._Run(plan, screen)
+    return job.search(job.choose(job.inspect()))
+
+
 def test_a_slow_search_is_shortened_and_keeps_its_epochs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "OVERRUN", 0.0)
     plan, screen = Plan.create(tmp_path / "slow", request(data)), Screen()
-    assert pipeline(plan, screen).summary is not None
+    assert searched(plan, screen) is not None
     assert any("shortened from 2 epochs to 1 epoch:" in line for line in screen.lines)
     manifest = json.loads((plan.folder / "search" / "run.json").read_text())
     assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
     assert len((plan.folder / "search" / "metrics.jsonl").read_text().splitlines()) == 1
-    assert plan.training is not None and plan.training["epochs"] == 2
 
 
-@pytest.mark.usefixtures("no_onnx")
 @pytest.mark.parametrize(("late_from", "architectures"), [(1, [0, 0]), (3, [0, 0, 1]), (5, [0, 0, 1, 1, 2])])
 def test_a_slow_random_search_keeps_the_architectures_it_has(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_from: int, architectures: list[int]
@@ -181,89 +215,205 @@ def test_a_slow_random_search_keeps_the_architectures_it_has(
             ended.extend([happened] if isinstance(happened, EpochEnded) else [])
             shown(happened)
 
-        return time_budget.stop_when_late(event, lambda: len(ended) >= late_from, recipe)
+        return stop_when_late(event, lambda: len(ended) >= late_from, recipe)
 
     monkeypatch.setattr(module, "stop_when_late", slow)
     samples = max(1, late_from // 2)  # only those that were evaluated
     plan, screen = Plan.create(tmp_path / "slow", replace(request(data), method="random")), Screen()
-    assert pipeline(plan, screen).summary is not None
+    assert searched(plan, screen) is not None
     assert any(f"shortened from 4 architectures of 2 epochs to {samples} arch" in line for line in screen.lines)
     manifest = json.loads((plan.folder / "search" / "run.json").read_text())
     assert manifest["status"] == "finished" and manifest["recipe"]["method_settings"] == {"samples": samples}
     rows = [json.loads(line) for line in (plan.folder / "search" / "metrics.jsonl").read_text().splitlines()]
     assert [row["architecture"] for row in rows] == architectures
     assert sum("val_accuracy" in row for row in rows) == samples
-    assert plan.training is not None
-    found, *others = (job["genotype"]["cells"] for job in plan.training["jobs"] if job["name"] != "plain")
-    assert found not in others
 
 
-def test_the_plan_of_a_random_search_counts_all_its_architectures(
+def planned(
+    data: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    train: JobTime,
+    search: JobTime = SEARCH,
+    asked: RunRequest | None = None,
+) -> tuple[Plan, Screen]:
+    """The plan of a run on a machine whose steps take the given times, and what was shown; nothing is trained."""
+    monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 150)
+    monkeypatch.setattr(module, "LEAST_EPOCHS", 5)
+    monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 3)
+    monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: search)
+    monkeypatch.setattr(module._Run, "_measure_training", lambda self, choice, settings: (train, 1))
+    plan, screen = Plan.create(folder, asked or request(data)), Screen()
+    job = module._Run(plan, screen)
+    job.choose(job.inspect())
+    return plan, screen
+
+
+def test_the_final_training_keeps_its_share_and_the_search_gets_less_than_a_fifth(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 150)
-    monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: JobTime(1.0, 2.0))
-    expected = {}
-    for method in ("snas", "random"):
-        plan, screen = Plan.create(tmp_path / method, replace(request(data), method=method)), Screen()
-        job = module._Run(plan, screen)
-        job.choose(job.inspect())
+    for method, networks in (("snas", 1), ("random", 4)):
+        asked = replace(request(data), method=method)
+        plan, screen = planned(data, tmp_path / method, monkeypatch, train=JobTime(0.1, 0.2), asked=asked)
         assert plan.search is not None
-        num = plan.search["recipe"]["epochs"] * (4 if method == "random" else 1)
-        expected[method] = plan.search["expected"]
-        assert expected[method] == 1.0 + 2.0 * num
-    share = 0.3 * job.usable
-    assert share - 12.0 < expected["random"] <= expected["snas"] <= share
+        num = plan.search["recipe"]["epochs"] * networks  # all architectures of a random search count
+        assert plan.search["expected"] == 1.0 + 2.0 * num
+        job = module._Run(plan, screen)
+        between = job.final_from - plan.used()
+        assert 0.4 * between < plan.search["expected"] < 0.18 * 600
+        assert job.end - job.final_from == pytest.approx(0.6 * 600)
     assert any("4 architectures of" in line for line in screen.lines)
 
 
+@pytest.mark.parametrize(
+    ("epoch", "search", "searches"),
+    [(0.2, JobTime(1.0, 2.0), True), (0.2, JobTime(1.0, 60.0), False), (60.0, JobTime(1.0, 2.0), True)],
+)
+def test_a_search_without_time_for_some_epochs_is_left_out(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: float, search: JobTime, searches: bool
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, epoch), search=search)
+    assert plan.search is not None and ("recipe" in plan.search) == searches
+    assert any("the time is too short for one (3 epochs take 181 s)" in line for line in screen.lines) != searches
+    if not searches:
+        assert module._Run(plan, screen).search(module.build(module.Choice, plan.choice, "x")) is None
+
+
+def test_a_slow_machine_gets_smaller_networks_and_too_slow_a_one_is_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    for epoch in (1.0, 20.0, 60.0):
+        plan, _ = planned(data, tmp_path / f"{epoch}", monkeypatch, train=JobTime(0.1, epoch))
+        assert plan.choice is not None
+        sizes.append(plan.choice["plain"][0]["multiply_adds"])
+        assert 5 * plan.choice["epoch"] <= 360.0
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    with pytest.raises(
+        UserError, match=r"5 epochs of the smallest plain network take \S+ s here.*at least --time \d+m"
+    ):
+        planned(data, tmp_path / "slow", monkeypatch, train=JobTime(0.1, 500.0))
+
+
+def test_the_least_time_that_is_named_is_enough(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = JobTime(0.1, 200.0)
+    asked = replace(request(data), time=60.0)
+    with pytest.raises(UserError) as caught:
+        planned(data, tmp_path / "short", monkeypatch, train=slow, asked=asked)
+    named = parse_time(str(caught.value).rsplit(" ", 1)[1])
+    plan, _ = planned(data, tmp_path / "enough", monkeypatch, train=slow, asked=replace(asked, time=named))
+    assert plan.choice is not None
+    with pytest.raises(UserError, match="too short"):
+        planned(data, tmp_path / "less", monkeypatch, train=slow, asked=replace(asked, time=0.8 * named))
+
+
+@pytest.mark.parametrize(
+    ("busy", "asked", "threads"),
+    [(1.0, 0, 7), (4.0, 0, 1), (1.0, 2, 2), (4.0, 2, 2)],
+    ids=["idle", "busy", "2", "2 busy"],
+)
+def test_threads_are_timed_unless_requested_or_the_machine_is_busy(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: float, asked: int, threads: int
+) -> None:
+    current = [1]
+
+    def train(genotype: Any, recipe: Any, out: Path, *, on_event: OnEvent) -> None:
+        current[0] = recipe.threads or 7  # a training with a time and no threads times steps and sets what is faster
+        assert recipe.time > 0
+        for step in range(1, 100):
+            on_event(Stepped(0, step, 100, 0.0, None))
+
+    plan = Plan.create(tmp_path / "run", replace(request(data), threads=asked))
+    plan.data = str(data)
+    monkeypatch.setattr(module, "slowness", lambda began: busy)
+    monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: current[0])
+    job = module._Run(plan, Screen())
+    inspection = Inspection("photos", {"a": 5, "b": 5}, {}, (8, 8, 8), 3)
+    choice = module.choose(inspection, plan.request, is_gpu=False, is_resizable=True)
+    assert job._measure_training(choice, {"cells_per_stage": 1, "channels": 4})[1] == threads
+
+
+def test_a_network_that_diverges_in_the_competition_only_loses(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job = module._Run(plan, screen)
+    rows = [{"epoch": 1, "val_count": 50, "seconds": 1.0}]
+
+    def compete(self: Any, choice: Any, candidate: Any, number: int, *_: Any) -> Any:
+        if candidate.kind == "plain":
+            raise DivergedError(0, Failure(7, float("nan")), tmp_path)
+        return SimpleNamespace(accuracy=0.6 if candidate.name == "random-2" else 0.5, metrics=rows)
+
+    monkeypatch.setattr(module._Run, "_compete_once", compete)
+    assert job.compete(a_choice(plan), None, job.inspect()).name == "random-2"
+    assert plan.competition is not None
+    assert plan.competition["rounds"][0]["results"]["plain-1"] == {"accuracies": [0.0], "epochs": 0, "seconds": 0.0}
+    assert any("plain-1: the loss became nan" in line for line in screen.lines)
+
+
+def a_choice(plan: Plan) -> Any:
+    return module.build(module.Choice, plan.choice, "plan")
+
+
+def test_without_time_for_a_competition_the_largest_plain_network_is_trained(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job, choice = module._Run(plan, screen), a_choice(plan)
+    monkeypatch.setattr(module._Run, "_compete_once", lambda *_: pytest.fail("there is no time"))
+    plan.seconds = job.final_from - 0.1  # the search took longer than expected
+    winner = job.compete(choice, None, job.inspect())
+    assert winner.name == "plain-1" and any("no competition: not enough time" in line for line in screen.lines)
+
+
+def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job, choice = module._Run(plan, screen), a_choice(plan)
+    found = {"plain-1": {"epochs": 3, "seconds": 60.0, "accuracies": [0.5]}}
+    found["plain-2"] = {"epochs": 3, "seconds": 60.0, "accuracies": [0.5, 0.5]}  # two seeds
+    plan.competition = {"rounds": [{"results": found}]}
+    choice = replace(choice, plain=choice.plain[:2])
+    first = choice.plain[0]
+    assert job._affordable(choice, first, 100.0) is first
+    assert job._affordable(choice, first, 99.0).name == "plain-2" and plan.competition["winner"] == "plain-2"
+    assert "plain-1 replaced by plain-2" in screen.lines[-1]
+    with pytest.raises(UserError, match=r"49 s are left for 5 epochs or more, but only 4\.9"):
+        job._affordable(choice, first, 49.0)
+
+
 @pytest.mark.usefixtures("no_onnx")
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_run_is_resumed_after_its_folder_is_moved(data: Path, tmp_path: Path, is_old: bool) -> None:
+def test_a_run_is_resumed_after_its_folder_is_moved(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "first", request(data))
     with pytest.raises(KeyboardInterrupt):
-        pipeline(plan, Screen(stop_at="random architecture 1"))
-    state = json.loads((plan.folder / "plan.json").read_text())
-    assert state["data"] == "data" and "folder" not in state["training"]["jobs"][0]["row"]
-    if is_old:  # as in plans of older versions
-        state["data"] = str((plan.folder / "data").resolve())
-        state["training"]["jobs"][0]["row"]["folder"] = str(plan.folder / "train")
-        (plan.folder / "plan.json").write_text(json.dumps(state))
+        pipeline(plan, Screen(stop_at="round 1"))
+    assert json.loads((plan.folder / "plan.json").read_text())["data"] == "data"
     plan.folder.rename(tmp_path / "second")
-    moved = Plan.open(tmp_path / "second")
-    first = pipeline(moved, Screen()).summary
-    assert first is not None and first.found.folder == str(tmp_path / "second" / "train")
+    first = pipeline(Plan.open(tmp_path / "second"), Screen()).summary
+    assert first is not None and first.delivered.folder == str(tmp_path / "second" / "train")
+    manifest = json.loads((tmp_path / "second" / "train" / "run.json").read_text())
+    assert manifest["recipe"]["data"] == str((tmp_path / "second" / "data").resolve())
     (tmp_path / "second").rename(tmp_path / "third")
     again = pipeline(Plan.open(tmp_path / "third"), Screen()).summary
-    assert again is not None and again.plain.folder == str(tmp_path / "third" / "plain")
-    assert replace(again, found=first.found, plain=first.plain, random=first.random) == first
-    stored = json.loads((tmp_path / "third" / "summary.json").read_text())
-    assert [stored[key]["folder"] for key in ("found", "plain")] == ["train", "plain"]
-
-
-@pytest.mark.usefixtures("no_onnx")
-def test_a_run_moved_before_its_search_uses_the_moved_links(data: Path, tmp_path: Path) -> None:
-    plan = Plan.create(tmp_path / "first", request(data))
-    with pytest.raises(KeyboardInterrupt):
-        pipeline(plan, Screen(stop_at="search snas"))
-    plan.folder.rename(tmp_path / "second")
-    job = module._Run(Plan.open(tmp_path / "second"), Screen())
-    job.search(job.choose(job.inspect()))
-    manifest = json.loads((tmp_path / "second" / "search" / "run.json").read_text())
-    assert manifest["recipe"]["data"] == str((tmp_path / "second" / "data").resolve())
+    assert again is not None and again.delivered.folder == str(tmp_path / "third" / "train")
+    assert replace(again, delivered=first.delivered) == first
 
 
 def test_a_loss_that_is_not_finite_gives_advice_with_options_of_a_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def explode(out: Path, **_: Any) -> None:
+    def explode(recipe: SearchRecipe, out: Path, **_: Any) -> None:
         raise DivergedError(3, Failure(7, float("nan")), out)
 
     plan = Plan.create(tmp_path / "out", request(data))
     job = module._Run(plan, Screen())
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: JobTime(1.0, 2.0))
     job.choose(job.inspect())
-    monkeypatch.setattr(module.api, "search", explode)
+    monkeypatch.setattr(module.jobs, "search", explode)
     with pytest.raises(UserError, match=r"nan in epoch 4 at step 7.*--seed") as caught:
         run(plan, Screen())
     assert "--overwrite" not in str(caught.value) and Plan.open(plan.folder).status == "failed"
@@ -318,18 +468,9 @@ def test_bad_requests_are_rejected_before_anything_is_written(
 
 
 def test_a_time_too_short_for_anything_says_how_much_is_needed(data: Path, tmp_path: Path) -> None:
-    plan = Plan.create(tmp_path / "short", RunRequest(str(data), time=1.0, threads=1))
-    with pytest.raises(UserError, match=r"--time 1s is too short: starting .* took \d+ s.*give at least --time \d+m"):
-        run(plan, Screen())
-    assert not plan.folder.exists()
-
-
-def test_a_search_too_long_for_its_share_names_that_share(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: JobTime(1.0, 100.0))
-    plan = Plan.create(tmp_path / "short", RunRequest(str(data), time=200.0, threads=1))
+    plan = Plan.create(tmp_path / "short", replace(request(data), time=1.0))
     with pytest.raises(
-        UserError, match=r"the shortest search takes 101.0 s here, but only \S+ s of the remaining \d+ s"
+        UserError, match=r"--time 1s is too short: starting .* took \d+ s.*give at least --time \d+[ms]"
     ):
         run(plan, Screen())
+    assert not plan.folder.exists()

@@ -15,7 +15,7 @@ from softcell.app.cli import results
 from softcell.app.cli.console import console, percent, print_fields
 from softcell.app.cli.search import run_search
 from softcell.app.cli.train import run_train
-from softcell.app.pipeline import Plan, Row, RunRequest, Summary, parse_time, verdict
+from softcell.app.pipeline import Plan, RunRequest, Summary, parse_time, verdict
 from softcell.app.process import start_time
 from softcell.app.progress import RunScreen
 from softcell.engine.runfolder import free_folder
@@ -81,7 +81,8 @@ def run(
     ] = None,
     data: o.Data = None,
     max_params: Annotated[
-        str | None, typer.Option(metavar="N", help="Most parameters of the network, such as 1M; never exceeded.")
+        str | None,
+        typer.Option(metavar="N", help="Most parameters of the network, such as 1M. Default: 2M, without --max-flops."),
     ] = None,
     max_flops: Annotated[
         str | None, typer.Option(metavar="N", help="Most multiply-adds of the network per image, such as 200M.")
@@ -91,7 +92,7 @@ def run(
         typer.Option(metavar="T", help="Total time, such as 30m, 90s or 1h30m. Default: 30m."),
     ] = None,
     random: Annotated[
-        int | None, typer.Option(metavar="N", help="Random architectures to compare with, 2 or more. Default: 3.")
+        int | None, typer.Option(metavar="N", help="Random architectures in the competition, 2 or more. Default: 3.")
     ] = None,
     space: Annotated[str | None, typer.Option(help="Search space. Default: chosen for data and device.")] = None,
     method: Annotated[str | None, typer.Option(help="Search method. Default: chosen for data and device.")] = None,
@@ -110,8 +111,8 @@ def run(
 ) -> int:
     """Go from a folder of images to a trained and exported network, in a given time and budget.
 
-    Inspects the images, chooses space, method and sizes, searches, trains the result beside random architectures and a
-    plain network, and reports whether the search was worth it.
+    Inspects the images, searches a cell, and lets it compete with plain residual networks and random cells in short
+    trainings. The winner gets at least 60% of the time. The verdict says whether the search was worth it.
     """
     given = {
         "max_params": max_params,
@@ -156,21 +157,18 @@ def run(
 
 
 def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:
-    """The table, the verdict and the files."""
-    images, epochs = count_of(summary.count, "test image"), count_of(summary.found.epochs, "epoch")
+    """The competition, the delivered network, the verdict on the search, and the files."""
     screen.print()
-    screen.print(Text(f"on {images}, all trained for {epochs}", "bold"))
-    screen.print(Text(f"{'':<22}{'accuracy':>9}{'parameters':>13}{'multiply-adds':>15}{'latency':>11}"))
-
-    def line(name: str, row: Row) -> None:
-        costs = f"{row.parameters:>13,}{row.multiply_adds:>15,}{row.latency:>8.2f} ms"
-        screen.print(Text(f"{name:<22}{percent(row.accuracy):>9}{costs}"))
-
-    line("found by search", summary.found)
-    line("plain residual", summary.plain)
-    for number, row in enumerate(summary.random, 1):
-        line(f"random {number}", row)
-    screen.print(Text(f"{'random, mean ± std':<22}{summary.mean * 100:>5.1f} ± {summary.std * 100:.1f}%"))
+    if summary.rounds:
+        _show_competition(screen, summary)
+    one = summary.delivered
+    trained = f"{count_of(one.epochs, 'epoch')} in {one.seconds:.0f} s, on all training images"
+    screen.print(Text(f"delivered: {one.name}, since {summary.why}", "bold"))
+    print_fields(screen, accuracy=f"{percent(one.accuracy)} on {count_of(summary.count, 'test image')}, read once")
+    print_fields(screen, trained=trained)
+    print_fields(
+        screen, costs=f"{one.parameters:,} parameters, {one.multiply_adds:,} multiply-adds, {one.latency:.2f} ms"
+    )
     screen.print()
     for text in verdict(summary)[1]:
         screen.print(Text(text))
@@ -178,3 +176,19 @@ def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:
     print_fields(screen, time=f"{plan.used():.0f} s of {plan.request.time:.0f} s", model=str(plan.folder / "export"))
     print_fields(screen, report=str(plan.folder / "report.html"))
     print_fields(screen, load=f'softcell.api.Network.from_pretrained("{plan.folder / "train"}")')
+
+
+def _show_competition(screen: Console, summary: Summary) -> None:
+    """Accuracies on held-out images, one column per round; a network without one was dropped before."""
+    rounds = range(1, len(summary.rounds) + 1)
+    images = count_of(summary.held_out, "held-out training image")
+    screen.print(Text(f"competition on {images}", "bold"))
+    screen.print(
+        Text(f"{'':<12}{'parameters':>13}{'multiply-adds':>15}" + "".join(f"{f'round {i}':>10}" for i in rounds))
+    )
+    for entry in summary.entries:
+        results = [own.of(entry.name) for own in summary.rounds]
+        shares = "".join(f"{'' if result is None else percent(result.accuracy):>10}" for result in results)
+        note = "" if results[0] is not None else "  left out, for lack of time"
+        screen.print(Text(f"{entry.name:<12}{entry.parameters:>13,}{entry.multiply_adds:>15,}{shares}{note}"))
+    screen.print()

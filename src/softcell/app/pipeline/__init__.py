@@ -1,8 +1,22 @@
 """From a folder of images to a trained, measured and exported network within a given time: `softcell run`."""
 
+from softcell.app.pipeline.competition import Result, Round
 from softcell.app.pipeline.plan import Plan, RunRequest, Screen
 from softcell.app.pipeline.run import Outcome, run
-from softcell.app.pipeline.summary import Row, Summary, verdict
+from softcell.app.pipeline.summary import Entry, Row, Summary, verdict
 from softcell.text import parse_time
 
-__all__ = ["Outcome", "Plan", "Row", "RunRequest", "Screen", "Summary", "parse_time", "run", "verdict"]
+__all__ = [
+    "Entry",
+    "Outcome",
+    "Plan",
+    "Result",
+    "Round",
+    "Row",
+    "RunRequest",
+    "Screen",
+    "Summary",
+    "parse_time",
+    "run",
+    "verdict",
+]

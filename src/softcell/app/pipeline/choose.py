@@ -2,40 +2,61 @@
 
 from __future__ import annotations
 
-import statistics
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import count as count_up
 from typing import Any
 
 from softcell.app.baseline import APART, STRIDE
+from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plan import LEAST_BATCH, Plan, RunRequest
 from softcell.arch import Genotype, Layout, count, notation, sample
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate import resolve as resolve_training
-from softcell.methods import METHODS, Method
 from softcell.search import SearchRecipe, resolve
-from softcell.settings import to_dict
 from softcell.spaces import SPACES, Shape, build_space
 from softcell.spaces.costs import Cost, count_genotype
-from softcell.text import count_of
 
 SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
-SIZES = (16, 24, 32, 48, 64, 96, 128, 160, 224)
+SIZES = (16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224)
 """Image sizes to choose from, in pixels."""
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
+"""Channels to choose from. Multiples of 8 take the least time per multiply-add: 16 channels hardly more than 11."""
 RESIDUAL = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none~2|"
 """The basic residual block as a NAS-Bench-201 cell: two 3×3 convolutions and a shortcut. Not searched."""
+REFERENCE = 16
+"""Channels of the plain network whose steps are measured, if the budget allows for it."""
+LEAST_EPOCHS = 5
+"""A training of fewer epochs is not worth starting."""
+FEW_EPOCHS, GOOD_EPOCHS = 10, 40
+"""Least epochs of the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones."""
+KEPT_SIZE = 32
+ENOUGH_EPOCHS, ENOUGH_IMAGES = 30, 500_000
+"""Plain networks are at most so large that the final training has time for so many epochs, or sees so many images."""
+NARROWEST = 4
+"""Channels of the smallest network that is chosen for lack of time; a budget may ask for fewer."""
+SMALLER = 0.6
+"""Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
 HOUR = 3600.0
+
+
+@cache
+def plain_cell() -> Genotype:
+    """`RESIDUAL` as a genotype."""
+    return notation.parse(RESIDUAL)
 
 
 @dataclass(frozen=True)
 class Choice:
     """What to search and train.
 
-    `search_space` are the settings of the supernet, `network` those of the trained networks. `image_size` is None if
-    images keep their size. `why` gives the reasons in two lines.
+    `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
+    are the plain networks, the largest first, `epoch` the expected seconds of its epochs, and `final` those of the
+    final training. `image_size` is None if images keep their size. `why` gives the reasons in two lines.
     """
 
     space: str
@@ -45,197 +66,198 @@ class Choice:
     batch_size: int
     search_space: dict[str, Any]
     network: dict[str, Any]
-    why: tuple[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**to_dict(self), "shape": list(self.shape), "why": list(self.why)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Choice:
-        channels, height, width = data["shape"]
-        first, second = data["why"]
-        return cls(**{**data, "shape": (channels, height, width), "why": (first, second)})
+    threads: int = 0
+    plain: tuple[Candidate, ...] = ()
+    epoch: float = 0.0
+    final: float = 0.0
+    why: tuple[str, str] = ("", "")
 
 
 def choose(inspection: Inspection, request: RunRequest, *, is_gpu: bool, is_resizable: bool) -> Choice:
-    """The first choice; `cheaper` returns the next smaller one if time is short."""
-    size = _resolution(inspection, request, is_gpu=is_gpu) if is_resizable else None
-    side = size or inspection.sides[1]
-    shape = (inspection.channels, side, side)
-    name = request.space or (LARGE_SPACE if is_gpu else SMALL_SPACE)
+    """The first choice, before anything is measured; images of folders have `KEPT_SIZE` pixels at most."""
+    name = request.space or (LARGE_SPACE if is_gpu and request.time > 2 * HOUR else SMALL_SPACE)
     method = request.method or ("darts" if name == LARGE_SPACE else "snas")
     batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
-    search_space, network = _sizes(name, request, is_gpu=is_gpu)
-    made = Choice(name, method, size, shape, batch, search_space, network, ("", ""))
-    limits = request.limits()
-    if limits:
-        made = replace(made, network=_nominal(made, len(inspection.train), limits))
-    return explained(made, inspection, request, is_gpu=is_gpu)
+    side = inspection.sides[1]
+    made = Choice(name, method, None, (inspection.channels, side, side), batch, *_sizes(name, request))
+    if not is_resizable:
+        return made
+    kept = max((size for size in SIZES if size <= min(side, KEPT_SIZE)), default=side)
+    return resized(made, request.image_size or kept)
 
 
-def _sizes(name: str, request: RunRequest, *, is_gpu: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of supernet and network for the device, over the space's settings for a laptop."""
+def _sizes(name: str, request: RunRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of supernet and network, over the space's settings for a laptop."""
     space = SPACES.get(name)
     search_space, network = dict(space.small), {**space.small, **space.evaluation.get("small", {})}
     if name == SMALL_SPACE:
         # Without `none` every path carries signal, so a short search cannot end in a network without inputs.
         candidates = [op for op in build_space(name).candidates if op != "none"]  # type: ignore[attr-defined]
         search_space["candidates"] = network["candidates"] = candidates
-        if request.time > 2 * HOUR:
-            network["cells_per_stage"] = 2
-    elif name == LARGE_SPACE and is_gpu:
+    elif name == LARGE_SPACE and request.time > 2 * HOUR:
         search_space |= {"cells": 6, "channels": 16}
         network |= {"cells": 8, "channels": 24}
     return search_space, network
 
 
-def _resolution(inspection: Inspection, request: RunRequest, *, is_gpu: bool) -> int:
-    if request.image_size is not None:
-        return request.image_size
-    middle = inspection.sides[1]
-    most = (64 if request.time < HOUR / 2 else 128) if is_gpu else (32 if request.time < 2 * HOUR else 64)
-    fitting = [size for size in SIZES if size <= min(middle, most)]
-    return max(fitting, default=SIZES[0])
+def resized(choice: Choice, size: int) -> Choice:
+    """The same for images of `size` pixels."""
+    return replace(choice, image_size=size, shape=(choice.shape[0], size, size))
 
 
-def explained(choice: Choice, inspection: Inspection, request: RunRequest, *, is_gpu: bool) -> Choice:
+def best_size(choice: Choice, median: int, epochs: float) -> int:
+    """The image size for the time, if the chosen one leaves time for `epochs`; images are never enlarged.
+
+    Images of up to `KEPT_SIZE` pixels are only made smaller if fewer than `FEW_EPOCHS` would be left, and larger ones
+    are only used if `GOOD_EPOCHS` are. Time grows with the number of pixels.
+    """
+    side = choice.shape[1]
+    fitting = [
+        size
+        for size in SIZES
+        if size <= median
+        and epochs * (side / size) ** 2 >= (FEW_EPOCHS if size <= min(median, KEPT_SIZE) else GOOD_EPOCHS)
+    ]
+    return max(fitting, default=min(median, SIZES[0]))
+
+
+def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Choice:
     """The choice with its reasons."""
-    device = "a GPU" if is_gpu else "a CPU"
-    sizes = ", ".join(f"{key} {value}" for key, value in choice.network.items() if isinstance(value, int))
     pixels = "x".join(map(str, choice.shape[1:]))
-    why = "as requested" if request.space else ("a GPU can train its larger cells" if is_gpu else "its cells are small")
     limits = [
         f"{text} {what}"
         for text, what in ((request.max_params, "parameters"), (request.max_flops, "multiply-adds"))
         if text
     ]
-    budget = f", sized for at most {' and '.join(limits)}" if limits else ""
-    images = count_of(inspection.num_train, "image")
-    first = f"space {choice.space} ({sizes}{budget}): {images} and {device}; {why}"
+    budget = f" with at most {' and '.join(limits)}" if limits else ""
+    why = "as requested" if request.space else "a short time" if choice.space == SMALL_SPACE else "a GPU and hours"
+    first = f"networks{budget} for {pixels} images, cells of space {choice.space} ({why})"
+    source = inspection.sides[1]
+    if choice.shape[1] != source:
+        first += f"; images are resized from a median of {source}"
     reason = {
         "snas": "it learns weights and architecture in one backward pass, which suits a short time",
         "darts": "it learns the architecture from held-out images, and there is enough time on this device",
     }.get(choice.method, "as requested")
-    source = inspection.sides[1]
-    shrunk = f" (resized from a median of {source})" if choice.shape[1] != source else ""
-    second = f"method {choice.method} at {pixels}{shrunk}, batch {choice.batch_size}: {reason}"
-    return replace(choice, why=(first, second))
+    return replace(choice, why=(first, f"method {choice.method}, batch {choice.batch_size}: {reason}"))
 
 
-def cheaper(choice: Choice, *, is_resizable: bool) -> Choice | None:
-    """The same with smaller images or, if these are already small, narrower networks; None if nothing is left."""
-    side = choice.shape[1]
-    smaller = [size for size in SIZES if size < side]
-    if is_resizable and smaller:
-        return replace(choice, image_size=smaller[-1], shape=(choice.shape[0], smaller[-1], smaller[-1]))
-    narrow = int(choice.search_space.get("channels", 0)) // 2
-    if narrow < 2:
-        return None
-    network = {**choice.network, "channels": max(2, int(choice.network["channels"]) // 2)}
-    return replace(choice, search_space={**choice.search_space, "channels": narrow}, network=network)
+def sized(
+    choice: Choice, genotype: Genotype, num_classes: int, limits: Mapping[str, float], most_multiply_adds: float
+) -> tuple[dict[str, Any], Cost]:
+    """The settings and costs of the widest network of `genotype`, up to the chosen width, that meets the limits.
 
+    most_multiply_adds: not a limit but the size of the networks that it is compared with; the narrowest may have more.
+    """
+    known: dict[int, Cost] = {}
+    most = choice.network.get("channels")  # None in spaces of a fixed width
 
-def _nominal(choice: Choice, num_classes: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """The width at which half of the space meets the budget, so that the search has room on both sides."""
-    genotypes = [sample(build_space(choice.space, choice.network).layout(), seed) for seed in range(3)]
+    def settings(channels: int) -> dict[str, Any]:
+        return {**choice.network, "channels": channels} if channels else choice.network
 
-    def middle(settings: dict[str, Any]) -> dict[str, float]:
-        space = build_space(choice.space, settings)
-        costs = [_costs(count_genotype(space, genotype, choice.shape, num_classes)) for genotype in genotypes]
-        return {kind: statistics.median(cost[kind] for cost in costs) for kind in limits}
+    def is_allowed(channels: int) -> bool:
+        try:
+            build_space(choice.space, settings(channels))
+        except UserError:  # attention needs a multiple of its heads
+            return False
+        return True
 
-    return _widest(choice.network, middle, limits, choice.space)
+    widths = [0] if most is None else [channels for channels in WIDTHS if channels <= most and is_allowed(channels)]
 
-
-def fit(choice: Choice, genotype: Genotype, num_classes: int, limits: Mapping[str, float]) -> dict[str, Any]:
-    """The settings of the widest network of `genotype`, up to the chosen width, that meets the budget."""
-    if not limits:
-        return dict(choice.network)
-
-    def costs(settings: dict[str, Any]) -> dict[str, float]:
-        return _costs(count_genotype(build_space(choice.space, settings), genotype, choice.shape, num_classes))
-
-    return _widest(choice.network, costs, limits, choice.space)
-
-
-def _widest(
-    settings: Mapping[str, Any],
-    costs_of: Callable[[dict[str, Any]], dict[str, float]],
-    limits: Mapping[str, float],
-    name: str,
-) -> dict[str, Any]:
-    """`settings` with the largest number of channels, up to its own, that meets the limits; costs grow with it."""
-    most = int(settings["channels"])
-    known: dict[int, dict[str, float]] = {}
-
-    def meets(channels: int) -> bool:
+    def cost(channels: int) -> Cost:
         if channels not in known:
-            known[channels] = costs_of({**settings, "channels": channels})
-        return _meets(known[channels], limits)
+            space = build_space(choice.space, settings(channels))
+            known[channels] = count_genotype(space, genotype, choice.shape, num_classes)
+        return known[channels]
 
-    if meets(most):
-        return dict(settings)
-    # Costs grow roughly with the square of the width, so the first guess is near and its neighbours decide.
-    channels = max(1, int(most * min(limits[kind] / known[most][kind] for kind in limits) ** 0.5))
-    while meets(channels) and meets(channels + 1):
-        channels += 1
-    while not meets(channels):
-        channels -= 1
-        if channels < 1:
-            stated, least = (
-                " and ".join(f"{values[kind]:,.0f} {kind.replace('_', '-')}" for kind in limits)
-                for values in (limits, known[1])
-            )
-            raise UserError(
-                f"no network of space {name} fits {stated}; with one channel it has {least}: raise the budget, or "
-                "choose another --space or a smaller --image-size"
-            )
-    return {**settings, "channels": channels}
+    # Costs grow with the width, so the widest is found by bisection.
+    fitting = bisect_right(widths, False, key=lambda channels: not _meets(cost(channels), limits))
+    if not fitting:
+        stated, least = (
+            " and ".join(f"{values[kind]:,.0f} {kind.replace('_', '-')}" for kind in limits)
+            for values in (limits, asdict(cost(widths[0])))
+        )
+        raise UserError(
+            f"no network of space {choice.space} fits {stated}; the narrowest has {least}: raise the budget, or choose "
+            "another --space or a smaller --image-size"
+        )
+    fair = [channels for channels in widths[:fitting] if cost(channels).multiply_adds <= most_multiply_adds]
+    channels = fair[-1] if fair else widths[0]
+    return settings(channels), cost(channels)
 
 
-def _costs(cost: Cost) -> dict[str, float]:
-    return {"parameters": cost.parameters, "multiply_adds": cost.multiply_adds}
+def _meets(cost: Cost, limits: Mapping[str, float]) -> bool:
+    return all(getattr(cost, kind) <= limit for kind, limit in limits.items())
 
 
-def _meets(costs: Mapping[str, float], limits: Mapping[str, float]) -> bool:
-    return all(costs[kind] <= limit for kind, limit in limits.items())
+def epoch_seconds(measured: float, reference: Cost, other: Cost) -> float:
+    """The expected seconds of an epoch, if one of the network `reference` takes `measured` seconds.
+
+    Time grows more slowly than multiply-adds, above all for small layers, which leave a core half idle. The powers
+    describe plain networks of 8 to 32 channels on a CPU.
+    """
+    ratio = other.multiply_adds / reference.multiply_adds
+    return measured * float(ratio ** (0.6 if ratio < 1.0 else 0.9))
 
 
-def plain_network(
-    like: Cost, shape: Shape, num_classes: int, limits: Mapping[str, float]
-) -> tuple[Genotype, dict[str, Any]]:
-    """A residual network with about as many parameters as `like` that also meets the budget, and its settings."""
-    genotype = notation.parse(RESIDUAL)
-    found: list[tuple[float, dict[str, Any]]] = []
-    for depth in (1, 2, 3):
-        known: dict[int, Cost] = {}
+def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) -> list[tuple[dict[str, Any], Cost]]:
+    """Settings and costs of all plain residual networks that meet the limits, the costliest first.
 
-        def cost(channels: int, depth: int = depth, known: dict[int, Cost] = known) -> Cost:
-            if channels not in known:
-                space = build_space(SMALL_SPACE, {"cells_per_stage": depth, "channels": channels})
-                known[channels] = count_genotype(space, genotype, shape, num_classes)
-            return known[channels]
-
-        channels = 16
-        for _ in range(3):  # parameters grow roughly with the square of the width
-            channels = max(1, round(channels * (like.parameters / cost(channels).parameters) ** 0.5))
-        while channels > 1 and not _meets(_costs(cost(channels)), limits):
-            channels -= 1
-        if _meets(_costs(cost(channels)), limits):
-            distance = abs(cost(channels).parameters / like.parameters - 1.0)
-            found.append((distance, {"cells_per_stage": depth, "channels": channels}))
+    Narrow ones have one cell per stage: with few channels, width is worth more than depth in a short training.
+    """
+    found = []
+    for channels in WIDTHS:
+        for depth in range(1, 2 if channels < 24 else 3 if channels < 48 else 4):
+            settings = {"cells_per_stage": depth, "channels": channels}
+            cost = count_genotype(build_space(SMALL_SPACE, settings), plain_cell(), shape, num_classes)
+            if not _meets(cost, limits):
+                break
+            found.append((settings, cost))
+        else:
+            continue
+        break  # wider ones cost more
     if not found:
         raise UserError("no plain residual network fits the budget; raise it")
-    return genotype, min(found, key=lambda item: item[0])[1]
+    wide = [each for each in found if each[0]["channels"] >= NARROWEST] or found[-1:]
+    return sorted(wide, key=lambda item: item[1].multiply_adds, reverse=True)
 
 
-def random_others(found: Genotype, layout: Layout, seed: int, num: int) -> list[Genotype]:
+def plain_sizes(
+    networks: list[tuple[dict[str, Any], Cost]], epochs_of: Callable[[Cost], float], num_train: int
+) -> tuple[Candidate, ...]:
+    """Up to three plain networks, the largest first, each of about half the multiply-adds of the one before.
+
+    epochs_of: how many epochs of a network the final training has time for. The largest has enough epochs or, if the
+    time is short, is the one with most; with fewer than `LEAST_EPOCHS` there is none.
+    """
+    enough = min(ENOUGH_EPOCHS, max(FEW_EPOCHS, ENOUGH_IMAGES / num_train))
+    chosen = [each for each in networks if epochs_of(each[1]) >= enough][:1] or networks[-1:]
+    if epochs_of(chosen[0][1]) < LEAST_EPOCHS:
+        return ()
+    for _ in range(2):
+        chosen += [each for each in networks if each[1].multiply_adds <= SMALLER * chosen[-1][1].multiply_adds][:1]
+    longest = epochs_of(chosen[0][1])
+    return tuple(
+        Candidate(
+            f"plain-{number}",
+            "plain",
+            plain_cell().to_dict(),
+            settings,
+            cost.parameters,
+            cost.multiply_adds,
+            length=longest / epochs_of(cost),
+        )
+        for number, (settings, cost) in enumerate(chosen, 1)
+    )
+
+
+def random_others(found: Genotype | None, layout: Layout, seed: int, num: int) -> list[Genotype]:
     """`num` random architectures of the space, all different from each other and from `found`.
 
     They repeat if the space has no others left. A random search draws its own from other seeds (see `APART`).
     """
     others: list[Genotype] = []
-    taken = [found.cells]
+    taken = [] if found is None else [found.cells]
     for number in count_up(seed * STRIDE + APART):
         if len(others) == num:
             break
@@ -246,18 +268,14 @@ def random_others(found: Genotype, layout: Layout, seed: int, num: int) -> list[
     return others
 
 
-HOLDOUT = 0.1
-"""Share of the training images that trainings hold back for validation."""
+def held_out_share(num_train: int) -> float:
+    """Share of the training images that the competition measures on: a tenth, or more of a small dataset."""
+    return min(0.25, max(0.1, 1000 / num_train))
 
 
 def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
-    """The small recipe of the chosen method, with `epochs` and the requested limits."""
-    request, limits = plan.request, plan.request.limits()
-    resource: dict[str, Any] = {"preset": "none"}
-    if limits and issubclass(METHODS.get(choice.method), Method):
-        resource |= {"max_params": limits.get("parameters"), "max_flops": limits.get("multiply_adds")}
-        resource = {key: value for key, value in resource.items() if value is not None}
-        resource["network"] = choice.network
+    """The small recipe of the chosen method. It ignores the budget: networks of any cell are sized to meet it."""
+    request = plan.request
     return resolve(
         {
             "method": choice.method,
@@ -272,32 +290,40 @@ def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
             "child_every": 0,
             "seed": request.seed,
             "device": request.device,
-            "threads": request.threads,
+            "threads": choice.threads,
             "space_settings": choice.search_space,
-            "resource": resource,
         }
     )
 
 
-def train_recipe(plan: Plan, choice: Choice, genotype: Genotype, settings: dict[str, Any], epochs: int) -> TrainRecipe:
-    """The same for all compared networks, except for the settings of the network."""
+def train_recipe(
+    plan: Plan,
+    choice: Choice,
+    genotype: Genotype,
+    settings: Mapping[str, Any],
+    *,
+    epochs: int,
+    time: float = 0.0,
+    holdout: float = 0.0,
+    seed: int = 0,
+    is_tested: bool = False,
+) -> TrainRecipe:
+    """The same for all networks, in the competition and after it, except for the length."""
     request = plan.request
     return resolve_training(
         genotype,
         {
-            "recipe": "small",
+            "recipe": "fast",
             "data": str(plan.data),
             "data_root": None if request.is_folder() else request.data_root,
             "image_size": choice.image_size,
-            "space_settings": settings,
+            "space_settings": dict(settings),
             "epochs": epochs,
-            "batch_size": choice.batch_size,
-            "lr": 0.05 * max(0.25, min(2.0, choice.batch_size / 64)),
-            "cutout": choice.shape[1] // 4,
-            "auxiliary": 0.0,
-            "holdout": HOLDOUT,
-            "seed": request.seed,
+            "time": time,
+            "holdout": holdout,
+            "test": is_tested,
+            "seed": request.seed + seed,
             "device": request.device,
-            "threads": request.threads,
+            "threads": choice.threads,
         },
     )

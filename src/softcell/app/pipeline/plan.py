@@ -26,6 +26,7 @@ from softcell.search.resource import quantity
 from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative, to_dict
 
 LEAST_BATCH = 4
+DEFAULT_PARAMETERS = 2e6
 _FLOAT = 4  # bytes of a number in a network
 
 
@@ -94,9 +95,10 @@ class RunRequest:
         self.limits()
 
     def limits(self) -> dict[str, float]:
-        """The largest allowed `parameters` and `multiply_adds`."""
+        """The largest allowed `parameters` and `multiply_adds`; without any limit, `DEFAULT_PARAMETERS`."""
         given = {"parameters": ("--max-params", self.max_params), "multiply_adds": ("--max-flops", self.max_flops)}
-        return {kind: quantity(name, value) for kind, (name, value) in given.items() if value is not None}
+        found = {kind: quantity(name, value) for kind, (name, value) in given.items() if value is not None}
+        return found or {"parameters": DEFAULT_PARAMETERS}
 
     def path(self) -> Path:
         """The path of the images, if they are files."""
@@ -126,17 +128,22 @@ class RunRequest:
 LINKS = "data"
 """In the folder of a run: links to the images, if these are not laid out as CLASS/IMAGE."""
 FORMAT = "softcell-plan"
-VERSION = 1
+VERSION = 2
+OLD = (
+    "{file} is the plan of an earlier version of Softcell and cannot be resumed; start a new run. What it has finished "
+    "stays usable: report.html, summary.json, export/ and the run folders"
+)
 
 
+PARTS = ("status", "inspection", "choice", "search", "competition", "training", "summary", "provenance")
 _PART = (lambda value: value is None or isinstance(value, dict), "a mapping, or null")
 _TYPES = {
-    "wishes": MAPPING,
+    "request": MAPPING,
     "provenance": MAPPING,
     "status": TEXT,
     "data": (lambda value: value is None or isinstance(value, str), "text, or null"),
     "seconds": (lambda value: type(value) in (int, float) and 0 <= value < 1e12, "a number of seconds"),
-    **dict.fromkeys(("inspection", "choice", "search", "training", "summary"), _PART),
+    **dict.fromkeys(("inspection", "choice", "search", "competition", "training", "summary"), _PART),
 }
 
 
@@ -167,6 +174,7 @@ class Plan:
     data: str | None = None
     choice: dict[str, Any] | None = None
     search: dict[str, Any] | None = None
+    competition: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
     summary: dict[str, Any] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -191,18 +199,19 @@ class Plan:
             data = read_json(file)
         except (OSError, UserError) as error:
             raise UserError(f"{folder} is not a folder of `softcell run`: {file} cannot be read ({error})") from error
+        if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") == 1:
+            raise UserError(OLD.format(file=file))
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
             raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
-        keys = ("seconds", "status", "inspection", "data", "choice", "search", "training", "summary", "provenance")
         check_types(data, str(file), _TYPES)
         data = Fields.of(data, str(file))
-        plan = cls(folder, build(RunRequest, data["wishes"], str(file)), **{key: data[key] for key in keys})
-        for job in (plan.training or {}).get("jobs", ()):
-            if not re.fullmatch(
-                r"train|plain|random-\d+", str(job.get("name"))
-            ):  # the name of a folder inside this one
-                raise UserError(f"{file}: a training must be `train`, `plain` or `random-N`, got {job.get('name')!r}")
-        # Older plans contain the original path of the links, which may be gone.
+        request = build(RunRequest, data["request"], str(file))
+        plan = cls(folder, request, **{key: data[key] for key in ("data", "seconds", *PARTS)})
+        for candidate in (plan.competition or {}).get("candidates", ()):  # names of folders inside this one
+            if not re.fullmatch(r"found|(plain|random)-\d+", str(candidate.get("name"))):
+                raise UserError(
+                    f"{file}: a network must be `found`, `plain-N` or `random-N`, got {candidate.get('name')!r}"
+                )
         if plan.data is not None and (folder / LINKS).is_dir():
             plan.data = str((folder / LINKS).resolve())
         return plan
@@ -235,12 +244,9 @@ class Plan:
         state = {
             "format": FORMAT,
             "version": VERSION,
-            "wishes": to_dict(self.request),  # the name that version 1 of the format has for it
+            "request": to_dict(self.request),
             "seconds": round(self.used(), 3),
-            **{
-                key: getattr(self, key)
-                for key in ("status", "inspection", "choice", "search", "training", "summary", "provenance")
-            },
+            **{key: getattr(self, key) for key in PARTS},
             "data": LINKS if linked else self.data,
         }
         atomic_write_text(self.folder / PLAN, json.dumps(state, indent=2, ensure_ascii=False) + "\n")

@@ -1,9 +1,9 @@
-"""One run from images to an exported model: inspect, choose, search, train beside baselines, summarise, report, export.
+"""One run from images to an exported model: inspect, choose, search, compete, train the winner, report, export.
 
 Every decision is saved in `plan.json` before it takes effect, and every long step runs in a run folder of its own, so
-that an interrupted run can be resumed at any point. Time is planned from measured steps: the search gets its share, and
-the remaining time is divided among trainings of equal length. Random architectures that no longer fit are skipped with
-a message.
+that an interrupted run can be resumed at any point. Time is planned from measured steps and corrected as it passes: the
+final training gets at least `FINAL_SHARE` of it and ends when the time ends. If time is short, it is taken from the
+competition first (fewer networks), then from the search (fewer epochs, or none).
 """
 
 from __future__ import annotations
@@ -12,22 +12,41 @@ import math
 import os
 import warnings
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from softcell.app import jobs
 from softcell.app.pipeline.choose import (
-    HOLDOUT,
+    LEAST_EPOCHS,
+    REFERENCE,
     Choice,
-    cheaper,
+    best_size,
     choose,
+    epoch_seconds,
     explained,
-    fit,
-    plain_network,
+    held_out_share,
+    plain_cell,
+    plain_networks,
+    plain_sizes,
     random_others,
+    resized,
     search_recipe,
+    sized,
     train_recipe,
+)
+from softcell.app.pipeline.competition import (
+    LARGEST,
+    Candidate,
+    Result,
+    by_importance,
+    decide,
+    entrants,
+    num_rounds,
+    round_time,
+    survivors,
 )
 from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
 from softcell.app.pipeline.plan import LINKS, Plan, Screen
@@ -46,33 +65,47 @@ from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.batches import SmallDataWarning
 from softcell.data.catalogue import loaded_once
-from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.checkpoint import replace_recipe
 from softcell.engine.lock import free_reserve, locked
 from softcell.engine.task import EpochEnded, Event, OnEvent
 from softcell.errors import UserError
-from softcell.evaluate import TrainRecipe, count_genotype
+from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.search import SearchRecipe
-from softcell.settings import build
+from softcell.settings import build, to_dict
 from softcell.spaces import build_space
+from softcell.spaces.costs import Cost
 from softcell.text import clock, count_of
 
-SEARCH_SHARE = 0.3
-"""Share of the time for the search; the rest is for trainings."""
-OVERRUN = 1.2
+FINAL_SHARE = 0.6
+"""Least share of the time for the final training, unless starting and ending alone take more than the rest."""
+SEARCH_PART = 0.45
+"""Part of the time between measuring and the final training that the search gets; the competition gets the rest."""
+LEAST_SEARCH_EPOCHS = 3
+"""With time for fewer epochs there is no search."""
+BUSY = 1.5
+"""Wall-clock seconds per CPU second of this process from which the machine counts as busy."""
+OVERRUN = 1.1
 """A search is ended once it has taken this multiple of its expected time, so that trainings keep theirs."""
-SAFE = 0.97
-"""Share of the time that is planned, because measured steps are only a forecast."""
-ENDING = 12.0
-"""CPU seconds for latencies, report and exports after the trainings; a busy machine takes longer."""
-MOST_RESERVED = 45.0
-MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 300
+SAFE = 0.98
+"""Share of the time that is planned."""
+ENDING = 5.0
+"""CPU seconds for latency, report and exports after the trainings; a busy machine takes longer."""
+MOST_RESERVED = 0.1
+"""Most of the time that is reserved for the end, as a share."""
+MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 0
+"""Limits besides the time; 0 for none."""
 MANY = 10_000
 """Epochs of a job that is measured: more than it will run."""
 MEASURING = 0.01
 """Share of the time for measuring one job, within these bounds in seconds:"""
 MEASURING_BOUNDS = (0.3, 6.0)
+MOST_WIDENED = 2
+"""Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
+SAVED_EVERY = 2.0
+"""Seconds between two records of the time that was spent."""
+MOST_TRIED = 3
+"""Image sizes that are measured at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +136,11 @@ def run(plan: Plan, screen: Screen) -> Outcome:
     Example:
         >>> from pathlib import Path
         >>> from softcell.app.pipeline import Plan, Row, RunRequest, Summary, run
-        >>> def row(name, accuracy):
-        ...     return Row(name, name, accuracy, parameters=1, multiply_adds=1, latency=1.0, epochs=1, seconds=1.0)
-        >>> draws = (row("random-1", 0.80), row("random-2", 0.84))
-        >>> summary = Summary(row("train", 0.95), draws, row("plain", 0.90), count=400, most_frequent=0.5)
+        >>> one = Row("plain-1", "plain", "train", 0.95, 900, 5000, latency=1.5, epochs=50, seconds=90.0)
+        >>> summary = Summary(one, "there was no time for a competition", (), (), 0, count=400, most_frequent=0.5)
         >>> request = RunRequest(data="photos")
         >>> plan = Plan(Path("runs/photos"), request, status="finished", summary=summary.to_dict())
-        >>> run(plan, screen=None).summary.found.accuracy  # a finished run returns its summary again
+        >>> run(plan, screen=None).summary.delivered.accuracy  # a finished run returns its summary again
         0.95
     """
     if plan.status == "finished" and plan.summary is not None:
@@ -176,12 +207,17 @@ class _Run:
         self.root = plan.request.path()
 
     @property
-    def usable(self) -> float:
-        """Seconds until which jobs may run: the time less a margin and the time for report and exports."""
+    def end(self) -> float:
+        """Seconds from the start at which the final training must be over: report and exports follow."""
         return SAFE * self.request.time - self._reserved()
 
+    @property
+    def final_from(self) -> float:
+        """Seconds from the start at which the final training begins at the latest."""
+        return self.end - max(FINAL_SHARE * self.request.time, float((self.plan.choice or {}).get("final", 0.0)))
+
     def _reserved(self) -> float:
-        return min(MOST_RESERVED, max(ENDING * slowness(self.plan.began), 0.03 * self.request.time))
+        return min(ENDING * slowness(self.plan.began), max(ENDING, MOST_RESERVED * self.request.time))
 
     def whole(self) -> Summary:
         plan = self.plan
@@ -189,9 +225,10 @@ class _Run:
         inspection = self.inspect()
         choice = self.choose(inspection)
         genotype = self.search(choice)
-        rows = self.train(choice, genotype, inspection)
-        summary = summarise(plan, self.screen, rows, inspection)
-        finish(plan, self.screen, summary)
+        winner = self.compete(choice, genotype, inspection)
+        trained = self.train(choice, winner)
+        summary = summarise(plan, self.screen, trained, inspection)
+        finish(plan, self.screen)
         plan.finish()
         return summary
 
@@ -214,63 +251,97 @@ class _Run:
         return found
 
     def choose(self, inspection: Inspection) -> Choice:
-        """Chooses what to search and measures its steps; falls back to something cheaper if not even one epoch fits."""
+        """Chooses image size, networks and the length of the search, from measured steps."""
         plan = self.plan
         if plan.choice is not None:
-            return Choice.from_dict(plan.choice)
-        is_gpu = self.device.type == "cuda"
+            return build(Choice, plan.choice, "plan: choice")
+        is_gpu, classes, limits = self.device.type == "cuda", len(inspection.train), self.request.limits()
         choice = choose(inspection, self.request, is_gpu=is_gpu, is_resizable=self.is_folder)
+        may_resize = self.is_folder and self.request.image_size is None
+        tried: list[int] = []
         while True:
-            with self.screen.working(f"measuring the steps of a search at {choice.shape[1]}x{choice.shape[2]}"):
-                measured = self._measure_search(choice)
-            room = self.usable - plan.used()
-            networks = num_networks(search_recipe(plan, choice, MANY))
-            epochs = min(MOST_SEARCH_EPOCHS, measured.epochs_in(SEARCH_SHARE * room) // networks)
-            smaller = cheaper(choice, is_resizable=self.is_folder and self.request.image_size is None)
-            if epochs >= 1 and (epochs >= 5 or smaller is None or plan.used() > 0.2 * self.request.time):
+            networks = plain_networks(choice.shape, classes, limits)
+            settings, cost = next((each for each in networks if each[0]["channels"] <= REFERENCE), networks[-1])
+            side = choice.shape[1]
+            with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
+                measured, threads = self._measure_training(choice, settings)
+            tried.append(side)
+            final = min(FINAL_SHARE * self.request.time, self.end - plan.used())
+            better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
+            if better in tried or len(tried) == MOST_TRIED:
                 break
-            if smaller is None or room <= 0:
-                raise UserError(self._too_short(measured, networks, room))
-            choice = smaller
-        choice = explained(choice, inspection, self.request, is_gpu=is_gpu)
-        plan.choice = choice.to_dict()
-        expected, recipe = measured.total(epochs * networks), search_recipe(plan, choice, epochs)
-        plan.search = {"recipe": recipe.to_dict(), "expected": expected}
+            choice = resized(choice, better)
+
+        def seconds(other: Cost) -> float:
+            return epoch_seconds(measured.epoch, cost, other)
+
+        if LEAST_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
+            final = self.end - plan.used()
+        plain = plain_sizes(networks, lambda other: final / seconds(other), inspection.num_train)
+        if not plain:
+            raise UserError(self._too_short(replace(measured, epoch=seconds(networks[-1][1])), final))
+        largest = plain[0]
+        epoch = seconds(Cost(largest.parameters, largest.multiply_adds))
+        network = dict(choice.network)
+        if "channels" in network:
+            network["channels"] = MOST_WIDENED * largest.settings["channels"]
+        choice = replace(choice, threads=threads, plain=plain, epoch=epoch, final=final, network=network)
+        choice = explained(choice, inspection, self.request)
+        plan.choice = to_dict(choice)
+        plan.search = self._plan_search(choice)
         plan.save()
         self.screen.print("choice", *(f"  {line}" for line in choice.why), "")
-        rest = self.usable - plan.used() - expected
+        epochs = count_of(int(final / epoch), "epoch")
+        between = max(0.0, self.final_from - plan.used() - plan.search.get("expected", 0.0))
         self.screen.print(
             f"plan for {clock(self.request.time)}, from measured steps",
-            f"  search   {describe_length(recipe)}, {measured.epoch:.1f} s per epoch, about {clock(expected)}",
-            f"  train    the found network, a plain one and {self.request.random} random ones, about {clock(rest)}",
+            f"  search       {plan.search['length']}",
+            f"  competition  plain, found and random networks on held-out images, about {clock(between)}",
+            f"  training     the winner, about {clock(final)} ({epochs} of {largest.name})",
             "",
         )
         return choice
 
-    def _too_short(self, measured: JobTime, networks: int, room: float) -> str:
+    def _too_short(self, least: JobTime, final: float) -> str:
         """Why the time is too short, and how much is needed."""
-        used, reserved, least = self.plan.used(), self._reserved(), measured.total(networks)
-        jobs = (
-            6 * (least + networks * measured.epoch) / SEARCH_SHARE
-        )  # twice the shortest search, with trainings in proportion
-        minutes = math.ceil((used + reserved + jobs) / SAFE / 60)
-        why = (
-            f"starting and inspecting the images took {used:.0f} s, and latencies, report and exports need about "
-            f"{reserved:.0f} s more"
-            if room <= 0
-            else f"the shortest search takes {least:.1f} s here, but only {SEARCH_SHARE * room:.1f} s of the remaining "
-            f"{room:.0f} s are for the search"
+        used, reserved, needed = self.plan.used(), self._reserved(), least.total(LEAST_EPOCHS)
+        total = 1.1 * (used + reserved + needed) / SAFE
+        text = f"{math.ceil(total / 60)}m" if total > 120 else f"{math.ceil(total / 10) * 10}s"
+        return (
+            f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
+            f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
+            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
         )
-        return f"--time {self.request.time:.0f}s is too short: {why}; give at least --time {minutes}m"
+
+    def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
+        """The times of a training, and its number of CPU threads: those requested, or one or all cores.
+
+        A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
+        """
+        is_busy = slowness(self.plan.began) > BUSY
+        choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
+        recipe = train_recipe(self.plan, choice, plain_cell(), settings, epochs=0, time=self.request.time)
+        used = choice.threads
+
+        def job(folder: Path, watch: OnEvent) -> TrainResult:
+            def on_event(event: Event) -> None:
+                nonlocal used
+                used = torch.get_num_threads()
+                watch(event)
+
+            return jobs.train(plain_cell(), recipe, folder, on_event=on_event)
+
+        scratch, seconds = self.plan.folder / "measuring", self._measuring_seconds()
+        measured = measure_job(job, scratch, seconds, evaluated=0.0, tested=0.0)
+        return measured, used if self.device.type == "cpu" else choice.threads
 
     def _measure_search(self, choice: Choice) -> JobTime:
         recipe = search_recipe(self.plan, choice, MANY)
         split = recipe.split
         evaluated = float(split["validation"]) / float(split["weights"])
-        scratch = self.plan.folder / "measuring"
         return measure_job(
-            lambda folder, watch: jobs.search(recipe, out=folder, on_event=watch),
-            scratch,
+            lambda folder, watch: jobs.search(recipe, folder, on_event=watch),
+            self.plan.folder / "measuring",
             self._measuring_seconds(),
             evaluated=evaluated,
             tested=0.0,
@@ -280,9 +351,29 @@ class _Run:
         low, high = MEASURING_BOUNDS
         return min(high, max(low, MEASURING * self.request.time))
 
-    def search(self, choice: Choice) -> Genotype:
+    def _plan_search(self, choice: Choice) -> dict[str, Any]:
+        """The recipe of the search and its expected time; only its `length` in words if there is no time for one."""
+        plan, why = self.plan, "none: the time is too short for one"
+        if SEARCH_PART * (self.final_from - plan.used()) < 2 * self._measuring_seconds():
+            return {"length": why}
+        with self.screen.working("measuring the steps of a search"):
+            measured = self._measure_search(choice)
+        networks = num_networks(search_recipe(plan, choice, MANY))
+        room = SEARCH_PART * (self.final_from - plan.used())
+        epochs = min(MOST_SEARCH_EPOCHS, measured.epochs_in(room) // networks)
+        if epochs < LEAST_SEARCH_EPOCHS:
+            least = measured.total(LEAST_SEARCH_EPOCHS * networks)
+            return {"length": f"{why} ({LEAST_SEARCH_EPOCHS} epochs take {least:.0f} s)"}
+        recipe, expected = search_recipe(plan, choice, epochs), measured.total(epochs * networks)
+        length = f"{describe_length(recipe)}, {measured.epoch:.1f} s per epoch, about {clock(expected)}"
+        return {"recipe": recipe.to_dict(), "expected": expected, "length": length}
+
+    def search(self, choice: Choice) -> Genotype | None:
+        """The found cell; None if there was no time for a search."""
         plan = self.plan
         assert plan.search is not None
+        if "recipe" not in plan.search:
+            return None
         folder = plan.folder / "search"
         recipe = build(SearchRecipe, {**plan.search["recipe"], "data": plan.data}, "plan: search")
         heading = f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self._time_used()})"
@@ -291,7 +382,7 @@ class _Run:
         try:
             with self.screen.job(heading) as shown:
                 watched = self._saving(stop_when_late(shown, lambda: plan.used() > until, recipe))
-                result = jobs.search(recipe, out=folder, resume=_begun(folder), on_event=watched)
+                result = jobs.search(recipe, folder, resume=_begun(folder), on_event=watched)
         except SearchTimeoutError as late:
             # Steps became slower than measured. The search ends here and keeps what it has learned.
             shorter = shortened(recipe, late.epochs)
@@ -307,116 +398,196 @@ class _Run:
             raise _StoppedError(result.exit_code)
         return result.genotype
 
-    def train(self, choice: Choice, genotype: Genotype, inspection: Inspection) -> list[dict[str, Any]]:
-        """Trains the found network, the plain one and the random ones, in this order, for the same number of epochs."""
+    def compete(self, choice: Choice, genotype: Genotype | None, inspection: Inspection) -> Candidate:
+        """The winner of the competition; the largest plain network if there is no time for one."""
         plan = self.plan
-        if plan.training is None:
-            plan.training = self._plan_training(choice, genotype, inspection)
+        if plan.competition is None:
+            plan.competition = self._plan_competition(choice, genotype, inspection)
             plan.save()
-        jobs: list[dict[str, Any]] = plan.training["jobs"]
-        for job in jobs:
-            if "row" not in job and not self._is_too_late(job):
-                self._train_one(job)
+        state = plan.competition
+        candidates = {each["name"]: build(Candidate, each, "plan: candidate") for each in state["candidates"]}
+        rounds: list[dict[str, Any]] = state["rounds"]
+        while "winner" not in state:
+            if not rounds or "kept" in rounds[-1]:
+                entered = [candidates[name] for name in (rounds[-1]["kept"] if rounds else state["entered"])]
+                is_last = len(rounds) + 1 == num_rounds(len(state["entered"]))
+                room = max(self.final_from - plan.used(), 0.02 * self.request.time)
+                seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last)
+                names = [each.name for each in by_importance(entered)]
+                rounds.append({"seconds": seconds, "seeds": seeds, "names": names, "results": {}, "is_last": is_last})
+                plan.save()
+            self._round(choice, len(rounds), rounds[-1], candidates)
             plan.save()
-        return [job["row"] for job in jobs if "row" in job]
+        return candidates[state["winner"]]
 
-    def _plan_training(self, choice: Choice, genotype: Genotype, inspection: Inspection) -> dict[str, Any]:
-        request, limits, classes = self.request, self.request.limits(), len(inspection.train)
+    def _plan_competition(self, choice: Choice, genotype: Genotype | None, inspection: Inspection) -> dict[str, Any]:
+        classes, limits = len(inspection.train), self.request.limits()
+        candidates = list(choice.plain)
+        # Cells get the multiply-adds of the largest plain network, so that equal times are a fair comparison.
+        most = candidates[0].multiply_adds
+        cells: list[tuple[str, Any, Genotype]] = [] if genotype is None else [("found", "found", genotype)]
         layout = build_space(choice.space, choice.network).layout()
-        found = fit(choice, genotype, classes, limits)
-        cost = count_genotype(build_space(choice.space, found), genotype, choice.shape, classes)
-        networks: list[tuple[str, Genotype, dict[str, Any]]] = [("train", genotype, found)]
-        networks.append(("plain", *plain_network(cost, choice.shape, classes, limits)))
-        for number, other in enumerate(random_others(genotype, layout, request.seed, request.random), 1):
-            networks.append((f"random-{number}", other, fit(choice, other, classes, limits)))
-        jobs: list[dict[str, Any]] = []
-        with self.screen.working("measuring the steps of the trainings") as step:
-            for number, (name, each, settings) in enumerate(networks):
-                step(number, len(networks), name)
-                measured = self._measure_training(choice, each, settings)
-                times = asdict(measured)
-                jobs.append({"name": name, "genotype": each.to_dict(), "settings": settings, "pace": times})
-        room = self.usable - self.plan.used()
-        per_epoch = sum(job["pace"]["epoch"] for job in jobs)
-        around = sum(job["pace"]["startup"] + job["pace"]["tail"] for job in jobs)
-        epochs = min(MOST_TRAIN_EPOCHS, max(1, int((room - around) / per_epoch)))
-        for job in jobs:
-            each = Genotype.from_dict(job["genotype"])
-            job["recipe"] = train_recipe(self.plan, choice, each, job["settings"], epochs).to_dict()
-            job["expected"] = JobTime(**job["pace"]).total(epochs)
-        total = sum(job["expected"] for job in jobs)
-        self.screen.print(
-            "",
-            f"plan for the remaining {clock(max(0.0, self.plan.left()))}, from measured steps: "
-            f"{count_of(epochs, 'epoch')} each, about {clock(total)}",
-            *(f"  {job['name']:<10} {clock(job['expected'])}" for job in jobs),
-            "",
+        for number, other in enumerate(random_others(genotype, layout, self.request.seed, self.request.random), 1):
+            cells.append((f"random-{number}", "random", other))
+        for name, kind, cell in cells:
+            settings, cost = sized(choice, cell, classes, limits, most)
+            candidates.append(Candidate(name, kind, cell.to_dict(), settings, cost.parameters, cost.multiply_adds))
+        room = self.final_from - self.plan.used()
+        entered = entrants(candidates, room, choice.epoch)
+        names = [each.name for each in entered]
+        cut = [each.name for each in by_importance(candidates) if each.name not in names]
+        state: dict[str, Any] = {
+            "candidates": [to_dict(each) for each in candidates],
+            "entered": names,
+            "held_out": held_out_share(inspection.num_train),
+            "cut": cut,
+            "rounds": [],
+        }
+        if len(names) < 2:
+            state |= {
+                "winner": candidates[0].name,
+                "why": "there was no time for a competition",
+                "entered": [],
+                "cut": [],
+            }
+            self.screen.print("", f"no competition: not enough time; {candidates[0].name} is trained", "")
+        elif cut:
+            self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
+        return state
+
+    def _round(self, choice: Choice, number: int, state: dict[str, Any], candidates: dict[str, Candidate]) -> None:
+        """Trains everyone in the round, with every seed, then decides who stays or wins."""
+        plan, names, results = self.plan, state["names"], state["results"]
+        assert plan.competition is not None
+        jobs_left = [(seed, name) for seed in range(state["seeds"]) for name in names]
+        of = f"round {number} of {num_rounds(len(plan.competition['entered']))}"
+        seeds = f", {count_of(state['seeds'], 'seed')}" if state["seeds"] > 1 else ""
+        what = f"{of}: {count_of(len(names), 'network')}, {state['seconds']:.1f} s each{seeds}"
+        with self.screen.working(what) as step:
+            for done, (seed, name) in enumerate(jobs_left):
+                if len(results.get(name, {}).get("accuracies", ())) > seed:
+                    continue
+                step(done, len(jobs_left), name)
+                largest = results.get(LARGEST, {}).get("epochs", 0)
+                own = results.setdefault(name, {"accuracies": [], "epochs": 0, "seconds": 0.0})
+                try:
+                    trained = self._compete_once(choice, candidates[name], number, state["seconds"], seed, largest)
+                except DivergedError as error:
+                    self.screen.print(f"{name}: the loss became {error.failure.value}, which counts as 0% accuracy")
+                    own["accuracies"].append(0.0)
+                else:
+                    row = trained.metrics[-1]
+                    own["accuracies"].append(trained.accuracy)
+                    own["epochs"] = row["epoch"] + 1
+                    own["seconds"] = round(own["seconds"] + sum(line["seconds"] for line in trained.metrics), 2)
+                    plan.competition["count"] = row["val_count"]
+                plan.save()
+        found = [Result(name, tuple(own["accuracies"]), own["epochs"], own["seconds"]) for name, own in results.items()]
+        kinds = {name: candidate.kind for name, candidate in candidates.items()}
+        if state["is_last"]:
+            winner, why = decide(found, kinds, plan.competition.get("count", 1))
+            state["kept"] = [winner]
+            plan.competition |= {"winner": winner, "why": why}
+        else:
+            state["kept"] = list(survivors(found, kinds))
+        self._show_round(what, found, state["kept"], candidates)
+
+    def _compete_once(
+        self, choice: Choice, candidate: Candidate, number: int, seconds: float, seed: int, epochs: int
+    ) -> TrainResult:
+        """epochs: those of the largest plain network in this round, at which smaller ones stop; 0 if it is not in."""
+        assert self.plan.competition is not None
+        folder = self.plan.folder / f"round-{number}" / (f"{candidate.name}-seed-{seed}" if seed else candidate.name)
+        genotype = Genotype.from_dict(candidate.genotype)
+        recipe = train_recipe(
+            self.plan,
+            choice,
+            genotype,
+            candidate.settings,
+            epochs=epochs if candidate.kind == "plain" and candidate.name != LARGEST else MOST_TRAIN_EPOCHS,
+            time=seconds,
+            holdout=self.plan.competition["held_out"],
+            seed=seed,
         )
-        return {"epochs": epochs, "jobs": jobs}
+        result = jobs.train(genotype, recipe, folder, resume=_begun(folder))
+        if result.exit_code:
+            raise _StoppedError(result.exit_code)
+        return result
 
-    def _measure_training(self, choice: Choice, genotype: Genotype, settings: dict[str, Any]) -> JobTime:
-        recipe = train_recipe(self.plan, choice, genotype, settings, MANY)
-        return measure_job(
-            lambda folder, watch: jobs.train(genotype, recipe, out=folder, on_event=watch),
-            self.plan.folder / "measuring",
-            self._measuring_seconds(),
-            evaluated=HOLDOUT / (1.0 - HOLDOUT),
-            tested=TEST_FRACTION,
-        )
+    def _show_round(self, what: str, found: list[Result], kept: list[str], candidates: dict[str, Candidate]) -> None:
+        assert self.plan.competition is not None
+        images = count_of(self.plan.competition.get("count", 0), "held-out image")
+        lines = [f"{what}, on {images} ({self._time_used()})"]
+        for result in sorted(found, key=lambda result: -result.accuracy):
+            stays = "" if result.name not in kept else "  wins" if len(kept) == 1 else "  stays"
+            costs = f"{count_of(candidates[result.name].parameters, 'parameter')}, {count_of(result.epochs, 'epoch')}"
+            lines.append(f"  {result.name:<10} {result.accuracy:>6.1%}  {costs}{stays}")
+        self.screen.print("", *lines)
 
-    def _is_too_late(self, job: dict[str, Any]) -> bool:
-        """Whether a random architecture, the third or a later one, no longer fits into the time and is skipped."""
-        number = job["name"].removeprefix("random-")
-        if not number.isdigit() or int(number) <= 2 or _begun(self.plan.folder / job["name"]):
-            return False
-        if self.plan.used() + job["expected"] <= self.usable + 0.02 * self.request.time:
-            return False
-        self.screen.print(f"{job['name']} skipped: not enough time left")
-        return True
-
-    def _train_one(self, job: dict[str, Any]) -> None:
-        plan = self.plan
-        folder, genotype = plan.folder / job["name"], Genotype.from_dict(job["genotype"])
-        recipe = build(TrainRecipe, {**job["recipe"], "data": plan.data}, f"plan: {job['name']}")
-        titles = {"train": "the found network", "plain": "a plain residual network of similar size"}
-        title = titles.get(job["name"], f"random architecture {job['name'].removeprefix('random-')}")
-        heading = f"train {title}, {count_of(recipe.epochs, 'epoch')} ({self._time_used()})"
-        began, resumed = plan.used(), _begun(folder)
+    def train(self, choice: Choice, winner: Candidate) -> TrainResult:
+        """The final training, on all training images, until the time is over; then the test set is read once."""
+        plan, folder = self.plan, self.plan.folder / "train"
+        if plan.training is None:
+            seconds = self.end - plan.used()
+            winner = self._affordable(choice, winner, seconds)
+            recipe = train_recipe(
+                plan,
+                choice,
+                Genotype.from_dict(winner.genotype),
+                winner.settings,
+                epochs=MOST_TRAIN_EPOCHS,
+                time=seconds,
+                is_tested=True,
+            )
+            plan.training = {"name": winner.name, "recipe": recipe.to_dict()}
+            plan.save()
+        genotype = Genotype.from_dict(winner.genotype)
+        recipe = build(TrainRecipe, {**plan.training["recipe"], "data": plan.data}, "plan: train")
+        heading = f"train {winner.name} ({winner.title}) for {clock(recipe.time)} ({self._time_used()})"
+        self.screen.print("")
         with self.screen.job(heading) as shown:
-            result = jobs.train(genotype, recipe, out=folder, resume=resumed, on_event=self._saving(shown))
+            result = jobs.train(genotype, recipe, folder, resume=_begun(folder), on_event=self._saving(shown))
         if result.exit_code:
             raise _StoppedError(result.exit_code)
         if result.accuracy is None:
-            raise UserError(f"{self.request.data} has no test images, so networks cannot be compared; add a test set")
-        job["row"] = {
-            "name": job["name"],
-            "accuracy": result.accuracy,
-            "parameters": result.cost.parameters,
-            "multiply_adds": result.cost.multiply_adds,
-            "epochs": recipe.epochs,
-            "seconds": round(sum(line["seconds"] for line in result.metrics), 1),
-        }
-        took = plan.used() - began
-        self.screen.print(f"  {result.accuracy:.1%} on the test split, {count_of(result.cost.parameters, 'parameter')}")
-        if took > 1.0 and not resumed:
-            self._correct(took / job["expected"])
+            raise UserError(f"{self.request.data} has no test images to measure the network on; add a test set")
+        return result
 
-    def _correct(self, factor: float) -> None:
-        """Corrects the forecast of the remaining trainings by the time of a whole one: machines get warm and busy."""
-        assert self.plan.training is not None
-        for other in self.plan.training["jobs"]:
-            if "row" not in other:
-                other["expected"] *= min(2.0, max(0.5, factor))
+    def _affordable(self, choice: Choice, winner: Candidate, seconds: float) -> Candidate:
+        """The winner, or the plain network with most epochs if the machine has become too slow for the winner."""
+        assert self.plan.competition is not None
+        pace = {each.name: 1 / (each.length * choice.epoch) for each in choice.plain}  # epochs per second, as forecast
+        for each in self.plan.competition["rounds"]:
+            measured = {name: own for name, own in each["results"].items() if own["epochs"]}
+            pace |= {
+                name: own["epochs"] * len(own["accuracies"]) / max(own["seconds"], 1e-6)
+                for name, own in measured.items()
+            }
+        if seconds * pace[winner.name] >= LEAST_EPOCHS:
+            return winner
+        fastest = max(choice.plain, key=lambda each: pace[each.name])
+        epochs = seconds * pace[fastest.name]
+        if epochs < LEAST_EPOCHS:
+            raise UserError(
+                f"the machine has become too slow: {max(0.0, seconds):.0f} s are left for {LEAST_EPOCHS} epochs or "
+                f"more, but only {max(0.0, epochs):.1f} of the smallest network fit; start a new run with more --time"
+            )
+        self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {LEAST_EPOCHS} epochs would be left")
+        self.plan.competition |= {"winner": fastest.name, "why": f"there was too little time left for {winner.name}"}
+        return fastest
 
     def _time_used(self) -> str:
         return f"{clock(self.plan.used())} of {clock(self.request.time)} used"
 
     def _saving(self, shown: OnEvent) -> OnEvent:
-        """Forwards events, and saves the time spent after every epoch, so that a killed run keeps it."""
+        """Forwards events, and saves the time spent now and then, so that a killed run keeps it."""
+        saved = self.plan.used()
 
         def on_event(event: Event) -> None:
+            nonlocal saved
             shown(event)
-            if isinstance(event, EpochEnded):
+            if isinstance(event, EpochEnded) and self.plan.used() - saved > SAVED_EVERY:
+                saved = self.plan.used()
                 self.plan.save()
 
         return on_event

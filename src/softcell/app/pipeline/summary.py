@@ -1,11 +1,10 @@
-"""The end of a run: latencies, the comparison with random architectures and a plain network, report and exports."""
+"""The end of a run: the delivered network in numbers, the verdict on the search, report and exports."""
 
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,34 +12,54 @@ from typing import Any
 import torch
 
 from softcell.app.export import export
+from softcell.app.pipeline.competition import Kind, Result, Round, standard_error
 from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plan import Plan, Screen
 from softcell.app.report.page import write_report
 from softcell.engine import resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
+from softcell.evaluate import TrainResult
 from softcell.evaluate.latency import measure_module
-from softcell.settings import to_dict
+from softcell.settings import build, to_dict
 from softcell.spaces import Network
 from softcell.text import count_of
 
-LATENCY_ROUNDS = 5
 SUMMARY = "summary.json"
 REPORT = "report.html"
+VERSION = 2
+"""Of summary.json; the first version had no competition, and reports still show it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One trained network. `accuracy` is a share on `count` test images, `latency` milliseconds for one image.
+@dataclass(frozen=True)
+class Entry:
+    """A network of the competition, with its costs.
 
     Example:
-        >>> from softcell.app.pipeline import Row
-        >>> row = Row("train", "runs/photos/train", 0.9, 1000, multiply_adds=5000, latency=1.5, epochs=5, seconds=9.0)
-        >>> row.name, row.accuracy
-        ('train', 0.9)
+        >>> from softcell.app.pipeline import Entry
+        >>> Entry("plain-1", "plain", parameters=170_234, multiply_adds=16_571_264).kind
+        'plain'
     """
 
     name: str
+    kind: Kind
+    parameters: int
+    multiply_adds: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The delivered network. `accuracy` is a share of the test images, `latency` milliseconds for one image.
+
+    Example:
+        >>> from softcell.app.pipeline import Row
+        >>> row = Row("plain-1", "plain", "runs/photos/train", 0.9, 1000, 5000, latency=1.5, epochs=50, seconds=90.0)
+        >>> row.name, row.accuracy
+        ('plain-1', 0.9)
+    """
+
+    name: str
+    kind: Kind
     folder: str
     accuracy: float
     parameters: int
@@ -49,147 +68,182 @@ class Row:
     epochs: int
     seconds: float
 
-    @classmethod
-    def inside(cls, folder: Path, stored: Mapping[str, Any]) -> Row:
-        """A stored row of the run that is now in `folder`."""
-        return cls(**{**stored, "folder": str(folder / stored["name"])})
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Summary:
-    """All networks of a run, trained with the same recipe, and their accuracies on `count` test images.
+    """The delivered network, `count` test images it was measured on, and the competition that chose it.
+
+    `why`: the reason for the choice. `held_out`: the number of training images that the competition measured on, and
+    `most_frequent` the accuracy of always predicting the most frequent class.
 
     Example:
-        >>> from softcell.app.pipeline import Row, Summary
-        >>> def row(name, accuracy):
-        ...     return Row(name, name, accuracy, parameters=1, multiply_adds=1, latency=1.0, epochs=1, seconds=1.0)
-        >>> draws = (row("random-1", 0.80), row("random-2", 0.84))
-        >>> summary = Summary(row("train", 0.95), draws, row("plain", 0.90), count=400, most_frequent=0.5)
-        >>> round(summary.mean, 2), summary.to_dict()["worth_it"]
-        (0.82, True)
+        >>> from softcell.app.pipeline import Entry, Result, Round, Row, Summary
+        >>> delivered = Row("found", "found", "runs/photos/train", 0.97, 900, 5000, 1.5, epochs=50, seconds=90.0)
+        >>> entries = [Entry(name, name.split("-")[0], 900, 5000) for name in ("plain-1", "found", "random-1")]
+        >>> results = tuple(Result(entry.name, (0.9,), epochs=5, seconds=3.0) for entry in entries)
+        >>> rounds = (Round(3.0, 1, results, kept=("found",)),)
+        >>> summary = Summary(delivered, "it was the best", tuple(entries), rounds, 1000, count=400, most_frequent=0.5)
+        >>> summary.to_dict()["delivered"]["name"], summary.kind_of("random-1")
+        ('found', 'random')
     """
 
-    found: Row
-    random: tuple[Row, ...]
-    plain: Row
+    delivered: Row
+    why: str
+    entries: tuple[Entry, ...]
+    rounds: tuple[Round, ...]
+    held_out: int
     count: int
     most_frequent: float
 
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(row.accuracy for row in self.random)
+    def kind_of(self, name: str) -> Kind:
+        return next(entry.kind for entry in self.entries if entry.name == name)
 
-    @property
-    def std(self) -> float:
-        return statistics.stdev(row.accuracy for row in self.random) if len(self.random) > 1 else 0.0
+    def of_kind(self, kind: Kind, number: int) -> list[Result]:
+        """The results of a kind of network in a round, counted from 0; the best first."""
+        found = [result for result in self.rounds[number].results if self.kind_of(result.name) == kind]
+        return sorted(found, key=lambda result: -result.accuracy)
 
     def to_dict(self) -> dict[str, Any]:
-        """For files; folders of rows are relative to the run, which may be moved."""
+        """For files; the folder is relative to the run, which may be moved."""
         worth, lines = verdict(self)
         data = to_dict(self)
-        for row in (data["found"], data["plain"], *data["random"]):
-            row["folder"] = row["name"]
-        return {**data, "worth_it": worth, "verdict": lines}
+        data["delivered"]["folder"] = Path(self.delivered.folder).name
+        return {"version": VERSION, **data, "worth_it": worth, "verdict": lines}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], folder: Path) -> Summary:
         """The inverse of `to_dict`, for a run that is now in `folder`."""
-        found, plain = (Row.inside(folder, data[key]) for key in ("found", "plain"))
-        random = tuple(Row.inside(folder, row) for row in data["random"])
-        return cls(found, random, plain, data["count"], data["most_frequent"])
-
-
-def noise(first: float, second: float, count: int) -> float:
-    """Twice the standard error of the difference of two accuracies on `count` images: what chance explains."""
-    return 2.0 * math.sqrt(max(first * (1 - first) + second * (1 - second), 0.5 / count) / count)
+        own = {key: value for key, value in data.items() if key not in ("version", "worth_it", "verdict")}
+        place = str(folder / Path(str(own["delivered"]["folder"])).name)
+        return build(cls, {**own, "delivered": {**own["delivered"], "folder": place}}, "summary")
 
 
 def verdict(summary: Summary) -> tuple[bool, list[str]]:
-    """Whether the search was worth it, and the reasons in sentences.
+    """Whether the search was worth it, judged by the competition, and the reasons in sentences.
 
     Example:
-        >>> from softcell.app.pipeline import Row, Summary, verdict
-        >>> def row(name, accuracy):
-        ...     return Row(name, name, accuracy, parameters=1, multiply_adds=1, latency=1.0, epochs=1, seconds=1.0)
-        >>> draws = (row("random-1", 0.80), row("random-2", 0.84))
-        >>> summary = Summary(row("train", 0.83), draws, row("plain", 0.95), count=400, most_frequent=0.5)
+        >>> from softcell.app.pipeline import Entry, Result, Round, Row, Summary, verdict
+        >>> delivered = Row("plain-1", "plain", "runs/photos/train", 0.97, 900, 5000, 1.5, epochs=50, seconds=90.0)
+        >>> entries = [Entry(name, name.split("-")[0], 900, 5000) for name in ("plain-1", "found", "random-1")]
+        >>> results = [Result("plain-1", (0.95,), 5, 3.0), Result("found", (0.9,), 5, 3.0)]
+        >>> rounds = (Round(3.0, 1, tuple(results), ("plain-1",)),)
+        >>> summary = Summary(delivered, "it was the best", tuple(entries), rounds, 1000, count=400, most_frequent=0.5)
         >>> worth, reasons = verdict(summary)
         >>> worth
         False
     """
-    found, plain, n = summary.found, summary.plain, len(summary.random)
-    above_random = found.accuracy - summary.mean
-    margin = max(summary.std, noise(found.accuracy, summary.mean, summary.count))
-    above_plain = found.accuracy - plain.accuracy
-    margin_plain = noise(found.accuracy, plain.accuracy, summary.count)
-    lines = [
-        f"Compared with {count_of(n, 'random architecture')}: {_points(above_random)}; up to {margin * 100:.1f} may be "
-        f"chance (their spread, {count_of(summary.count, 'test image')}).",
-        f"Compared with a plain residual network: {_points(above_plain)}; up to {margin_plain * 100:.1f} may be "
-        "chance.",
-    ]
-    beats_random, beats_plain = above_random > margin, above_plain > margin_plain
-    worth = (beats_random and above_plain >= 0) or (beats_plain and above_random >= 0)
-    if worth:
-        lines.append("The search was worth it here, as far as one seed can show.")
-    elif above_plain < -margin_plain:
-        lines.append(f"The search was not worth it: the plain network in {plain.folder} is better. Use that one.")
-    elif above_random < -margin:
-        best = max(summary.random, key=lambda row: row.accuracy)
-        lines.append(f"The search was not worth it: random architectures are better, the best one is in {best.folder}.")
-    else:
-        lines.append(
-            "The search was not worth it here: no difference beyond chance. More time or more images may show one."
-        )
-    if found.accuracy <= summary.most_frequent + noise(found.accuracy, summary.most_frequent, summary.count):
-        lines.append(
-            f"Always predicting the most frequent class gives {summary.most_frequent:.1%}: nothing useful was learned."
-        )
+    lines, worth = _compared(summary)
+    delivered, count = summary.delivered, summary.count
+    share = summary.most_frequent
+    if delivered.accuracy <= share + 2 * standard_error(delivered.accuracy, share, count):
+        lines.append(f"Always predicting the most frequent class gives {share:.1%}: nothing useful was learned.")
     return worth, lines
 
 
-def _points(difference: float) -> str:
+def _compared(summary: Summary) -> tuple[list[str], bool]:
+    """The found network against random ones and the best plain one, at equal time."""
+    if not any(entry.kind == "found" for entry in summary.entries):
+        return ["There was no time for a search, so nothing can be said about one."], False
+    if not summary.rounds:
+        return ["There was no time for a competition, so nothing can be said about the search."], False
+    lines: list[str] = []
+    found, random = summary.of_kind("found", 0), summary.of_kind("random", 0)
+    beats, loses = False, False
+    if found and len(random) > 1:
+        accuracies = [result.accuracy for result in random]
+        mean, spread = statistics.fmean(accuracies), statistics.stdev(accuracies)
+        chance = max(spread, 2 * standard_error(found[0].accuracy, mean, summary.held_out))
+        lines.append(
+            f"Found against {count_of(len(random), 'random architecture')} ({_how(summary, 0)}): "
+            f"{_claim(found[0].accuracy - mean, chance)}"
+        )
+        beats, loses = found[0].accuracy - mean > chance, mean - found[0].accuracy > chance
+    last = max(i for i in range(len(summary.rounds)) if summary.of_kind("found", i) and summary.of_kind("plain", i))
+    best, own = summary.of_kind("plain", last)[0], summary.of_kind("found", last)[0]
+    chance = 2 * standard_error(own.accuracy, best.accuracy, summary.held_out)
+    ahead = own.accuracy - best.accuracy
+    lines.append(f"Found against {best.name}, the best plain network ({_how(summary, last)}): {_claim(ahead, chance)}")
+    worth = ahead > chance and not loses
+    if worth:
+        lines.append(
+            f"The search was worth it here, as far as {count_of(summary.rounds[last].seeds, 'seed')} can show."
+        )
+    elif ahead < -chance:
+        lines.append("The search was not worth it here: the plain network is better.")
+    elif beats:
+        lines.append("The search found a better cell than random ones, but none that is better than a plain network.")
+    else:
+        lines.append("The search was not worth it here, as far as this shows.")
+    return lines, worth
+
+
+def _how(summary: Summary, number: int) -> str:
+    own = summary.rounds[number]
+    seeds, images = count_of(own.seeds, "seed"), count_of(summary.held_out, "held-out image")
+    return f"round {number + 1}, {own.seconds:.1f} s each, {seeds}, {images}"
+
+
+def _claim(difference: float, chance: float) -> str:
+    points = f"{abs(difference) * 100:.1f} points {'better' if difference >= 0 else 'worse'}"
     if abs(difference) < 0.0005:
-        return "equal"
-    return f"{abs(difference) * 100:.1f} points {'better' if difference >= 0 else 'worse'}"
+        points = "equal"
+    within = abs(difference) <= chance
+    return f"{points}; up to {chance * 100:.1f} may be chance{': no difference can be claimed' if within else ''}."
 
 
-def summarise(plan: Plan, screen: Screen, rows: list[dict[str, Any]], inspection: Inspection) -> Summary:
-    """Measures latencies and writes the comparison of all trained networks to `summary.json`."""
-    with screen.working("measuring latencies") as step:
-        folders = [plan.folder / row["name"] for row in rows]
-        latencies = _latencies(resolve_device(plan.request.device), folders, step)
-    named = {row["name"]: Row.inside(plan.folder, {**row, "latency": latencies[row["name"]]}) for row in rows}
-    random = tuple(row for name, row in named.items() if name.startswith("random-"))
-    manifest = json.loads((plan.folder / "train" / "run.json").read_text(encoding="utf-8"))
-    summary = Summary(named["train"], random, named["plain"], manifest["results"]["count"], inspection.most_frequent)
+def summarise(plan: Plan, screen: Screen, trained: TrainResult, inspection: Inspection) -> Summary:
+    """Measures the latency and writes `summary.json`."""
+    state, results = plan.competition, json.loads((trained.folder / "run.json").read_text(encoding="utf-8"))["results"]
+    assert state is not None and trained.accuracy is not None
+    entries = tuple(
+        Entry(*(each[key] for key in ("name", "kind", "parameters", "multiply_adds"))) for each in state["candidates"]
+    )
+    rounds = tuple(
+        Round(
+            each["seconds"],
+            each["seeds"],
+            tuple(
+                Result(name, tuple(own["accuracies"]), own["epochs"], own["seconds"])
+                for name, own in each["results"].items()
+            ),
+            tuple(each["kept"]),
+        )
+        for each in state["rounds"]
+    )
+    with screen.working("measuring the latency"):
+        latency = _latency(resolve_device(plan.request.device), trained.folder)
+    delivered = Row(
+        state["winner"],
+        next(entry.kind for entry in entries if entry.name == state["winner"]),
+        str(trained.folder),
+        trained.accuracy,
+        trained.cost.parameters,
+        trained.cost.multiply_adds,
+        latency,
+        trained.metrics[-1]["epoch"] + 1,
+        round(sum(line["seconds"] for line in trained.metrics), 1),
+    )
+    summary = Summary(
+        delivered, state["why"], entries, rounds, state.get("count", 0), results["count"], inspection.most_frequent
+    )
     plan.summary = summary.to_dict()
     plan.save()
     atomic_write_text(plan.folder / SUMMARY, json.dumps(plan.summary, indent=2) + "\n")
     return summary
 
 
-def _latencies(device: torch.device, folders: list[Path], step: Callable[[int, int, str], None]) -> dict[str, float]:
-    """Milliseconds for one image by name of the folder, as the median over rounds.
-
-    Every round measures each network once, so that a busy moment of the machine affects all of them.
-    """
-    found: dict[Path, list[float]] = {folder: [] for folder in folders}
-    networks = {folder: Network.from_pretrained(folder).to(device) for folder in folders}
-    for turn in range(LATENCY_ROUNDS):
-        for number, (folder, network) in enumerate(networks.items()):
-            step(turn * len(folders) + number, LATENCY_ROUNDS * len(folders), folder.name)
-            image = torch.rand(1, *network.shape, device=device)
-            found[folder].append(measure_module(network, image, samples=7).median)
-    return {folder.name: statistics.median(times) for folder, times in found.items()}
+def _latency(device: torch.device, folder: Path) -> float:
+    """Milliseconds for one image."""
+    network = Network.from_pretrained(folder).to(device)
+    return measure_module(network, torch.rand(1, *network.shape, device=device)).median
 
 
-def finish(plan: Plan, screen: Screen, summary: Summary) -> None:
+def finish(plan: Plan, screen: Screen) -> None:
     """Writes report and exports; a run interrupted here writes both again when resumed."""
     folder = plan.folder
     with screen.working("writing the report"):
-        rows = (summary.found, summary.plain, *summary.random)
-        write_report([folder / "search", *(Path(row.folder) for row in rows)], folder / REPORT)
+        made = [folder / name for name in ("search", "train") if (folder / name).is_dir()]
+        write_report(made, folder / REPORT)
     with screen.working("exporting"):
         export(folder / "train", "safetensors", folder / "export", overwrite=True)
         export(folder / "train", "python", folder / "export", overwrite=True)

@@ -130,12 +130,18 @@ def _cloud(group: Group, cost: str) -> Cloud | None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one `softcell run`: numbers of the found, the plain and the random networks, and the verdict."""
+    """The result of one `softcell run`, ready to be shown.
 
-    found: Mapping[str, Any]
-    plain: Mapping[str, Any]
-    random: tuple[Mapping[str, Any], ...]
-    count: float | None
+    `facts`: lines about the delivered network. `columns` and `rows`: the table of all networks. `marks`: kind, name,
+    costs and accuracy of each, for the charts, whose accuracies are described by `measured`.
+    """
+
+    heading: str
+    facts: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    marks: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    measured: str
     verdict: tuple[str, ...]
 
 
@@ -146,14 +152,52 @@ def read_outcome(folders: Sequence[Path]) -> Outcome | None:
         return None
     try:
         data = mapping(read_json(parents.pop() / SUMMARY))
-    except (OSError, UserError):
+        return _competition(data) if data.get("version") == 2 else _equal_trainings(data)
+    except (OSError, UserError, LookupError, TypeError, ValueError):
         return None
-    others, lines = data.get("random"), data.get("verdict")
-    rows = [data.get("found"), data.get("plain"), *(others if isinstance(others, list) else [])]
-    if len(rows) < 3 or not all(_is_row(row) for row in rows) or not isinstance(lines, list):
-        return None
-    found, plain, *random = map(mapping, rows)
-    return Outcome(found, plain, tuple(random), number(data.get("count")), tuple(map(str, lines)))
+
+
+def _competition(data: Mapping[str, Any]) -> Outcome:
+    one, rounds = data["delivered"], data["rounds"]
+    results = [{own["name"]: own for own in each["results"]} for each in rounds]
+    rows, marks = [], []
+    for entry in data["entries"]:
+        shares = [
+            statistics.fmean(own[entry["name"]]["accuracies"]) if entry["name"] in own else None for own in results
+        ]
+        shown = [("–" if share is None else percent(share)) for share in shares]
+        rows.append((entry["name"], big(entry["parameters"]), big(entry["multiply_adds"]), *shown))
+        if shares and shares[0] is not None:
+            marks.append((entry["kind"], entry["name"], {**entry, "accuracy": shares[0]}))
+    lengths = [f"round {i}: {each['seconds']:.1f} s" for i, each in enumerate(rounds, 1)]
+    seeds = [f"{each['seeds']} seed{'' if each['seeds'] == 1 else 's'} each" for each in rounds]
+    facts = (
+        f"Delivered: {one['name']}, since {data['why']}.",
+        f"{percent(one['accuracy'])} on {int(data['count']):,} test images, which were read once, after "
+        f"{one['epochs']:,} epochs in {one['seconds']:.0f} s on all training images.",
+        f"{big(one['parameters'])} parameters, {big(one['multiply_adds'])} multiply-adds, {one['latency']:.2f} ms for "
+        "one image.",
+    )
+    columns = ("competition", "parameters", "multiply-adds", *(f"round {i}" for i in range(1, len(rounds) + 1)))
+    measured = f"{int(data['held_out']):,} held-out training images; " + ", ".join(
+        map(", ".join, zip(lengths, seeds, strict=True))
+    )
+    return Outcome("Result", facts, columns, tuple(rows), tuple(marks), measured, tuple(map(str, data["verdict"])))
+
+
+def _equal_trainings(data: Mapping[str, Any]) -> Outcome:
+    """Runs of the first version: the found, a plain and random networks, trained alike and measured on the test set."""
+    named = [("found by search", data["found"]), ("plain residual", data["plain"])]
+    named += [(f"random {i}", row) for i, row in enumerate(data["random"], 1)]
+    rows = tuple(
+        (name, percent(row["accuracy"]), big(row["parameters"]), big(row["multiply_adds"]), f"{row['latency']:.2f} ms")
+        for name, row in named
+    )
+    marks = tuple((name.rstrip(" 0123456789"), name, row) for name, row in named)
+    epochs = data["found"]["epochs"]
+    measured = f"{int(data['count']):,} test images, all trained alike for {epochs} epoch{'' if epochs == 1 else 's'}"
+    columns = ("", "accuracy", "parameters", "multiply-adds", "latency")
+    return Outcome("Was the search worth it?", (), columns, rows, marks, measured, tuple(map(str, data["verdict"])))
 
 
 def in_order(folders: Sequence[Path]) -> list[Path]:
@@ -166,48 +210,27 @@ def in_order(folders: Sequence[Path]) -> list[Path]:
     return sorted(folders, key=place)
 
 
-def _is_row(row: object) -> bool:
-    known = mapping(row)
-    return all(number(known.get(key)) is not None for key in ("accuracy", *COSTS))
-
-
 def outcome_section(outcome: Outcome) -> Html:
-    """The table, the verdict, and accuracy against each cost."""
-    shares = [row["accuracy"] for row in outcome.random]
-    std = f" ± {100 * statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
-    named = [("found by search", outcome.found), ("plain residual", outcome.plain)]
-    named += [(f"random {i}", row) for i, row in enumerate(outcome.random, 1)]
-    rows = [
-        (name, percent(row["accuracy"]), big(row["parameters"]), big(row["multiply_adds"]), f"{row['latency']:.2f} ms")
-        for name, row in named
-    ]
-    rows.append((f"random, mean{' ± std' if std else ''}", f"{100 * statistics.fmean(shares):.1f}{std} %", "", "", ""))
-    images = "" if outcome.count is None else f" on {int(outcome.count):,} test images"
-    epochs = number(outcome.found.get("epochs"))
-    trained = "" if epochs is None else f", all trained alike for {int(epochs)} epoch{'' if epochs == 1 else 's'}"
+    """The delivered network, the table, the verdict on the search, and accuracy against each cost."""
+    costs = {cost: name for cost, name in COSTS.items() if all(cost in row for _, _, row in outcome.marks)}
     return el(
         "section",
-        el("h2", "Was the search worth it?"),
-        el("p", f"Accuracy{images}{trained}.", class_="quiet"),
-        table(("", "accuracy", "parameters", "multiply-adds", "latency"), rows, numeric=(1, 2, 3, 4)),
+        el("h2", outcome.heading),
+        el("ul", [el("li", fact) for fact in outcome.facts], class_="statements") if outcome.facts else None,
+        table(outcome.columns, outcome.rows, numeric=tuple(range(1, len(outcome.columns)))),
+        el("p", f"Accuracy on {outcome.measured}.", class_="quiet") if outcome.marks else None,
         el("ul", [el("li", line) for line in outcome.verdict], class_="statements"),
-        el("div", [_against_cost(outcome, cost, name) for cost, name in COSTS.items()], class_="plots wide"),
+        el("div", [_against_cost(outcome, cost, name) for cost, name in costs.items()], class_="plots wide")
+        if len(outcome.marks) > 1
+        else None,
         id="outcome",
     )
 
 
 def _against_cost(outcome: Outcome, cost: str, name: str) -> Html:
-    def point(row: Mapping[str, Any]) -> tuple[float, float]:
-        return float(row[cost]), float(row["accuracy"])
-
-    points = [point(row) for row in outcome.random]
-    spread = None
-    if len(points) > 1:
-        x, y = zip(*points, strict=True)
-        spread = ((statistics.fmean(x), statistics.fmean(y)), (statistics.stdev(x), statistics.stdev(y)))
-    clouds = [
-        Cloud("found by search", [point(outcome.found)], None, ["found by search"]),
-        Cloud("plain residual", [point(outcome.plain)], None, ["plain residual"]),
-        Cloud("random", points, spread, [f"random {i}" for i in range(1, len(points) + 1)]),
-    ]
+    clouds = []
+    for kind in dict.fromkeys(kind for kind, _, _ in outcome.marks):
+        own = [(label, row) for other, label, row in outcome.marks if other == kind]
+        points = [(float(row[cost]), float(row["accuracy"])) for _, row in own]
+        clouds.append(Cloud(kind, points, None, [label for label, _ in own]))
     return scatter(f"accuracy against {name.split(' ')[0]}", name, clouds)
