@@ -143,7 +143,7 @@ def _list_papers(screen: Console) -> None:
     for paper in PAPERS.values():
         screen.print(Text(f"{paper.key:<14}", "bold") + Text(paper.name))
         for one in paper.tables:
-            note = " (not measured here)" if one.missing else ""
+            note = " (not run by this command)" if one.missing else ""
             screen.print(f"  --table {one.number:<11}{one.title}{note}", markup=False)
     screen.print("\nprint a plan with `softcell reproduce PAPER`; add --run to run it", markup=False)
 
@@ -160,7 +160,7 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
     for one in plan.tables:
         screen.print(Text(f"{plan.paper.name}, Table {one.number}: {one.title}", "bold"))
         if one.missing:
-            screen.print(f"  not measured here: {one.missing}\n", markup=False)
+            screen.print(f"  {one.missing}\n", markup=False)
             continue
         every = [job for row in one.rows for job in plan.jobs_of(one, row)]
         for job in dict.fromkeys(job.network for job in every if job.kind == "teacher"):
