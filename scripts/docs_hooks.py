@@ -1,8 +1,10 @@
-"""Hooks of mkdocs: the menu, the API reference, and links to files that are not pages."""
+"""Hooks of mkdocs: the menu, notebooks as pages, the API reference, and links to files that are not pages."""
 
 from __future__ import annotations
 
 import ast
+import html
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -31,6 +33,33 @@ def on_config(config: Any, **_: Any) -> Any:
     return config
 
 
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Adds a page for every notebook."""
+    from mkdocs.structure.files import File
+
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        content = notebook_page(json.loads(Path(notebook.abs_src_path).read_text(encoding="utf-8")))
+        name = Path(notebook.src_uri).name
+        note = f"\n\n*This page is a notebook: [{name}]({name}).*\n"
+        page = notebook.src_uri.removesuffix(".ipynb") + ".md"
+        files.append(File.generated(config, page, content=content + note))
+    return files
+
+
+def notebook_page(notebook: dict[str, Any]) -> str:
+    """The cells of a notebook and their stored outputs as Markdown."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            text = "".join(data.get("text/html", "")) or f"<pre>{html.escape(''.join(data['text/plain']))}</pre>"
+            # A blank line would end the block of HTML.
+            parts.append(f'<div class="output">{re.sub(chr(10) + "+", chr(10), text.strip())}</div>')
+    return "\n\n".join(parts)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Expands the public names of a module, and turns links that lead out of the site into plain text."""
     folder = posixpath.dirname(page.file.src_uri)
@@ -40,6 +69,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if "://" in target:
             return found[0]
         place = posixpath.normpath(posixpath.join(folder, target))
+        if target.endswith(".ipynb") and "/" in target:  # from another page: to the page of the notebook
+            return f"[{text}]({target.removesuffix('.ipynb')}.md)"
         return text if place.startswith("..") else found[0]
 
     return REFERENCE.sub(lambda found: reference(found[1]), LINK.sub(plain, markdown))

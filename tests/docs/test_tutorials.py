@@ -5,7 +5,9 @@ Only long work is shortened: see `SHORTER` and the caps on epochs. The site is b
 
 from __future__ import annotations
 
+import ast
 import glob
+import json
 import re
 import shlex
 import shutil
@@ -109,3 +111,33 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="https?://[^"]+\.(?:js|css|woff2?)"', home)
     for paper in (ROOT / "docs" / "papers").glob("*.md"):
         assert f"papers/{paper.stem}.html" in home
+
+
+NOTEBOOK = ROOT / "docs" / "tutorials" / "notebook.ipynb"
+
+
+def test_the_notebook_runs_and_shows_what_its_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, without a kernel. `scripts/run_notebook.py` runs it in a real one and stores the outputs."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    kinds = []
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        shown = evaluated("".join(cell["source"]), names)
+        stored = [output["data"] for output in cell["outputs"] if output["output_type"] == "execute_result"]
+        kind = "text/html" if getattr(shown, "_repr_html_", lambda: None)() is not None else "text/plain"
+        assert [kind] == [one for data in stored for one in data], cell["source"]
+        kinds.append(kind)
+    assert kinds.count("text/html") == 4
+    means = {group.name: group.summary.mean for group in names["compare"](["runs/found", "runs/random"]).groups}
+    assert min(means.values()) > 0.75, "the images of the notebook must be easy to tell apart"
+
+
+def evaluated(source: str, names: dict[str, Any]) -> Any:
+    """Runs a cell and returns the value of its last line, which a notebook shows."""
+    tree = ast.parse(source)
+    last = tree.body.pop()
+    assert isinstance(last, ast.Expr)
+    exec(compile(tree, "cell", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names)

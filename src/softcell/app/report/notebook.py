@@ -14,8 +14,8 @@ from typing import Any
 
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.charts import curves_svg
-from softcell.app.report.compare import HEADER, NUMERIC, Comparison, group_row
-from softcell.app.report.html import Child, Html, el, join, table
+from softcell.app.report.compare import HEADER, Comparison, group_row
+from softcell.app.report.html import Child, Html, el, join
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.evaluate import TrainResult
@@ -72,6 +72,12 @@ def rows_of(pairs: Iterable[tuple[str, Child]]) -> Html:
     return el("table", [el("tr", el("th", name), el("td", value)) for name, value in pairs])
 
 
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Html:
+    """A table without classes, which notebooks and documentation pages style themselves."""
+    lines = [el("tr", [el("td", cell) for cell in row]) for row in rows]
+    return el("table", el("thead", el("tr", [el("th", name) for name in header])), el("tbody", lines))
+
+
 def genotype_html(genotype: Genotype) -> Html:
     return picture(to_svg(genotype), repr(genotype))
 
@@ -97,22 +103,23 @@ def searched_seeds_html(result: SearchedSeeds) -> Html:
         for seed, one in result.results.items()
     ]
     best = None if result.best is None else result.results[result.best].genotype
-    found = table(("seed", by.replace("_", " "), ""), rows, numeric=(0, 1))
+    found = table(("seed", by.replace("_", " "), ""), rows)
     return join(found, _errors(result.errors), None if best is None else genotype_html(best))
 
 
 def trained_seeds_html(result: TrainedSeeds) -> Html:
-    names = list(dict.fromkeys(name for one in result.results.values() for name in figures(one)))
+    known = [name for one in result.results.values() for name, value in figures(one).items() if value is not None]
+    names = list(dict.fromkeys(known))
     rows = [
         [str(seed), *("–" if (value := figures(one).get(name)) is None else percent(value) for name in names)]
         for seed, one in result.results.items()
     ]
-    return join(table(("seed", *names), rows, numeric=range(1 + len(names))), el("p", repr(result)))
+    return join(table(("seed", *names), rows), el("p", repr(result)))
 
 
 def comparison_html(found: Comparison) -> Html:
     sentences = [el("li", text) for text in (*found.sentences, *(f"Note: {note}" for note in found.notes))]
-    return join(table(HEADER, [group_row(group) for group in found.groups], numeric=NUMERIC), el("ul", sentences))
+    return join(table(HEADER, [group_row(group) for group in found.groups]), el("ul", sentences))
 
 
 def report_html(report: Report) -> Html:
