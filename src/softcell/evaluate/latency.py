@@ -1,9 +1,9 @@
 """Measured times of candidates and networks on this machine: medians of many calls, with their spread.
 
 A latency table has one time per table and candidate: the mean over the sites and edges where the candidate can be, each
-at its real size, so that the times of a network's picks add up. The time of everything else (stem, sums, classifier) is
-`fixed`: the median difference between whole networks and the sum of their picks. The table also records how well it
-predicts those networks.
+at its real size, so that the times of a network's picks add up. `softcell.evaluate.measure_onnx.latency_table` makes it
+from the measured times, here and on a device that has no torch. The table also records how well it predicts whole
+networks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, sample
 from softcell.engine.timing import Stopwatch
+from softcell.evaluate.measure_onnx import latency_table
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.spaces import Shape, Space
 from softcell.spaces.costs import cells_with_sizes
@@ -110,7 +111,7 @@ def measure_space(
 ) -> LatencyTable:
     """Measures every candidate of a space at the sizes of its networks, and some whole networks."""
     layout = space.layout()
-    places = list(_places(space, shape, num_classes))
+    places = list(candidate_places(space, shape, num_classes))
     needed = list(dict.fromkeys((op, spec, size) for _, op, spec, size in places))
     done: dict[tuple[str, Spec, tuple[int, ...]], float] = {}
     total = len(needed) + networks
@@ -118,23 +119,22 @@ def measure_space(
         _notify(on_step, number, total, f"{op} at {'x'.join(map(str, size))}, stride {spec.stride}")
         module = get_candidate(op).build(spec).to(device)
         done[op, spec, size] = measure_module(module, torch.rand(batch, *size, device=device), samples=samples).median
-    times: dict[str, dict[str, list[float]]] = {}
-    for table, op, spec, size in places:
-        times.setdefault(table, {}).setdefault(op, []).append(done[op, spec, size])
-    candidates = {table: {op: statistics.fmean(found) for op, found in row.items()} for table, row in times.items()}
-    checks: list[tuple[float, Latency]] = []
+    checks: list[tuple[Genotype, Latency]] = []
     for number in range(networks):
         _notify(on_step, len(needed) + number, total, f"whole network {number + 1} of {networks}")
         genotype = sample(layout, number)
         network = space.network(genotype, shape, num_classes).to(device)
         found = measure_module(network, torch.rand(batch, *shape, device=device), samples=samples)
-        checks.append((_sum(genotype, layout, candidates), found))
+        checks.append((genotype, found))
     _notify(on_step, total, total, "")
-    fixed = max(0.0, statistics.median(found.median - guess for guess, found in checks)) if checks else 0.0
-    return LatencyTable(candidates, fixed, tuple((guess + fixed, found) for guess, found in checks))
+    measured = [(picks_of(genotype, layout), found.median) for genotype, found in checks]
+    keyed = [(table, op, (op, spec, size)) for table, op, spec, size in places]
+    candidates, fixed, pairs = latency_table(keyed, done, measured)
+    networks_ = tuple((guess, found) for (guess, _), (_, found) in zip(pairs, checks, strict=True))
+    return LatencyTable(candidates, fixed, networks_)
 
 
-def _places(space: Space, shape: Shape, num_classes: int) -> Iterator[tuple[str, str, Spec, tuple[int, ...]]]:
+def candidate_places(space: Space, shape: Shape, num_classes: int) -> Iterator[tuple[str, str, Spec, tuple[int, ...]]]:
     """(table, candidate, its spec, size of its input) of every edge where the candidate can be."""
     layout = space.layout()
     for name, (cell, nodes) in zip(layout.sites, cells_with_sizes(space, shape, num_classes), strict=True):
@@ -146,8 +146,9 @@ def _places(space: Space, shape: Shape, num_classes: int) -> Iterator[tuple[str,
                     yield name, op, spec, tuple(nodes[choice.source][1:])
 
 
-def _sum(genotype: Genotype, layout: Layout, candidates: dict[str, dict[str, float]]) -> float:
-    return sum(candidates[table].get(pick.op, 0.0) for table in layout.sites for pick in genotype.cells[table].picks)
+def picks_of(genotype: Genotype, layout: Layout) -> list[tuple[str, str]]:
+    """(table, candidate) of every pick, at every site of the network."""
+    return [(table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks]
 
 
 def _notify(on_step: OnStep | None, number: int, total: int, what: str) -> None:

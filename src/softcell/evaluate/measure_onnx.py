@@ -18,6 +18,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,14 @@ def seconds(call: Any, times: int) -> float:
 
 
 def latency_table(
-    places: list[list[str]], times: dict[str, float], networks: list[tuple[list[list[str]], float]]
+    places: Sequence[tuple[str, str, Any]],
+    times: Mapping[Any, float],
+    networks: Sequence[tuple[Sequence[tuple[str, str]], float]],
 ) -> tuple[dict[str, dict[str, float]], float, list[tuple[float, float]]]:
     """The times of candidates by table and name, the fixed time, and (predicted, measured) times of whole networks.
 
-    places: [table, candidate, measurement] of every edge where the candidate can be; its time is the mean over them.
-    times: milliseconds by measurement. networks: [table, candidate] of all picks of a network, and its time.
+    places: (table, candidate, measurement) of every edge where the candidate can be; its time is the mean over them.
+    times: milliseconds by measurement. networks: (table, candidate) of all picks of a network, and its time.
     `fixed`, the time of everything around the candidates, is the median difference between a network and the sum of its
     picks. Where that is negative, since candidates take less time inside a network than alone, their times are scaled
     down to fit the networks instead.
@@ -91,6 +94,7 @@ def latency_table(
     pairs = [(total, networks[number][1]) for number, total in enumerate(sums)]
     fixed = statistics.median(measured - total for total, measured in pairs) if pairs else 0.0
     if fixed < 0.0:
+        # The median network is below its sum, so some sum is above 0.
         fixed, scale = 0.0, statistics.median(measured / total for total, measured in pairs if total > 0.0)
         table_of = {table: {op: scale * own for op, own in row.items()} for table, row in table_of.items()}
         pairs = [(scale * total, measured) for total, measured in pairs]

@@ -16,11 +16,13 @@ from rich.console import Console
 from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import check_output_path, command, console, output_path, print_fields, write
+from softcell.app.export.pack import TABLE, check_pack_folder, write_pack
 from softcell.app.progress import counting, working
+from softcell.arch import Genotype
 from softcell.engine import resolve_device
 from softcell.engine.session import set_threads
 from softcell.errors import UserError
-from softcell.evaluate.latency import LatencyTable, measure_module, measure_space
+from softcell.evaluate.latency import SAMPLES, LatencyTable, measure_module, measure_space
 from softcell.evaluate.recipe import fit_space
 from softcell.settings import merge, to_dict
 from softcell.spaces import SPACES, Network, Shape, Space, build_space
@@ -41,6 +43,7 @@ commands = typer.Typer()
         "softcell search --space nb201 --latency-table nb201-ms.yaml --max-latency 3 --data cifar10",
         "softcell latency runs/train-darts-digits-1 --batch 1 --threads 1",
         "softcell latency darts --recipe imagenet --device cuda --out darts-ms.yaml",
+        "softcell latency nb201 --pack for-my-phone",
     ),
 )
 def latency(
@@ -66,11 +69,17 @@ def latency(
         int | None,
         typer.Option(metavar="N", min=0, help="Random networks to check the table of a space with. Default: 5."),
     ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=2, help="Samples per measurement.")] = 15,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Samples per measurement. Default: 15.")
+    ] = None,
     device: o.Device = None,
     threads: o.Threads = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table (YAML), for `search --latency-table`.")
+    ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write ONNX files and a script that measures them on another device."),
     ] = None,
     set_: o.SetSpace = None,
     overwrite: o.OverwriteFile = False,
@@ -78,25 +87,59 @@ def latency(
     trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> None:
-    """Measure the latency of candidates and networks on this machine, in milliseconds.
+    """Measure the latency of candidates and networks, on this machine or on another device, in milliseconds.
 
     For a space, all candidates and some whole networks are measured, and the table can be used as a budget by `softcell
     search`. For an architecture or a run, its network is measured: a training at its own size, finished or not, a
     search at the size that `softcell train` would use, and anything else as a CIFAR network unless options say
     otherwise.
+
+    --pack measures nothing here: it writes all candidates and some networks as ONNX files. Copy the folder to the
+    device and run its measure.py, which needs only numpy and onnxruntime. Its latency.json is a table for `softcell
+    search`.
     """
     if recipe is not None and recipe not in INPUTS:
         raise UserError(f"--recipe must be one of {', '.join(INPUTS)}, got {recipe!r}")
     o.load_plugins(plugin)
     given = o.space_settings(set_)
     image = None if input_ is None else inputs.shape(input_)
+    if pack is not None:
+        here = {"--out": out, "--device": device, "--threads": threads, "--samples": samples}
+        for option, value in here.items():
+            if value is not None:
+                raise UserError(f"{option} is about measuring here, but --pack is for another device; leave it out")
+        check_pack_folder(pack, overwrite)
     target = resolve_device(device or "auto")
     before = torch.get_num_threads()
     about = {"unit": "ms", "batch": batch, "device": _device(target), "threads": set_threads(threads or 0)}
     sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     settings = merge(sizes, given)
+    samples = samples or SAMPLES
     try:
-        if what in SPACES:
+        if pack is not None:
+            genotypes: list[Genotype] = []
+            if what in SPACES:
+                base = SPACES.get(what).evaluation.get(recipe or CIFAR, {})
+                space, size = build_space(what, merge(base, settings)), image or INPUTS[recipe or CIFAR]
+                outputs = classes or CLASSES
+            else:
+                space, network = _network(what, recipe, settings, image, classes)
+                size, outputs, genotypes = network.shape, network.num_classes, [network.genotype]
+            about = {"space": space.name, "input": list(size), **_numbers(space)}
+            with counting(console(), "exporting", quiet) as step:
+                content = write_pack(
+                    space,
+                    size,
+                    outputs,
+                    pack,
+                    genotypes=genotypes,
+                    networks=NETWORKS if networks is None else networks,
+                    batch=batch,
+                    about=about,
+                    on_step=step,
+                )
+            _show_pack(console(), pack, content, (*_search_options(space, size, recipe), *_plugins(plugin)))
+        elif what in SPACES:
             created = None if out is None else check_output_path(out, overwrite)  # before minutes are spent on it
             base = SPACES.get(what).evaluation.get(recipe or CIFAR, {})
             space, size = build_space(what, merge(base, settings)), image or INPUTS[recipe or CIFAR]
@@ -114,8 +157,7 @@ def latency(
                 )
             _show_table(console(), table, about)
             if out is not None:
-                plugins = (word for path in plugin or () for word in ("--plugin", str(path)))
-                search_options = (*_search_options(space, size, recipe), *plugins)
+                search_options = (*_search_options(space, size, recipe), *_plugins(plugin))
                 _write_table(console(), table, about, out, created, overwrite, search_options)
         else:
             for option, value in (("--out", out), ("--networks", networks)):
@@ -125,6 +167,23 @@ def latency(
             _show_network(console(), space, network.to(target), batch, samples, quiet)
     finally:
         torch.set_num_threads(before)
+
+
+def _plugins(plugin: list[Path] | None) -> list[str]:
+    return [word for path in plugin or () for word in ("--plugin", str(path))]
+
+
+def _show_pack(screen: Console, folder: Path, content: dict[str, Any], search_options: tuple[str, ...]) -> None:
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    candidates, networks = len(content["baselines"]), len(content["networks"])
+    print_fields(
+        screen,
+        written=f"{folder}: {count_of(candidates, 'candidate')} and {count_of(networks, 'whole network')}, "
+        f"{size / 1e6:.1f} MB",
+        on_the_device="pip install onnxruntime numpy; python measure.py   (in the copied folder; see --help)",
+        then=f"copy its {TABLE} back to {folder} and choose MS, the limit in milliseconds",
+        next=command("search", *search_options, "--latency-table", folder / TABLE, "--max-latency", "MS"),
+    )
 
 
 def _show_table(screen: Console, table: LatencyTable, about: dict[str, Any]) -> None:

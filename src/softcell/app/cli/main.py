@@ -33,7 +33,10 @@ COMMANDS = {
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
     "export": ("export", "Export a trained network and check the result against the original."),
     "predict": ("predict", "Classify images with a trained network: class names and probabilities."),
-    "latency": ("latency", "Measure the latency of candidates and networks on this machine, in milliseconds."),
+    "latency": (
+        "latency",
+        "Measure the latency of candidates and networks, on this machine or on another device, in milliseconds.",
+    ),
     "report": ("report", "Write one self-contained HTML page about one or more runs."),
     "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
     "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
 from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
+from softcell.spaces import Shape
 
 INPUT = "pixels"
 OPSET = 20
@@ -30,10 +31,15 @@ OPSET = 20
 
 def to_program(model: Model) -> ExportedProgram:
     """pixels in 0..1 [batch, c, h, w] to `model.output` [batch, d], for any batch."""
+    return module_to_program(model.normalised(), model.shape)
+
+
+def module_to_program(module: nn.Module, shape: Shape) -> ExportedProgram:
+    """A module in eval mode on images of `shape` (c, h, w), for any batch."""
     # Two images: torch treats a batch of one as a constant.
-    example = sample_pixels(model.shape, 2)
+    example = sample_pixels(shape, 2)
     with torch.no_grad(), _quiet():
-        return torch.export.export(model.normalised(), (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
+        return torch.export.export(module, (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
 
 
 def write_program(model: Model, file: Path) -> None:
