@@ -323,7 +323,7 @@ def test_a_time_is_read_in_every_form_and_replaces_epochs() -> None:
         ({"time": "5m", "recipe": "imagenet"}, "cosine or linear, but got exponential; add --set schedule=cosine"),
         ({"warmup": 0.1}, "a whole number of epochs, but got 0.1"),
         ({"ema": 1.0}, "`0 <= ema < 1`"),
-        ({"auto": ["epochs"]}, "may name batch_size, lr, cutout, flip, but got epochs"),
+        ({"auto": ["epochs"]}, "may name batch_size, lr, flip, but got epochs"),
     ],
 )
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
@@ -455,26 +455,26 @@ def test_runs_of_earlier_versions_are_resumed(data: Path, tmp_path: Path) -> Non
 def test_settings_left_to_the_data_are_in_the_run(data: Path, tmp_path: Path) -> None:
     given = {"recipe": "fast", "data": str(data), "epochs": 1, "space_settings": TINY["nb201"]}
     open_, narrow = resolve(GENOTYPE, given), resolve(GENOTYPE, given, {"batch_size": 24, "flip": True})
-    assert open_.auto == FITTED and narrow.auto == ("lr", "cutout")
+    assert open_.auto == FITTED and narrow.auto == ("lr",)
     result = train(GENOTYPE, narrow, tmp_path / "run")
-    assert result.recipe.auto == () and result.recipe.batch_size == 24 and result.recipe.cutout == 2
+    assert result.recipe.auto == () and result.recipe.batch_size == 24
     stored = stored_training(result.folder, {"recipe": "fast"})[1]
     assert stored == result.recipe, "a resumed training keeps what was chosen"
 
 
 def test_batch_and_rate_grow_with_the_data() -> None:
     open_ = resolve(GENOTYPE, {"recipe": "fast"})
-    found = [fit_data(open_, number, 32, ["cat", "dog"], is_gpu=False) for number in (500, 5_000, 50_000)]
+    found = [fit_data(open_, number, ["cat", "dog"], is_gpu=False) for number in (500, 5_000, 50_000)]
     assert sorted(one.batch_size for one in found) == [one.batch_size for one in found]
     assert found[0].batch_size < found[-1].batch_size and found[0].lr < found[-1].lr
-    assert fit_data(open_, 50_000, 32, ["cat"], is_gpu=True).batch_size > found[-1].batch_size
-    assert fit_data(resolve(GENOTYPE, {"recipe": "small"}), 5, 32, ["cat"], is_gpu=False).batch_size == 64
+    assert fit_data(open_, 50_000, ["cat"], is_gpu=True).batch_size > found[-1].batch_size
+    assert fit_data(resolve(GENOTYPE, {"recipe": "small"}), 5, ["cat"], is_gpu=False).batch_size == 64
 
 
 def test_characters_are_not_mirrored() -> None:
     open_ = resolve(GENOTYPE, {"recipe": "fast"})
-    letters = fit_data(open_, 500, 32, ["a", "b", "c"], is_gpu=False)
-    words = fit_data(open_, 500, 32, ["a", "boat"], is_gpu=False)
+    letters = fit_data(open_, 500, ["a", "b", "c"], is_gpu=False)
+    words = fit_data(open_, 500, ["a", "boat"], is_gpu=False)
     assert (letters.flip, words.flip) == (False, None)
     digits = load("digits")
     for flip, expected in ((None, False), (True, True), (False, False)):

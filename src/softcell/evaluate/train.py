@@ -316,7 +316,7 @@ def prepare(
     """
     world = session.world
     num_images, is_gpu = round(len(dataset.train) * (1.0 - recipe.holdout)), world.device.type == "cuda"
-    recipe = fit_data(recipe, num_images, min(dataset.shape[1:]), dataset.classes, is_gpu=is_gpu)
+    recipe = fit_data(recipe, num_images, dataset.classes, is_gpu=is_gpu)
     feeds = Feeds(
         dataset, recipe.batch_size, recipe.seed, session.device, session.dtype, rank=world.rank, world=world.size
     )
