@@ -354,21 +354,30 @@ def test_only_searches_that_fit_together_share_a_process(tmp_path: Path, monkeyp
     assert not sharing(4, threads=1)  # the same job again: it failed before
 
 
-def test_a_shared_process_that_dies_fails_its_jobs_and_starts_again(tmp_path: Path) -> None:
+def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path) -> None:
     process = SharedProcess({"PYTHONPATH": os.pathsep.join(sys.path)}, tmp_path / "log")
-    (tmp_path / "job").mkdir()
-    process.submit(tmp_path / "job")  # its settings are missing
     deadline = time.monotonic() + 120
-    while process.code_of(tmp_path / "job") is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert process.code_of(tmp_path / "job") == 2
-    assert "search.json" in last_error(tmp_path / "job")
-    assert process.code_of(tmp_path / "other") is None
-    process.stop(now=True)
-    assert process._process is not None
-    process._process.wait()
-    assert process.code_of(tmp_path / "other") == 1
+
+    def wait(condition: Callable[[], object]) -> None:
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert condition(), (tmp_path / "log").read_text()
+
+    (tmp_path / "wrong").mkdir()
+    process.submit(tmp_path / "wrong")  # its settings are missing
+    (job,) = jobs_of(read_plan(plan(tmp_path, search={**TINY, "epochs": 4000})), tmp_path / "out")
+    job.write()
+    process.submit(job.folder)
+    wait(lambda: process.code_of(tmp_path / "wrong") is not None)
+    assert process.code_of(tmp_path / "wrong") == 2 and "search.json" in last_error(tmp_path / "wrong")
+    wait((job.folder / "search" / "metrics.jsonl").exists)
+    process.stop(now=False)
+    wait(lambda: process.code_of(job.folder) is not None)
+    assert process.code_of(job.folder) == 143
+    assert json.loads((job.folder / "search" / "run.json").read_text())["status"] == "interrupted"
     process.close()
+    assert process.code_of(tmp_path / "other") == 1  # the process is gone, so nothing runs in it
+    assert (tmp_path / "log").read_text() == ""
 
 
 class Slurm:

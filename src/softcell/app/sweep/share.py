@@ -1,8 +1,8 @@
 """Several searches of a sweep in one process per GPU: they take turns step by step, as the seeds of `--seeds` do.
 
 Two processes on one GPU wait for each other; runs in one process overlap (`softcell.engine.interleave`), and each gives
-what it gives alone. A sweep starts one such process per GPU (`SharedProcess`), which is this module as a program: it
-reads folders of jobs from its standard input and answers with the exit code of each search, one line of JSON each.
+what it gives alone. A sweep starts one such process per GPU (`SharedProcess`). It runs `main`: it reads
+folders of jobs from its standard input and answers with the exit code of each search, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class SharedProcess:
         self._asked = 0
 
     def submit(self, folder: Path) -> None:
+        if self._process is not None and self._asked:
+            self._process.wait()  # it is about to end
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
@@ -58,7 +60,7 @@ class SharedProcess:
         self._asked = 0
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "softcell.app.sweep.share", str(writing)],
+                [sys.executable, "-c", f"from softcell.app.sweep.share import main; main({writing})"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -145,6 +147,7 @@ def serve(requests: int, answers: IO[str]) -> None:
                 return
 
 
-if __name__ == "__main__":
-    with os.fdopen(int(sys.argv[1]), "w") as stream:
+def main(answers: int) -> None:
+    """The program of a shared process: requests on standard input, answers on the descriptor `answers`."""
+    with os.fdopen(answers, "w") as stream:
         serve(sys.stdin.fileno(), stream)
