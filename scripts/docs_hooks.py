@@ -1,17 +1,21 @@
-"""Hooks of mkdocs: the menu, notebooks as pages, the API reference, and links to files that are not pages."""
+"""Hooks of mkdocs: the menu, notebooks as pages, the gallery, the API reference, links to files that are not pages."""
 
 from __future__ import annotations
 
 import ast
+import base64
 import html
 import json
 import posixpath
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
+GALLERY = "<!-- cells of the records -->"
 REFERENCE = re.compile(r"^<!-- public names of ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -60,6 +64,39 @@ def notebook_page(notebook: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def gallery() -> str:
+    """The cells in the records of `results/`, a section for each record."""
+    from softcell.app.report import to_svg  # imports torch, so only for this page
+    from softcell.arch import Genotype
+
+    parts = []
+    for file in sorted((ROOT / "results").glob("*/*.json")):
+        record = json.loads(file.read_text(encoding="utf-8"))
+        found = [(name, Genotype.from_dict(data)) for name, data in genotypes(record)]
+        if not found or "digits" in file.name:
+            continue
+        made = f"`{shlex.join(record['command'])}`, {record['date'][:10]}"
+        parts.append(f"## {file.relative_to(ROOT / 'results').with_suffix('')}\n\n{made}")
+        for name, genotype in found:
+            picture = base64.b64encode(to_svg(genotype, name).encode()).decode()
+            parts.append(f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{picture}">')
+    return "\n\n".join(parts)
+
+
+def genotypes(record: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All genotypes in a record, each with the method, settings and seed of the row around it."""
+    if isinstance(record, dict):
+        if record.get("format") == "softcell-genotype":
+            yield ", ".join(dict.fromkeys(words)), record
+            return
+        keys = ("method", "variant", "kind", "level", "arm", "name", "space", "data")
+        words += tuple(str(record[key]) for key in keys if isinstance(record.get(key), str))
+        words += (f"weight {record['weight']}",) if isinstance(record.get("weight"), float) else ()
+        words += (f"seed {record['seed']}",) if isinstance(record.get("seed"), int) else ()
+    for value in record.values() if isinstance(record, dict) else record if isinstance(record, list) else ():
+        yield from genotypes(value, words)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Expands the public names of a module, and turns links that lead out of the site into plain text."""
     folder = posixpath.dirname(page.file.src_uri)
@@ -73,7 +110,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return f"[{text}]({target.removesuffix('.ipynb')}.md)"
         return text if place.startswith("..") else found[0]
 
-    return REFERENCE.sub(lambda found: reference(found[1]), LINK.sub(plain, markdown))
+    linked = LINK.sub(plain, markdown)
+    if GALLERY in linked:
+        linked = linked.replace(GALLERY, gallery())
+    return REFERENCE.sub(lambda found: reference(found[1]), linked)
 
 
 def reference(module: str) -> str:

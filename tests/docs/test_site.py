@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from scripts import docs_hooks
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +44,30 @@ def test_faults_of_the_documentation_fail_the_build(place: Path) -> None:
     assert found.returncode != 0
     for message in ("nowhere.md", "no-such-part", "lost.md"):
         assert message in found.stderr
+
+
+def test_the_gallery_draws_every_cell_of_the_records() -> None:
+    files = [file for file in (ROOT / "results").glob("*/*.json") if "digits" not in file.name]
+    number = sum(len(re.findall(r'"format": ?"softcell-genotype"', file.read_text())) for file in files)
+    page = docs_hooks.gallery()
+    pictures = re.findall(r'<img alt="([^"]+)" src="data:image/svg[^,]+,([^"]+)">', page)
+    assert number == len(pictures) > 10
+    assert "## entrannas/search-cifar10" in page and ("darts, seed 0") in dict(pictures)
+    assert base64.b64decode(dict(pictures)["darts, seed 0"]).startswith(b"<svg")
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {
+            "cell_type": "code",
+            "source": ["1 < 2"],
+            "outputs": [
+                {"output_type": "stream", "text": ["a < b\n"]},
+                {"output_type": "execute_result", "data": {"text/html": ["<b>x</b>\n\n<i>y</i>"]}},
+            ],
+        },
+    ]
+    page = docs_hooks.notebook_page({"cells": cells})
+    assert page.startswith("# Title\ntext\n\n```python\n1 < 2\n```")
+    assert "<pre>a &lt; b\n</pre>" in page and '<div class="output"><b>x</b>\n<i>y</i></div>' in page
