@@ -192,26 +192,23 @@ def load_folder(root: Path, image_size: int | None, memory_limit: int) -> Datase
     `choose_size`. They are held in memory if they fit into `memory_limit` bytes, else decoded when read.
     """
     train, test, note = _parts(root)
-    headers = [read_header(part.root / name) for part in (train, test) for name in part.names]
+    found = _of_one_size(root.name, train, test, image_size, memory_limit)
+    return replace(found, source=f"image folder {root.name}; {found.source}; {note}")
+
+
+def _of_one_size(name: str, train: Scan, test: Scan | None, image_size: int | None, memory_limit: int) -> Dataset:
+    """The scanned images, all with one number of channels and one size; its source is a note on that size."""
+    headers = [read_header(part.root / file) for part in (train, test) if part is not None for file in part.names]
     channels = 1 if all(header.grey for header in headers) else 3
     if image_size is None:
-        size, size_note = choose_size([(header.height, header.width) for header in headers])
+        size, note = choose_size([(header.height, header.width) for header in headers])
     else:
-        size, size_note = (image_size, image_size), f"scaled and centre-cropped to {image_size}x{image_size}"
+        size, note = (image_size, image_size), f"scaled and centre-cropped to {image_size}x{image_size}"
     resident = len(headers) * channels * size[0] * size[1] <= memory_limit
-    train_images = images_of(train, channels, size, size, is_test=False, resident=resident)
-    test_images = images_of(test, channels, size, size, is_test=True, resident=resident)
-    mean, std = statistics(train_images)
-    return Dataset(
-        root.name,
-        train.classes,
-        train_images,
-        test_images,
-        mean,
-        std,
-        Augment(crop_padding=min(size) // 8, flip=True),
-        f"image folder {root.name}; {size_note}; {note}",
-    )
+    images = images_of(train, channels, size, size, is_test=False, resident=resident)
+    tests = None if test is None else images_of(test, channels, size, size, is_test=True, resident=resident)
+    augment = Augment(crop_padding=min(size) // 8, flip=True)
+    return Dataset(name, train.classes, images, tests, *statistics(images), augment, note)
 
 
 def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: SomeClasses | None = None) -> Dataset:
@@ -282,22 +279,5 @@ def load_unlabelled(root: Path, image_size: int | None, memory_limit: int = MEMO
             f"{len(names)}"
         )
     part = Scan(top, ("image",), tuple(names), np.zeros(len(names), np.int64))
-    headers = [read_header(top / name) for name in names]
-    channels = 1 if all(header.grey for header in headers) else 3
-    if image_size is None:
-        size, note = choose_size([(header.height, header.width) for header in headers])
-    else:
-        size, note = (image_size, image_size), f"scaled and centre-cropped to {image_size}x{image_size}"
-    resident = len(names) * channels * size[0] * size[1] <= memory_limit
-    images = images_of(part, channels, size, size, is_test=False, resident=resident)
-    mean, std = statistics(images)
-    return Dataset(
-        root.name,
-        part.classes,
-        images,
-        None,
-        mean,
-        std,
-        Augment(crop_padding=min(size) // 8, flip=True),
-        f"{len(names)} images below {root.name}, without labels; {note}",
-    )
+    found = _of_one_size(root.name, part, None, image_size, memory_limit)
+    return replace(found, source=f"{len(names)} images below {root.name}, without labels; {found.source}")
