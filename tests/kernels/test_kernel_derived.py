@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_derived.py
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -18,6 +19,7 @@ from softcell.nn.conv import SeparableConv
 from softcell.nn.stack import as_vector
 from softcell.spaces import Network, _derived_plan, build_space, execution
 from softcell.spaces._derived_plan import Pick, plan_derived
+from softcell.spaces._fused_cell import update_running
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.derived_cells import Cell, states
@@ -57,18 +59,34 @@ def test_twin_equals_the_modules_with_running_statistics(
         torch.testing.assert_close(a, b, msg=name)
 
 
-def outcomes(fused: _derived_plan.DerivedCell, given: list[Tensor], dtype: torch.dtype, *, plain: bool) -> list[Tensor]:
-    """Output, statistics, gradients of parameters and inputs, always with the same factors and output gradient."""
+def outcomes(
+    fused: _derived_plan.DerivedCell, given: list[Tensor], dtype: torch.dtype, *, plain: bool, training: bool
+) -> list[Tensor]:
+    """Output, statistics, gradients of parameters and inputs, always with the same random numbers.
+
+    In training those are drop-path's factors and the output's gradient; else running statistics and that gradient.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(1)
     parameters = torch.cat([as_vector(w) for w in fused.parameters()]).detach().to(wide)
     parameters.requires_grad_()
     inputs = [x.to(parameters.device, dtype).requires_grad_() for x in given]
-    factors = (torch.rand(fused.program.paths, len(given[0]), generator=generator) + 0.5).to(parameters.device, wide)
+    shape = (fused.program.paths, len(given[0])) if training else (2, fused.program.planes, fused.program.channels)
+    drawn = (torch.rand(shape, generator=generator) + 0.5).to(parameters.device, wide)
+    running, factors = (None, drawn) if training else (drawn, None)
     run = derived_cell_reference if plain else derived_cell
-    out, moments = run(fused.program, dtype, parameters, None, factors, *inputs)
+    out, moments = run(fused.program, dtype, parameters, running, factors, *inputs)
     grad = torch.randn(out.shape, generator=generator).to(out.device, dtype)
     return [out, moments, *torch.autograd.grad(out, (parameters, *inputs), grad)]
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """New tensors hold NaN, so that a value which no kernel writes is seen."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 TYPES = [(torch.float32, 1e-5), *([] if INTERPRETED else [(torch.bfloat16, 0.05)])]  # the interpreter has no bfloat16
@@ -78,25 +96,27 @@ SIZES = [(5, (7, 6)), *([] if INTERPRETED else [(36, (16, 16)), (144, (8, 8))])]
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
 @pytest.mark.parametrize(("stride", "older_is_larger", "pool_norm"), FORMS)
 @pytest.mark.parametrize(("channels", "size"), SIZES)
+@pytest.mark.parametrize("training", [True, False])
 class TestKernels:
     pytestmark = MARKS
 
     def test_kernels_equal_their_twin_in_float64(
         self, stride: int, older_is_larger: bool, pool_norm: bool, channels: int, size: tuple[int, int],
-        dtype: torch.dtype, tolerance: float,
+        dtype: torch.dtype, tolerance: float, training: bool, nan_memory: None,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         cell = Cell(channels, stride, older_is_larger=older_is_larger, pool_norm=pool_norm).to(DEVICE)
         given = states(3, size, older_is_larger=older_is_larger)
         fused = cell.plan()
-        mine = outcomes(fused, given, dtype, plain=False)
-        theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True)
+        mine = outcomes(fused, given, dtype, plain=False, training=training)
+        theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=training)
         cell.float().to(DEVICE)
         # Rounding flips ReLUs and winners of pools: the twin in the same precision says how far that carries.
-        twin = theirs if dtype == torch.float32 else outcomes(cell.plan(), given, dtype, plain=True)
+        exact = dtype == torch.float32
+        twin = theirs if exact else outcomes(cell.plan(), given, dtype, plain=True, training=training)
         for a, b, rounded in zip(mine, theirs, twin, strict=True):
             assert relative(a, b) <= tolerance + 2 * relative(rounded, b)
-        again = outcomes(cell.plan(), given, dtype, plain=False)
+        again = outcomes(cell.plan(), given, dtype, plain=False, training=training)
         assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))  # no atomic sums
 
 
@@ -124,6 +144,43 @@ def passes(network: Network, images: Tensor, *, fused: bool) -> dict[str, Tensor
     found = {"logits": logits.detach(), "auxiliary": auxiliary.detach()}
     found |= {name: p.grad for name, p in network.named_parameters()}
     return found | {name: b.float() for name, b in network.named_buffers() if "running" in name}
+
+
+def test_cells_of_a_pass_draw_factors_and_update_statistics_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    network = build_space("darts", {"cells": 3, "channels": 4}).network(notation.parse(DARTS_V2), (3, 16, 16), 10)
+    network = network.double()
+    modules = copy.deepcopy(network)
+    network.use_drop_path(0.5)
+    modules.use_drop_path(0.0)
+    drawn: list[int] = []
+    updates: list[int] = []
+
+    def factors(drop_path: nn.Module, x: Tensor, paths: int) -> Tensor:
+        drawn.append(paths)
+        return torch.ones(paths, len(x), dtype=x.dtype)
+
+    def update(norms: list[nn.BatchNorm2d], *new: list[Tensor]) -> None:
+        updates.append(len(norms))
+        update_running(norms, *new)
+
+    monkeypatch.setattr(type(network.drop_path), "factors", factors)
+    monkeypatch.setattr(_derived_plan, "update_running", update)
+    monkeypatch.setattr(_derived_plan, "derived_cell", derived_cell_reference)
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    with fused_networks():
+        mine = network.train()(images)
+        with torch.no_grad():
+            judged = network.eval()(images)
+    with modules_only():
+        torch.testing.assert_close(mine, modules.train()(images))
+        torch.testing.assert_close(judged, modules.eval()(images))
+    assert drawn == [6 + 5 + 5]  # of a normal cell and two reduction cells: all but identities
+    assert len(updates) == 1
+    for (name, a), (_, b) in zip(network.named_buffers(), modules.named_buffers(), strict=True):
+        if "drop_path" not in name:
+            torch.testing.assert_close(a, b, msg=name)
 
 
 class TestNetworks:

@@ -144,7 +144,8 @@ def derived_cell(
 
     dtype: what maps are kept in; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and
     variance to normalise by, None for those of the batch; factors [paths, n] float32 or None; states: the input
-    tensors [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and biased variance, without gradient.
+    tensors [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and unbiased variance (as running statistics
+    keep it), without gradient.
     """
     out, moments = _DerivedCell.apply(program, dtype, parameters, running, factors, *states)  # type: ignore[no-untyped-call]
     return out, moments
@@ -175,10 +176,13 @@ def derived_cell_reference(
             y = torch.cat(raw[plane], 1).to(parameters.dtype)
             if running is None:
                 variance, mean = torch.var_mean(y, dim=(0, 2, 3), correction=0)
+                rows = y.numel() // c
+                unbiased = variance * (rows / max(rows - 1, 1))
             else:
                 mean, variance = running[:, plane]
+                unbiased = variance
             rstd = torch.rsqrt(variance + program.eps)
-            moments[:, plane] = torch.stack([mean, rstd, variance]).detach()
+            moments[:, plane] = torch.stack([mean, rstd, unbiased]).detach()
             z = (y - mean.view(-1, 1, 1)) * rstd.view(-1, 1, 1)
             norm = norms[plane]
             if norm.scale != NONE:
@@ -254,8 +258,7 @@ class _DerivedCell(torch.autograd.Function):
             factors,
             run.given,
             run.buffer,
-            run.moments,
-            run.coefficients,
+            run.state,
             run.winners,
             run.depths,
             *inputs,
@@ -267,14 +270,15 @@ class _DerivedCell(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         parameters, running, factors, *kept = ctx.saved_tensors
-        inputs = kept[6:]
+        given, buffer, state, winners, depths, *inputs = kept
         if gradient is None:
             return (None,) * (5 + len(inputs))
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         kernels = triton_kernels("derived")
         run = kernels.Run(ctx.program, parameters, running, factors, inputs)
-        run.given, run.buffer, run.moments, run.coefficients, run.winners, run.depths = kept[:6]
+        run.given, run.buffer, run.winners, run.depths = given, buffer, winners, depths
+        run.set_state(state)
         parameter_gradient, state_gradients = run.backward(_rows_last(gradient, ctx.dtype))
         return None, None, parameter_gradient, None, None, *state_gradients
 

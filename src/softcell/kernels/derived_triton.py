@@ -48,14 +48,20 @@ class Blocks:
 BLOCKS = Blocks()
 
 
-@triton.jit
-def _channels_last(w_ptr, to_ptr, jobs_ptr, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Depthwise kernels (channel, tap) as (tap, channel)."""
-    job = jobs_ptr + tl.program_id(0) * 3
-    depth, start, taps = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2)
+@triton.jit(do_not_specialize=["jobs", "length"])
+def _start(w_ptr, depths_ptr, state_ptr, jobs_ptr, jobs, length, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Depthwise kernels (channel, tap) as (tap, channel); and the state of planes without a norm, `Run.begin`."""
+    number = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ok = i < C * taps
-    tl.store(to_ptr + start + i, tl.load(w_ptr + depth + i % C * taps + i // C, mask=ok), mask=ok)
+    if number < jobs:
+        job = jobs_ptr + number * 3
+        depth, start, taps = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2)
+        ok = i < C * taps
+        tl.store(depths_ptr + start + i, tl.load(w_ptr + depth + i % C * taps + i // C, mask=ok), mask=ok)
+    else:
+        row = number - jobs
+        value = tl.where((row == 3) | (row == 5), 1.0, 0.0)  # of coefficients and slopes, the first
+        tl.store(state_ptr + row * length + i, tl.zeros((BLOCK,), dtype=tl.float32) + value, mask=i < length)
 
 
 @triton.jit(do_not_specialize=["rows", "planes"])
@@ -201,12 +207,34 @@ def _finish_moments(
     to = moments_ptr + plane * C + c
     tl.store(to, mean, mask=c_ok)
     tl.store(to + planes * C, rstd, mask=c_ok)
-    tl.store(to + 2 * planes * C, variance, mask=c_ok)
+    tl.store(to + 2 * planes * C, variance * (rows / tl.maximum(rows - 1, 1)), mask=c_ok)
     gamma = tl.load(w_ptr + scale + c, mask=c_ok & (scale >= 0), other=1.0)
     beta = tl.load(w_ptr + shift + c, mask=c_ok & (scale >= 0), other=0.0)
     to = coefficients_ptr + plane * C + c
     tl.store(to, gamma * rstd, mask=c_ok)
     tl.store(to + planes * C, beta - mean * gamma * rstd, mask=c_ok)
+
+
+@triton.jit(do_not_specialize=["planes"])
+def _known_moments(
+    running_ptr, w_ptr, moments_ptr, coefficients_ptr, jobs_ptr, planes, eps, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What `_finish_moments` writes, from given means and variances."""
+    job = jobs_ptr + tl.program_id(0) * 3
+    plane, scale, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = c < C
+    mean = tl.load(running_ptr + plane * C + c, mask=ok, other=0.0)
+    variance = tl.load(running_ptr + (planes + plane) * C + c, mask=ok, other=1.0)
+    rstd = 1.0 / tl.sqrt(variance + eps)
+    to = moments_ptr + plane * C + c
+    tl.store(to, mean, mask=ok)
+    tl.store(to + planes * C, rstd, mask=ok)
+    tl.store(to + 2 * planes * C, variance, mask=ok)
+    a = tl.load(w_ptr + scale + c, mask=ok & (scale >= 0), other=1.0) * rstd
+    b = tl.load(w_ptr + shift + c, mask=ok & (scale >= 0), other=0.0) - mean * a
+    tl.store(coefficients_ptr + plane * C + c, a, mask=ok)
+    tl.store(coefficients_ptr + (planes + plane) * C + c, b, mask=ok)
 
 
 @triton.jit(do_not_specialize=["begin", "end", "rows", "samples", "planes", "column", "distance"])
@@ -359,6 +387,30 @@ def _finish_slopes(
     tl.store(to + 2 * planes * C, a * (rstd * mean * second - first) * scale, mask=c_ok)
 
 
+@triton.jit
+def _clear_border(
+    base, first, samples, k, k_ok, kind: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
+    FAN_IN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeros into pixels `first`… of the borders of all maps, which begin at `base`."""
+    wide: tl.constexpr = WIDTH + 2 * BORDER
+    ring: tl.constexpr = wide * (HEIGHT + 2 * BORDER) - HEIGHT * WIDTH
+    pixel = first + tl.arange(0, BLOCK)
+    image = pixel // ring
+    inside = pixel - image * ring
+    # First the lines above and below, then what is left and right of the others.
+    line, column = inside // wide, inside % wide
+    beside = inside - 2 * BORDER * wide
+    side = beside % (2 * BORDER)
+    outer = beside < 0
+    h = tl.where(outer, line + tl.where(line >= BORDER, HEIGHT, 0), BORDER + beside // (2 * BORDER))
+    w = tl.where(outer, column, side + tl.where(side >= BORDER, WIDTH, 0))
+    row = (image * (HEIGHT + 2 * BORDER) + h) * wide + w
+    at = base + row[:, None].to(tl.int64) * FAN_IN + k[None, :]
+    zeros = tl.zeros((BLOCK, k.shape[0]), dtype=kind)
+    tl.store(at, zeros, mask=(pixel < samples * ring)[:, None] & k_ok[None, :])
+
+
 @triton.jit(do_not_specialize=["rows", "samples", "planes"])
 def _lower(
     g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples,
@@ -367,7 +419,7 @@ def _lower(
     STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr,
     EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER that is zero before.
+    """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER of zeros.
 
     EXTERNAL: the latter is the gradient of the input tensor itself, where that is positive.
     """
@@ -375,11 +427,18 @@ def _lower(
     matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
     unit, first, shift = tl.load(job + 9), tl.load(job + 10) * 16, tl.load(job + 11)
     column = tl.load(job + 6) * COLUMNS
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_ok = m < rows
     k = first + tl.arange(0, BLOCK_K)
     k_ok = k < FAN_IN
     kind = to_ptr.dtype.element_ty
+    if BORDER > 0:
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M
+        if tl.program_id(0) >= tiles:
+            base = to_ptr + unit.to(tl.int64) * to_size
+            pixel = (tl.program_id(0) - tiles) * BLOCK_M
+            _clear_border(base, pixel, samples, k, k_ok, kind, OUT_HEIGHT, OUT_WIDTH, BORDER, FAN_IN, BLOCK_M)
+            return
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_ok = m < rows
     total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for n0 in range(0, columns, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -486,13 +545,34 @@ def _weight_gradient(
 
 
 @triton.jit
+def _sum_splits(sums_ptr, to_ptr, jobs_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ over the splits of partial sums: of dense kernels into the first split, of matrices into their gradients."""
+    job = jobs_ptr + tl.program_id(0) * 6
+    start, length, apart, splits = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+    i = tl.load(job + 4) * BLOCK + tl.arange(0, BLOCK)
+    to = tl.load(job + 5)
+    ok = i < length
+    total = tl.zeros((SPLITS, BLOCK), dtype=tl.float32)
+    for begin in range(0, splits, SPLITS):
+        split = begin + tl.arange(0, SPLITS)
+        at = sums_ptr + start + (split * apart)[:, None] + i[None, :]
+        total += tl.load(at, mask=(split < splits)[:, None] & ok[None, :], other=0.0)
+    found = tl.sum(total, 0)
+    if to >= 0:
+        tl.store(to_ptr + to + i, found, mask=ok)
+    else:
+        tl.debug_barrier()  # before that, all of the first split has been read
+        tl.store(sums_ptr + start + i, found, mask=ok)
+
+
+@triton.jit
 def _finish_weights(
-    dense_ptr, w_ptr, depth_ptr, to_ptr, jobs_ptr, C: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    dense_ptr, w_ptr, depth_ptr, to_ptr, jobs_ptr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
     """From the gradient of the dense kernel, depthwise[tap, k] · matrix[n, k], to those of its two factors."""
-    job = jobs_ptr + tl.program_id(0) * 4
+    job = jobs_ptr + tl.program_id(0) * 5
     dense, matrix, depth, start = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * C
+    taps = tl.load(job + 4)
     n = tl.arange(0, BLOCK_N)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     k_ok = k < C
@@ -500,11 +580,11 @@ def _finish_weights(
     inner = (n * C)[:, None] + k[None, :]
     weight = tl.load(w_ptr + matrix + inner, mask=ok, other=0.0)
     total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for tap in range(SIZE * SIZE):
+    for tap in range(taps):
         gradient = tl.load(dense_ptr + dense + tap * C * C + inner, mask=ok, other=0.0)
         scale = tl.load(depth_ptr + start + tap * C + k, mask=k_ok, other=0.0)
         total += gradient * scale[None, :]
-        tl.store(to_ptr + depth + k * SIZE * SIZE + tap, tl.sum(gradient * weight, 0), mask=k_ok)
+        tl.store(to_ptr + depth + k * taps + tap, tl.sum(gradient * weight, 0), mask=k_ok)
     tl.store(to_ptr + matrix + inner, total, mask=ok)
 
 
@@ -678,6 +758,18 @@ class Lowered(NamedTuple):
     border: int
 
 
+class WeightSums(NamedTuple):
+    """Partial sums of weight gradients of a group of stages, [splits, length] from `start`; `at`: those of a stage."""
+
+    start: int
+    length: int
+    splits: int
+    rows_each: int
+    block_n: int
+    block_k: int
+    at: tuple[int, ...]
+
+
 def by_size(stages):
     """Stages in groups of one window size, whose loops the compiler then knows."""
     return [tuple(s for s in stages if s.size == size) for size in sorted({s.size for s in stages}, reverse=True)]
@@ -702,7 +794,7 @@ class Run:
         self.tile = self.blocks.rows if self.c <= 128 else self.blocks.rows // 2
         self.norms = {norm.plane: norm for norm in program.norms}
         self.weights_unit, self.columns_unit = _units(program)
-        self.given = self.buffer = self.moments = self.coefficients = self.winners = self.depths = None
+        self.given = self.buffer = self.winners = self.depths = None
 
     # Where planes lie.
 
@@ -749,10 +841,8 @@ class Run:
     def forward(self):
         p, c = self.program, self.c
         self.given, self.buffer = self.allocate()
-        self.depths = self._transposed_depths()
         self.winners = torch.empty(p.slots * self.rows * c, dtype=torch.uint8, device=self.device)
-        self.moments = self.parameters.new_zeros(3, p.planes, c)
-        self.coefficients = self._start_coefficients()
+        self.begin()
         partial = self.parameters.new_empty(2, self.tiles(self.rows), p.planes, c) if self.running is None else None
         early = self.parameters.new_empty(2, self.tiles(self.rows_in), p.inputs, c) if self.running is None else None
         for number, x in enumerate(self.inputs):
@@ -776,41 +866,35 @@ class Run:
                 self._run_stages(found.second, read, self.buffer, partial, size, self.rows)
             self._measure(partial, found.measured_second, self.rows)
 
-    def _start_coefficients(self):
-        """[2, planes, c]: 1 and 0 where there is no norm; those of the running statistics where there are such."""
+    def begin(self):
+        """Depthwise kernels in the kernels' order, and the planes' state [8, planes, c].
+
+        Mean, 1/√(variance + eps) and variance; the two coefficients of the value, 1 and 0 without a norm; the three of
+        the gradient, 1, 0 and 0, which the backward pass fills.
+        """
         p, c = self.program, self.c
-        found = self.parameters.new_zeros(2, p.planes, c)
-        found[0] = 1.0
+        deep = [s for s in _stages_of(p) if s.depth != NONE]
+        jobs = tuple((s.depth, self._depth_at(s), s.taps) for s in deep)
+        self.depths = self.parameters.new_empty(sum(s.taps for s in deep) * c)
+        self.set_state(self.parameters.new_empty(8, p.planes, c))
+        longest = max(p.planes, *(s.taps for s in deep), 1) * c
+        _start[(len(jobs) + 8, triton.cdiv(longest, 1024))](
+            self.parameters, self.depths, self.state, table(jobs or ((0,) * 3,), self.device), len(jobs), p.planes * c,
+            C=c, BLOCK=1024,
+        )  # fmt: skip
         if self.running is not None:
-            mean, variance = self.running
-            rstd = torch.rsqrt(variance + p.eps)
-            self.moments = torch.stack([mean, rstd, variance])
-            planes = [norm.plane for norm in p.norms]
-            scale = self.parameters.new_ones(len(planes), c)
-            shift = self.parameters.new_zeros(len(planes), c)
-            for i, norm in enumerate(p.norms):
-                if norm.scale != NONE:
-                    scale[i] = self.parameters[norm.scale : norm.scale + c]
-                    shift[i] = self.parameters[norm.shift : norm.shift + c]
-            where = table((tuple(planes),), self.device)[0].long()
-            a = scale * rstd[where]
-            found[0, where] = a
-            found[1, where] = shift - mean[where] * a
-        return found
+            jobs = tuple((norm.plane, norm.scale, norm.shift) for norm in p.norms)
+            _known_moments[(len(jobs), triton.cdiv(c, 128))](
+                self.running, self.parameters, self.moments, self.coefficients, table(jobs, self.device), p.planes,
+                p.eps, C=c, BLOCK=128,
+            )  # fmt: skip
+
+    def set_state(self, state):
+        self.state, self.moments, self.coefficients, self.slopes = state, state[:3], state[3:5], state[5:]
 
     def _depth_at(self, stage):
         """Offset of its depthwise kernel among those, in multiples of c."""
         return NONE if stage.depth == NONE else (stage.depth - _first_depth(self.program)) // self.c
-
-    def _transposed_depths(self):
-        deep = [s for s in _stages_of(self.program) if s.depth != NONE]
-        if not deep:
-            return self.parameters
-        jobs = tuple((s.depth, self._depth_at(s), s.taps) for s in deep)
-        to = self.parameters.new_empty(sum(s.taps for s in deep) * self.c)
-        blocks = triton.cdiv(max(s.taps for s in deep) * self.c, 1024)
-        _channels_last[(len(jobs), blocks)](self.parameters, to, table(jobs, self.device), C=self.c, BLOCK=1024)
-        return to
 
     def _activated(self, stages, x):
         """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
@@ -922,16 +1006,18 @@ class Run:
         self.given_gradient, self.gradient = self.allocate()
         size = self.rows * p.nodes * c
         self.gradient[:size].copy_(arrived.view(-1))
-        self.slopes = self.parameters.new_zeros(3, p.planes, c)
-        self.slopes[0] = 1.0
-        self.parameter_gradient = torch.zeros_like(self.parameters)
+        self.parameter_gradient = torch.empty_like(self.parameters)  # kernels write all of it
+        self.weighing = self._plan_weights()
+        self.sums = self.parameters.new_empty(sum(group.splits * group.length for group in self.weighing.values()))
         for plane in reversed((p.inputs - 1, *p.node_planes)):
             found = p.round_of(plane)
             if found is not None:
                 self._leave(found)
             if p.is_node(plane):
                 self._arrive(plane)
-        return self.parameter_gradient, self._leave_inputs()
+        found = self._leave_inputs()
+        self._finish_weights()
+        return self.parameter_gradient, found
 
     def _pull_fields(self, plane, column=0):
         """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
@@ -991,7 +1077,7 @@ class Run:
         p, c = self.program, self.c
         read = self._activated(stages, x)
         size = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border) * c
-        to = torch.zeros(len(stages) * size, dtype=self.dtype, device=self.device)
+        to = torch.empty(len(stages) * size, dtype=self.dtype, device=self.device)
         dy = torch.empty(len(stages) * self.rows * c, dtype=self.dtype, device=self.device)
         block_k = min(self.blocks.lower_columns, padded(c))
         jobs = tuple(
@@ -1000,7 +1086,8 @@ class Run:
             for i, s in enumerate(stages)
             for first in range(0, s.fan_in, block_k)
         )  # fmt: skip
-        _lower[(triton.cdiv(self.rows, self.tile), len(jobs))](
+        border = size // c - self.rows
+        _lower[(self.tiles(self.rows) + self.tiles(border), len(jobs))](
             self.gradient, self.buffer, self.parameters, self._scales(), self.slopes, to, to, dy,
             table(jobs, self.device), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
             OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=read.border, to_size=size, C=c, FAN_IN=c,
@@ -1012,49 +1099,73 @@ class Run:
         return Lowered(to, size, read.border)
 
     def _weigh(self, stages, read, dy, size, rows):
-        """Gradients of the stages' matrices and depthwise kernels; dy [stages, rows, c]."""
+        """Partial sums of the gradients of the stages' dense kernels; dy [stages, rows, c]."""
+        c, b = self.c, self.blocks
         numbered = {stage: i for i, stage in enumerate(stages)}
         for group in by_size(stages):
-            self._weigh_group(group, numbered, read, dy, size, rows)
-
-    def _weigh_group(self, stages, numbered, read, dy, size, rows):
-        c, b = self.c, self.blocks
-        window, fan_in = stages[0].size, stages[0].fan_in
-        block_n = min(b.weight_side, padded(max(s.width for s in stages)))
-        block_k = min(b.weight_side, padded(fan_in))
-        jobs, at = [], {}
-        length = 0
-        for s in stages:
-            at[s] = length
-            jobs += [
-                (numbered[s], s.column // self.columns_unit, s.width // self.columns_unit, *read.window(s), length,
+            plan = self.weighing[group]
+            window, fan_in = group[0].size, group[0].fan_in
+            jobs = tuple(
+                (numbered[s], s.column // self.columns_unit, s.width // self.columns_unit, *read.window(s), at,
                  n // 16, k // 16, r)
+                for s, at in zip(group, plan.at, strict=True)
                 for r in range(window)
-                for n in range(0, s.width, block_n)
-                for k in range(0, fan_in, block_k)
-            ]  # fmt: skip
-            length += s.taps * s.width * fan_in
-        splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), triton.cdiv(b.weight_programs, len(jobs))))
-        each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
-        splits = triton.cdiv(rows, each)
-        sums = self.parameters.new_empty(splits, length)
-        _weight_gradient[(len(jobs), splits)](
-            dy, read.tensor, sums, table(tuple(jobs), self.device), rows, each, read.tall, read.wide, size[0], size[1],
-            rows * c, read.size, length, C=c, FAN_IN=fan_in, COLUMNS=self.columns_unit, SIZE=window,
-            STRIDE=stages[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=block_n, BLOCK_K=block_k,
-            EXTERNAL=stages[0].source < 0, PRECISION=self.precision, num_warps=b.weight_warps,
-            num_stages=b.weight_stages,
-        )  # fmt: skip
-        dense = sums[0] if splits == 1 else sums.sum(0)
-        if window == 1:
-            for s in stages:
-                total = s.width * fan_in
-                self.parameter_gradient[s.matrix : s.matrix + total].copy_(dense[at[s] : at[s] + total])
+                for n in range(0, s.width, plan.block_n)
+                for k in range(0, fan_in, plan.block_k)
+            )  # fmt: skip
+            _weight_gradient[(len(jobs), plan.splits)](
+                dy, read.tensor, self.sums[plan.start :], table(jobs, self.device), rows, plan.rows_each, read.tall,
+                read.wide, size[0], size[1], rows * c, read.size, plan.length, C=c, FAN_IN=fan_in,
+                COLUMNS=self.columns_unit, SIZE=window, STRIDE=group[0].stride, BLOCK_M=b.weight_rows,
+                BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, EXTERNAL=group[0].source < 0, PRECISION=self.precision,
+                num_warps=b.weight_warps, num_stages=b.weight_stages,
+            )  # fmt: skip
+
+    def _plan_weights(self):
+        """By group of stages that `_weigh` handles in one launch, where its partial sums lie."""
+        p, b = self.program, self.blocks
+        found, start = {}, 0
+        inputs = [tuple(s for s in p.preprocess if s.source == -1 - i) for i in range(p.inputs)]
+        inner = [stages for r in p.rounds for stages in (r.first, r.second)]
+        for rows, stages in (*((self.rows_in, s) for s in inputs), *((self.rows, s) for s in inner)):
+            for group in by_size(stages):
+                window, fan_in = group[0].size, group[0].fan_in
+                block_n = min(b.weight_side, padded(max(s.width for s in group)))
+                block_k = min(b.weight_side, padded(fan_in))
+                at, length, jobs = [], 0, 0
+                for s in group:
+                    at.append(length)
+                    length += s.taps * s.width * fan_in
+                    jobs += window * triton.cdiv(s.width, block_n) * triton.cdiv(fan_in, block_k)
+                splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), triton.cdiv(b.weight_programs, jobs)))
+                each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
+                splits = triton.cdiv(rows, each)
+                found[group] = WeightSums(start, length, splits, each, block_n, block_k, tuple(at))
+                start += splits * length
+        return found
+
+    def _finish_weights(self):
+        """From partial sums to the gradients of matrices and depthwise kernels, for all stages at once."""
+        c, block = self.c, 256
+        adding, deep = [], []
+        for group, plan in self.weighing.items():
+            for s, at in zip(group, plan.at, strict=True):
+                length = s.taps * s.width * s.fan_in
+                to = NONE if s.size > 1 else s.matrix  # matrices without a depthwise kernel are done then
+                adding += [
+                    (plan.start + at, length, plan.length, plan.splits, i, to)
+                    for i in range(triton.cdiv(length, block))
+                ]
+                if s.size > 1:
+                    deep.append((plan.start + at, s.matrix, s.depth, self._depth_at(s), s.taps))
+        _sum_splits[(len(adding),)](
+            self.sums, self.parameter_gradient, table(tuple(adding), self.device), SPLITS=8, BLOCK=block
+        )
+        if not deep:
             return
         block_k = 16 if c <= 64 else 8
-        jobs = tuple((at[s], s.matrix, s.depth, self._depth_at(s)) for s in stages)
-        _finish_weights[(len(jobs), triton.cdiv(c, block_k))](
-            dense, self.parameters, self.depths, self.parameter_gradient, table(jobs, self.device), C=c, SIZE=window,
+        _finish_weights[(len(deep), triton.cdiv(c, block_k))](
+            self.sums, self.parameters, self.depths, self.parameter_gradient, table(tuple(deep), self.device), C=c,
             BLOCK_N=padded(c), BLOCK_K=block_k,
         )  # fmt: skip
 

@@ -43,27 +43,55 @@ class DerivedCell:
 
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
         """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
-        newest = states[-1]
-        training = self.norms[0][1].training
+        alone = DerivedPass([self], states[-1])
+        out = alone.run(self, states)
+        alone.finish()
+        return out
+
+
+class DerivedPass:
+    """One pass through fused cells. What is small happens once for all of them, since each launch takes microseconds.
+
+    Drop-path's factors are drawn at the beginning, running statistics are updated by `finish`.
+    """
+
+    def __init__(self, cells: Sequence[DerivedCell], x: Tensor) -> None:
+        """x: any tensor of the batch, [n, ...]."""
+        self._factors: dict[int, Tensor] = {}
+        self._measured: list[tuple[DerivedCell, Tensor]] = []
+        dropping = [cell for cell in cells if cell.norms[0][1].training and cell.program.paths]
+        if dropping and dropping[0].drop_path.probability > 0.0:
+            counts = [cell.program.paths for cell in dropping]
+            drawn = dropping[0].drop_path.factors(x, sum(counts)).split(counts)
+            self._factors = {id(cell): factors for cell, factors in zip(dropping, drawn, strict=True)}
+
+    def run(self, cell: DerivedCell, states: Sequence[Tensor]) -> Tensor:
+        """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
+        newest, program = states[-1], cell.program
+        training = cell.norms[0][1].training
         dtype = compute_type(newest)
         with torch.autocast(newest.device.type, enabled=False):
-            parameters = flat(self.parameters())
-            running = None if training else running_statistics(self.norms, self.program.planes, self.program.channels)
-            factors = None
-            if training and self.drop_path.probability > 0.0 and self.program.paths:
-                factors = self.drop_path.factors(newest, self.program.paths)
-            out, moments = derived_cell(self.program, dtype, parameters, running, factors, *states)
-            if training:
-                c, inputs = self.program.channels, self.program.inputs
-                before = newest.numel() // newest.shape[1]  # rows of the preprocessed inputs
-                after = out.numel() // (self.program.nodes * c)
-                if after <= 1:
-                    raise ValueError(f"training needs more than 1 value per channel, but got {tuple(out.shape)}")
-                first = [pair for pair in self.norms if pair[0] < inputs]
-                others = [pair for pair in self.norms if pair[0] >= inputs]
-                update_running(first, moments, before)
-                update_running(others, moments, after)
+            parameters = flat(cell.parameters())
+            running = None if training else running_statistics(cell.norms, program.planes, program.channels)
+            out, moments = derived_cell(program, dtype, parameters, running, self._factors.get(id(cell)), *states)
+        if training:
+            if out.numel() <= out.shape[1]:
+                raise ValueError(f"training needs more than 1 value per channel, but got {tuple(out.shape)}")
+            self._measured.append((cell, moments))
         return out
+
+    def finish(self) -> None:
+        """Update the running statistics of all norms of cells in training."""
+        found: dict[float | None, tuple[list[nn.BatchNorm2d], list[Tensor], list[Tensor]]] = {}
+        for cell, moments in self._measured:
+            mean, _, variance = (of.unbind() for of in moments.unbind())
+            for plane, norm in cell.norms:
+                norms, means, variances = found.setdefault(norm.momentum, ([], [], []))
+                norms.append(norm)
+                means.append(mean[plane])
+                variances.append(variance[plane])
+        for group in found.values():
+            update_running(*group)
 
 
 def plan_derived(

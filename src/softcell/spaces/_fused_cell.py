@@ -71,7 +71,10 @@ class FusedCell:
                 rows = nodes[0].numel() // c
                 if rows <= 1:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
-                update_running(self.norms, moments, rows)
+                unbiased = moments[2] * (rows / (rows - 1))
+                planes = [plane for plane, _ in self.norms]
+                means, variances = ([of[plane] for plane in planes] for of in (moments[0], unbiased))
+                update_running([norm for _, norm in self.norms], means, variances)
         return [*states, *nodes]
 
     def parameters(self) -> list[Tensor]:
@@ -97,27 +100,25 @@ def running_statistics(norms: Norms, planes: int, channels: int) -> Tensor:
 
 
 @torch.no_grad()
-def update_running(norms: Norms, moments: Tensor, rows: int) -> None:
-    """running = (1 − momentum) · running + momentum · new, the variance unbiased, as `nn.BatchNorm2d` does.
+def update_running(norms: Sequence[nn.BatchNorm2d], means: Sequence[Tensor], variances: Sequence[Tensor]) -> None:
+    """running = (1 − momentum) · running + momentum · new, as `nn.BatchNorm2d` does; variances are unbiased.
 
     Without a momentum it is the plain mean over all batches. Read at every call: recalibration removes the momentum for
     a while, from cells that were planned before.
     """
     if not norms:
         return
-    means = [moments[0, plane] for plane, _ in norms]
-    unbiased = moments[2] * (rows / (rows - 1))
-    variances = [unbiased[plane] for plane, _ in norms]
-    running = [_present(m.running_mean) for _, m in norms] + [_present(m.running_var) for _, m in norms]
-    seen = [_present(m.num_batches_tracked) for _, m in norms]
+    running = [_present(m.running_mean) for m in norms] + [_present(m.running_var) for m in norms]
+    new = [*means, *variances]
+    seen = [_present(m.num_batches_tracked) for m in norms]
     torch._foreach_add_(seen, 1)
-    momentum = norms[0][1].momentum
+    momentum = norms[0].momentum
     if momentum is None:
-        for old, new, count in zip(running, means + variances, seen + seen, strict=True):
-            old.add_((new - old) / count)
+        for old, value, count in zip(running, new, seen + seen, strict=True):
+            old.add_((value - old) / count)
         return
     torch._foreach_mul_(running, 1 - momentum)
-    torch._foreach_add_(running, means + variances, alpha=momentum)
+    torch._foreach_add_(running, new, alpha=momentum)
 
 
 _POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}

@@ -24,7 +24,7 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
 from softcell.nn.norm import BatchNorm2d
-from softcell.spaces._derived_plan import DerivedCell
+from softcell.spaces._derived_plan import DerivedCell, DerivedPass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
@@ -317,25 +317,32 @@ class DartsNetwork(Network):
         older, newer = self.stem(x)
         stages: list[Tensor] = []
         middle = newer
-        for i, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
+        fused = [self._fused(i) if plan_network(newer) else None for i in range(len(self.plans))]
+        shared = DerivedPass([cell for cell in fused if cell is not None], newer)
+        for i, plan in enumerate(self.plans):
             if plan.reduces:
                 stages.append(newer)
-            older, newer = newer, self._run_cell(plan, pre, cell, older, newer)
+            older, newer = newer, self._run_cell(i, fused[i], shared, older, newer)
             if i == self._tower_after:
                 middle = newer
+        shared.finish()
         return [*stages, newer], middle
 
-    def _run_cell(self, plan: CellPlan, pre: nn.Module, cell: nn.Module, older: Tensor, newer: Tensor) -> Tensor:
-        """The concatenated output of one cell, [n, c, h, w]."""
+    def _fused(self, number: int) -> DerivedCell | None:
+        plan, pre, cell = self.plans[number], self.pre[number], self.cells[number]
         assert isinstance(pre, Preprocess) and isinstance(cell, PickedCell)
+        return cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
+
+    def _run_cell(
+        self, number: int, fused: DerivedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
+    ) -> Tensor:
+        """The concatenated output of one cell, [n, c, h, w]."""
+        plan = self.plans[number]
         outputs = self._outputs[plan.table]
-        fused: DerivedCell | None = None
-        if plan_network(newer):
-            fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
         if fused is None:
-            nodes = cell(pre(older, newer))
+            nodes = self.cells[number](self.pre[number](older, newer))
             return torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)
-        out = fused((older, newer))
+        out = shared.run(fused, (older, newer))
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
             return out
         parts = torch.split(out, plan.width, dim=1)
