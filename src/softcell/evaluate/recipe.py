@@ -42,8 +42,8 @@ class TrainRecipe:
     (weight decay for matrices and filters only), or RMSprop with momentum in TensorFlow's form.
     `flip`: whether images are mirrored at random; None: as the dataset defines. `auto`: settings among `FITTED` that
     are chosen by the data when training starts; `run.json` has the chosen values.
-    `fused`: on a GPU, DARTS cells as one fused operation each; off by default, since it is slower
-    (benchmarks/NOTES.md).
+    `fused`: on a GPU, DARTS cells as one fused operation each; off by default, since no training has been compared
+    with one module by module (benchmarks/NOTES.md).
     `init`: the folder of a finished training whose weights, as far as they fit, this one starts from; None: random.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
 

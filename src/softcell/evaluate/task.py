@@ -197,7 +197,7 @@ class TrainTask:
         if self._held is not None and self._validates(epoch):
             self.network.eval()
             began = time.perf_counter()
-            with nullcontext() if self._average is None else self._average.applied():
+            with self._cells(), nullcontext() if self._average is None else self._average.applied():
                 held = measure(self.network, self._held.epoch(0), self.world)
             if self._budget is not None:
                 (milliseconds,) = agree([int(1000 * (time.perf_counter() - began))], self.world)

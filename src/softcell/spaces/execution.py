@@ -143,7 +143,7 @@ def modules_only() -> Iterator[None]:
 def fused_networks() -> Iterator[None]:
     """Within this context cells of derived networks are fused, too, where that is possible.
 
-    It pays only in training: kernels are compiled for every width, and hooks on candidate modules are not called.
+    Kernels are compiled for every width, and hooks on candidate modules are not called.
     """
     token = _NETWORKS.set(True)
     try:
