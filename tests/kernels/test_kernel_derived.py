@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import notation
+from softcell.kernels.backend import triton_kernels
 from softcell.kernels.derived import derived_cell, derived_cell_reference
 from softcell.nn.conv import SeparableConv
 from softcell.nn.stack import as_vector
@@ -90,7 +91,7 @@ def nan_memory() -> Iterator[None]:
 
 
 TYPES = [(torch.float32, 1e-5), *([] if INTERPRETED else [(torch.bfloat16, 0.05)])]  # the interpreter has no bfloat16
-SIZES = [(5, (7, 6)), *([] if INTERPRETED else [(36, (16, 16)), (144, (8, 8))])]
+SIZES = [(5, (7, 6)), (5, (8, 8)), *([] if INTERPRETED else [(36, (16, 16)), (144, (8, 8))])]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
@@ -118,6 +119,36 @@ class TestKernels:
             assert relative(a, b) <= tolerance + 2 * relative(rounded, b)
         again = outcomes(cell.plan(), given, dtype, plain=False, training=training)
         assert all(torch.equal(a, b) for a, b in zip(mine, again, strict=True))  # no atomic sums
+
+
+SETTINGS: list[dict[str, int]] = [
+    {"weight_rows": 16, "stage_rows": 32, "lower_rows": 32, "weight_programs": 400},  # several tiles, several splits
+    {"pitch": 1, "product_sums": 0, "weight_side": 64},
+    {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32},
+]
+
+
+class TestBlocks:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("settings", SETTINGS)
+    def test_any_sizes_of_blocks_give_the_same(
+        self, settings: dict[str, int], nan_memory: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch.manual_seed(0)
+        cell = Cell(20, 1, older_is_larger=True, pool_norm=True).to(DEVICE)
+        given = states(2, (8, 8), older_is_larger=True)
+        monkeypatch.setattr(triton_kernels("derived"), "OVERRIDES", settings)
+        mine = outcomes(cell.plan(), given, torch.float32, plain=False, training=True)
+        theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=True)
+        for a, b in zip(mine, theirs, strict=True):
+            assert relative(a, b) <= 1e-5
+
+    def test_sides_of_blocks_cover_columns_with_little_waste(self) -> None:
+        side_for = triton_kernels("derived").side_for
+        # 9 taps of 40 channels are 3 × 128; 144 columns are 3 × 64, since 2 × 128 would be a third more.
+        assert [side_for(length, 128) for length in (5, 36, 72, 144, 360, 648)] == [16, 64, 128, 64, 128, 128]
+        assert side_for(360, 64) == 64
 
 
 def test_a_shared_module_is_refused() -> None:

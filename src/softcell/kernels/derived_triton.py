@@ -2,7 +2,7 @@
 """Triton kernels of `derived`. A program handles some rows (pixels) and a block of channels.
 
 A *view* says where a map lies: unit (multiples of rows · c), column, distance of rows. Jobs are rows of small integer
-tables; those that read a gradient begin with the seven numbers of `_pull`.
+tables; those that read a gradient begin with the seven numbers of `_pull_rows`.
 
 What windows are read from, ReLU(z) forward and ∂ of the depthwise results backward, is first written within a border of
 zeros: a tap is then a load and a multiplication, with no mask, norm or ReLU. Gradients of weights come from that of the
@@ -11,7 +11,8 @@ dense kernel depthwise[tap, k] · matrix[n, k], which tensor cores compute.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,19 +25,21 @@ from softcell.kernels.derived import NONE, consumers
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of blocks and warps, by kernel. `channels`: most channels of an elementwise block."""
+    """Sizes of blocks and warps, by kernel; `blocks_for` chooses them by width."""
 
-    channels: int = 64
-    rows: int = 128
-    stage_depth: int = 32
+    channels: int = 64  # most channels of an elementwise block
+    pitch: int = 8  # what windows are read from has a multiple of it as channels: 8 values of 2 bytes are one load
+    stage_rows: int = 128
+    stage_depth: int = 32  # channels that are convolved at a time
     input_depth: int = 64
     stage_warps: int = 8
+    product_sums: bool = True  # statistics by tensor cores
+    lower_rows: int = 128
     lower_depth: int = 32
     lower_columns: int = 64
     lower_warps: int = 8
     weight_rows: int = 64
-    weight_side: int = 64
-    weight_warps: int = 4
+    weight_side: int = 128  # most columns of either side
     weight_stages: int = 3
     weight_programs: int = 1056
     gather_rows: int = 64
@@ -45,7 +48,32 @@ class Blocks:
     add_elements: int = 2048
 
 
-BLOCKS = Blocks()
+OVERRIDES: dict[str, int] = {}
+"""Fields of `Blocks` that are measured instead of the chosen ones (`benchmarks.derived`)."""
+
+
+def blocks_for(channels):
+    """The rule behind the sizes: 3/4 of a block should be used, and a program should not need all registers.
+
+    A depth of 32 pads 36 channels to 64, one of 16 to 48; four warps then have as much to do per load of weights as
+    eight have with 32. From 65 channels on a block has 128 columns, for which 64 rows are enough.
+    """
+    if channels <= 48 and -channels % 32 > channels // 3:
+        found = Blocks(stage_depth=16, stage_warps=4, lower_depth=16)
+    elif channels <= 64:
+        found = Blocks()
+    else:
+        found = Blocks(stage_rows=64, lower_rows=128 if channels <= 128 else 64)
+    return replace(found, **OVERRIDES)
+
+
+def side_for(length, most):
+    """The side of a block that covers `length`: the largest that pads at most 15 % more than the best."""
+    sides = [side for side in (64, 128) if side <= most]
+    if length <= 64 or not sides:
+        return min(most, padded(length))
+    least = min(triton.cdiv(length, side) * side for side in sides)
+    return max(side for side in sides if triton.cdiv(length, side) * side <= 1.15 * least)
 
 
 @triton.jit(do_not_specialize=["jobs", "length"])
@@ -67,9 +95,12 @@ def _start(w_ptr, depths_ptr, state_ptr, jobs_ptr, jobs, length, C: tl.constexpr
 @triton.jit(do_not_specialize=["rows", "planes"])
 def _activate(
     x_ptr, coefficients_ptr, to_ptr, jobs_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
-    x_size, to_size, planes, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+    x_size, to_size, planes, C: tl.constexpr, PITCH: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ReLU(z) of planes within a BORDER of zeros, dense, so that windows are read without a mask."""
+    """ReLU(z) of planes within a BORDER of zeros, so that windows are read without a mask.
+
+    Channels are filled up to PITCH with zeros, so that each pixel begins at a multiple of 16 bytes.
+    """
     job = jobs_ptr + tl.program_id(1) * 4
     unit, column, distance, plane = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -89,31 +120,37 @@ def _activate(
     a = tl.load(coefficients_ptr + plane * C + c, mask=c_ok, other=0.0)
     b = tl.load(coefficients_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
     z = tl.where(ok, tl.maximum(x * a[None, :] + b[None, :], 0.0), 0.0)
-    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + (m * C)[:, None] + c[None, :]
-    tl.store(to, z.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & c_ok[None, :])
+    to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + (m * PITCH)[:, None] + c[None, :]
+    tl.store(to, z.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & (c < PITCH)[None, :])
 
 
 @triton.jit
-def _pull(
-    job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, area, samples, planes, C: tl.constexpr,
-    COLUMNS: tl.constexpr, DROPS: tl.constexpr,
+def _pull_rows(
+    job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, area, samples, C: tl.constexpr, COLUMNS: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
-    """∂y [rows, n] in float32: the gradient of a plane before its norm."""
+    """What `_pull` reads rows m from: gradients, values, slopes; and drop-path's factors. Once, before its loop."""
     g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     y_unit, plane, column = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6) * COLUMNS
-    ok = m_ok[:, None] & n_ok[None, :]
-    inner = column + n
-    base = g_ptr + g_unit.to(tl.int64) * size + g_column
-    g = tl.load(base + m[:, None] * distance + inner[None, :], mask=ok, other=0.0).to(tl.float32)
+    g_rows = g_ptr + g_unit.to(tl.int64) * size + (g_column + column) + m * distance
+    y_rows = y_ptr + y_unit.to(tl.int64) * size + column + m * C
+    factor = tl.full(m.shape, 1.0, dtype=tl.float32)
     if DROPS:
         factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
+    return g_rows, y_rows, slopes_ptr + plane * C + column, factor
+
+
+@triton.jit
+def _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C: tl.constexpr, DROPS: tl.constexpr):
+    """∂y [rows, n] in float32: the gradient of a plane before its norm."""
+    ok = m_ok[:, None] & n_ok[None, :]
+    g = tl.load(g_rows[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
+    if DROPS:
         g *= factor[:, None]
-    base = y_ptr + y_unit.to(tl.int64) * size
-    y = tl.load(base + m[:, None] * C + inner[None, :], mask=ok, other=0.0).to(tl.float32)
-    at = slopes_ptr + plane * C + inner
-    slope = tl.load(at, mask=n_ok, other=0.0)
-    back = tl.load(at + planes * C, mask=n_ok, other=0.0)
-    level = tl.load(at + 2 * planes * C, mask=n_ok, other=0.0)
+    y = tl.load(y_rows[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
+    slope = tl.load(slopes + n, mask=n_ok, other=0.0)
+    back = tl.load(slopes + planes * C + n, mask=n_ok, other=0.0)
+    level = tl.load(slopes + 2 * planes * C + n, mask=n_ok, other=0.0)
     return tl.where(ok, g * slope[None, :] + y * back[None, :] + level[None, :], 0.0)
 
 
@@ -121,8 +158,9 @@ def _pull(
 def _stages(
     x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, jobs_ptr, rows, TALL: tl.constexpr, WIDE: tl.constexpr,
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, FAN_IN: tl.constexpr,
-    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTERNAL: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
+    PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTERNAL: tl.constexpr, STATS: tl.constexpr,
+    PRODUCTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """matrix · depthwise(x), and sums over rows for the norm. EXTERNAL: x is an input tensor before its ReLU."""
     job = jobs_ptr + tl.program_id(1) * 11
@@ -146,19 +184,19 @@ def _stages(
     for k0 in range(0, FAN_IN, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         k_ok = k < FAN_IN
+        x_ok = (k < PITCH)[None, :]
         if SIZE == 1:
-            ok = k_ok[None, :]
             if EXTERNAL and STRIDE > 1:  # an input tensor has no border
-                ok = ok & ((h - padding < TALL) & (w - padding < WIDE))[:, None]
-            value = tl.load(base + row[:, None] * FAN_IN + k[None, :], mask=ok, other=0.0)
+                x_ok = x_ok & ((h - padding < TALL) & (w - padding < WIDE))[:, None]
+            value = tl.load(base + row[:, None] * PITCH + k[None, :], mask=x_ok, other=0.0)
             if EXTERNAL:
                 value = tl.maximum(value, 0.0)
         else:
             value = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
-            for r in range(SIZE):
-                line = base + (row + r * dilation * WIDE)[:, None] * FAN_IN + k[None, :]
+            for r in range(SIZE):  # not unrolled: the compiler would pass every load through shared memory
+                line = base + (row + r * dilation * WIDE)[:, None] * PITCH + k[None, :]
                 for s in tl.static_range(SIZE):
-                    x = tl.load(line + s * dilation * FAN_IN, mask=k_ok[None, :], other=0.0)
+                    x = tl.load(line + s * dilation * PITCH, mask=x_ok, other=0.0)
                     weight = tl.load(depth_ptr + depth + (r * SIZE + s) * FAN_IN + k, mask=k_ok, other=0.0)
                     value += x.to(tl.float32) * weight[None, :]
         weight = tl.load(
@@ -169,13 +207,23 @@ def _stages(
     at = y_ptr + unit.to(tl.int64) * y_size + (m * C)[:, None] + (column + n)[None, :]
     tl.store(at, y, mask=m_ok[:, None] & n_ok[None, :])
     if STATS:
-        value = tl.where(m_ok[:, None], y.to(tl.float32), 0.0)
         count = tl.minimum(rows - tl.program_id(0) * BLOCK_M, BLOCK_M)
-        sums = tl.sum(value, 0)
-        centred = tl.where(m_ok[:, None], value - (sums / count)[None, :], 0.0)
+        if PRODUCTS:
+            # Sums over rows are products with a row of ones: a tensor core's, instead of hundreds of shuffles.
+            one = tl.full((16, BLOCK_M), 1.0, dtype=kind)  # 16 equal rows, fewer have no product
+            if not EVEN:
+                one = tl.where(m_ok[None, :], one, 0.0).to(kind)
+            sums = tl.sum(tl.dot(one, y, input_precision=PRECISION), 0) / 16
+            centred = total - (sums / count)[None, :]
+            squares = tl.sum(tl.dot(one, (centred * centred).to(kind), input_precision=PRECISION), 0) / 16
+        else:
+            value = tl.where(m_ok[:, None], y.to(tl.float32), 0.0)
+            sums = tl.sum(value, 0)
+            centred = tl.where(m_ok[:, None], value - (sums / count)[None, :], 0.0)
+            squares = tl.sum(centred * centred, 0)
         to = partial_ptr + (tl.program_id(0) * measured + plane) * C + column + n
         tl.store(to, sums, mask=n_ok)
-        tl.store(to + tl.num_programs(0) * measured * C, tl.sum(centred * centred, 0), mask=n_ok)
+        tl.store(to + tl.num_programs(0) * measured * C, squares, mask=n_ok)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "planes", "measured"])
@@ -390,7 +438,7 @@ def _finish_slopes(
 @triton.jit
 def _clear_border(
     base, first, samples, k, k_ok, kind: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
-    FAN_IN: tl.constexpr, BLOCK: tl.constexpr,
+    PITCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Zeros into pixels `first`… of the borders of all maps, which begin at `base`."""
     wide: tl.constexpr = WIDTH + 2 * BORDER
@@ -406,7 +454,7 @@ def _clear_border(
     h = tl.where(outer, line + tl.where(line >= BORDER, HEIGHT, 0), BORDER + beside // (2 * BORDER))
     w = tl.where(outer, column, side + tl.where(side >= BORDER, WIDTH, 0))
     row = (image * (HEIGHT + 2 * BORDER) + h) * wide + w
-    at = base + row[:, None].to(tl.int64) * FAN_IN + k[None, :]
+    at = base + row[:, None].to(tl.int64) * PITCH + k[None, :]
     zeros = tl.zeros((BLOCK, k.shape[0]), dtype=kind)
     tl.store(at, zeros, mask=(pixel < samples * ring)[:, None] & k_ok[None, :])
 
@@ -415,9 +463,9 @@ def _clear_border(
 def _lower(
     g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples,
     size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
-    BORDER: tl.constexpr, to_size, C: tl.constexpr, FAN_IN: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr,
-    STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr,
-    EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
+    BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr, FAN_IN: tl.constexpr, PITCH: tl.constexpr,
+    DY_PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr, EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER of zeros.
 
@@ -435,18 +483,19 @@ def _lower(
         if tl.program_id(0) >= tiles:
             base = to_ptr + unit.to(tl.int64) * to_size
             pixel = (tl.program_id(0) - tiles) * BLOCK_M
-            _clear_border(base, pixel, samples, k, k_ok, kind, OUT_HEIGHT, OUT_WIDTH, BORDER, FAN_IN, BLOCK_M)
+            _clear_border(base, pixel, samples, k, k < PITCH, kind, OUT_HEIGHT, OUT_WIDTH, BORDER, PITCH, BLOCK_M)
             return
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
+    g_rows, y_rows, slopes, factor = _pull_rows(
+        job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, AREA, samples, C, COLUMNS, DROPS
+    )
     total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for n0 in range(0, columns, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         n_ok = n < columns
-        dy = _pull(
-            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, n, n_ok, AREA, samples, planes, C, COLUMNS, DROPS
-        ).to(kind)
-        at = dy_ptr + unit.to(tl.int64) * size + (m * C)[:, None] + (column + n)[None, :]
+        dy = _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C, DROPS).to(kind)
+        at = dy_ptr + unit.to(tl.int64) * dy_size + (m * DY_PITCH)[:, None] + (column + n)[None, :]
         tl.store(at, dy, mask=m_ok[:, None] & n_ok[None, :] & (first == 0))
         weight = tl.load(
             w_ptr + matrix + (n * FAN_IN)[:, None] + k[None, :], mask=n_ok[:, None] & k_ok[None, :], other=0.0
@@ -465,83 +514,79 @@ def _lower(
             row = (image * HEIGHT + h) * WIDTH + w
         else:
             row = (image * (OUT_HEIGHT + 2 * BORDER) + h) * (OUT_WIDTH + 2 * BORDER) + w
-    at = row[:, None].to(tl.int64) * FAN_IN + k[None, :]
+    at = row[:, None].to(tl.int64) * PITCH + k[None, :]
     if EXTERNAL:
         x = tl.load(x_ptr + at, mask=ok, other=0.0)
         tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(kind), mask=ok)
     else:
-        tl.store(to_ptr + unit.to(tl.int64) * to_size + at, total.to(kind), mask=ok)
-
-
-@triton.jit
-def _window(base, row, ok, k, offset, FAN_IN: tl.constexpr, RELU: tl.constexpr):
-    x = tl.load(base + (row + offset)[:, None] * FAN_IN + k[None, :], mask=ok, other=0.0)
-    if RELU:
-        x = tl.maximum(x, 0.0).to(x.dtype)
-    return x
+        whole = m_ok[:, None] & (k < PITCH)[None, :]  # what is beyond the channels is zero: so are the weights there
+        tl.store(to_ptr + unit.to(tl.int64) * to_size + at, total.to(kind), mask=whole)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
 def _weight_gradient(
     dy_ptr, x_ptr, to_ptr, jobs_ptr, rows, rows_each, TALL: tl.constexpr, WIDE: tl.constexpr, OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr, dy_size, x_size, to_size, C: tl.constexpr, FAN_IN: tl.constexpr, COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
+    OUT_WIDTH: tl.constexpr, dy_size, x_size, to_size, DY_PITCH: tl.constexpr, FAN_IN: tl.constexpr,
+    X_PITCH: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTERNAL: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ over rows of ∂y[n] · x[tap, k], for the taps of one line of the window: the gradient of a dense kernel."""
-    job = jobs_ptr + tl.program_id(0) * 11
+    """Σ over rows of ∂y[n] · x[tap, k]: the gradient of a dense kernel.
+
+    Taps and channels are one axis of SIZE² · X_PITCH columns, so that a tensor core's block wastes only what is missing
+    in its last one. Between the channels of two taps may lie columns of nothing, whose sums are not stored. WHOLE: all
+    stages write planes from their first column on. ALIGNED: blocks are whole lines of one image, so that addresses
+    differ by one number from block to block.
+    """
+    job = jobs_ptr + tl.program_id(0) * 10
     unit, column, columns = tl.load(job), tl.load(job + 1) * COLUMNS, tl.load(job + 2) * COLUMNS
     source, dilation, shift, padding = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5), tl.load(job + 6)
-    to, r = tl.load(job + 7), tl.load(job + 10)
+    to = tl.load(job + 7)
     n = tl.load(job + 8) * 16 + tl.arange(0, BLOCK_N)
     k = tl.load(job + 9) * 16 + tl.arange(0, BLOCK_K)
-    n_ok = n < columns
-    k_ok = k < FAN_IN
-    area = OUT_HEIGHT * OUT_WIDTH
+    tap = k // X_PITCH
+    channel = k % X_PITCH
+    away = ((tap // SIZE) * WIDE + tap % SIZE) * dilation * X_PITCH + channel
+    k_ok = k < SIZE * SIZE * X_PITCH
+    if WHOLE:
+        column = 0
+    # Columns beyond the last are those of another stage or nothing; a mask of them would make loads narrower.
+    n_ok = column + n < DY_PITCH
+    area: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     begin = tl.program_id(1) * rows_each
     end = tl.minimum(begin + rows_each, rows)
     dy_base = dy_ptr + unit.to(tl.int64) * dy_size + column
     base = x_ptr + source.to(tl.int64) * x_size
-    first = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    second = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    third = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    fourth = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    fifth = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    total = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    inner = tl.arange(0, BLOCK_M)
+    dy_at = dy_base + (inner * DY_PITCH)[:, None] + n[None, :]
+    places = ((inner // OUT_WIDTH * WIDE + inner % OUT_WIDTH) * STRIDE + shift) * X_PITCH
+    x_at = base + places[:, None] + away[None, :]
     for start in range(begin, end, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
-        m_ok = m < end
-        image = m // area
-        inside = m - image * area
-        h = (inside // OUT_WIDTH) * STRIDE
-        w = (inside % OUT_WIDTH) * STRIDE
-        row = (image * TALL + h + r * dilation) * WIDE + w + shift
-        ok = m_ok[:, None] & k_ok[None, :]
-        if EXTERNAL and STRIDE > 1:
-            ok = ok & ((h - padding < TALL) & (w - padding < WIDE))[:, None]
-        dy = tl.load(dy_base + (m * C)[:, None] + n[None, :], mask=m_ok[:, None] & n_ok[None, :], other=0.0)
-        dy = tl.trans(dy)
-        x = _window(base, row, ok, k, 0, FAN_IN, EXTERNAL)
-        first = tl.dot(dy, x, first, input_precision=PRECISION)
-        if SIZE > 1:
-            x = _window(base, row, ok, k, dilation, FAN_IN, EXTERNAL)
-            second = tl.dot(dy, x, second, input_precision=PRECISION)
-            x = _window(base, row, ok, k, 2 * dilation, FAN_IN, EXTERNAL)
-            third = tl.dot(dy, x, third, input_precision=PRECISION)
-        if SIZE > 3:
-            x = _window(base, row, ok, k, 3 * dilation, FAN_IN, EXTERNAL)
-            fourth = tl.dot(dy, x, fourth, input_precision=PRECISION)
-            x = _window(base, row, ok, k, 4 * dilation, FAN_IN, EXTERNAL)
-            fifth = tl.dot(dy, x, fifth, input_precision=PRECISION)
-    tap = columns * FAN_IN
-    at = to_ptr + tl.program_id(1).to(tl.int64) * to_size + to + r * SIZE * tap + (n * FAN_IN)[:, None] + k[None, :]
-    ok = n_ok[:, None] & k_ok[None, :]
-    tl.store(at, first, mask=ok)
-    if SIZE > 1:
-        tl.store(at + tap, second, mask=ok)
-        tl.store(at + 2 * tap, third, mask=ok)
-    if SIZE > 3:
-        tl.store(at + 3 * tap, fourth, mask=ok)
-        tl.store(at + 4 * tap, fifth, mask=ok)
+        if ALIGNED:
+            image = start // area
+            line = (start - image * area) // OUT_WIDTH * STRIDE
+            dy = tl.load(dy_at + start * DY_PITCH, mask=n_ok[None, :], other=0.0)
+            x = tl.load(x_at + (image * TALL + line) * WIDE * X_PITCH, mask=k_ok[None, :], other=0.0)
+        else:
+            m = start + inner
+            m_ok = m < end
+            image = m // area
+            inside = m - image * area
+            h = (inside // OUT_WIDTH) * STRIDE
+            w = (inside % OUT_WIDTH) * STRIDE
+            row = (image * TALL + h) * WIDE + w + shift
+            ok = m_ok[:, None] & k_ok[None, :]
+            if EXTERNAL and STRIDE > 1:
+                ok = ok & ((h - padding < TALL) & (w - padding < WIDE))[:, None]
+            dy = tl.load(dy_at + start * DY_PITCH, mask=m_ok[:, None] & n_ok[None, :], other=0.0)
+            x = tl.load(base + (row * X_PITCH)[:, None] + away[None, :], mask=ok, other=0.0)
+        if EXTERNAL:
+            x = tl.maximum(x, 0.0).to(x.dtype)
+        total = tl.dot(tl.trans(dy), x, total, input_precision=PRECISION)
+    at = to_ptr + tl.program_id(1).to(tl.int64) * to_size + to + (n * FAN_IN)[:, None]
+    at += (tap * columns * FAN_IN + channel)[None, :]
+    tl.store(at, total, mask=(n < columns)[:, None] & (k_ok & (channel < FAN_IN))[None, :])
 
 
 @triton.jit
@@ -598,10 +643,11 @@ def _pulls(
     c = tl.program_id(2) * CB + tl.arange(0, CB)
     c_ok = c < C
     m_ok = m < rows
-    dy = _pull(
-        jobs_ptr + tl.program_id(1) * 7, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, c, c_ok, AREA, samples,
-        planes, C, C, DROPS,
-    )  # fmt: skip
+    job = jobs_ptr + tl.program_id(1) * 7
+    g_rows, y_rows, slopes, factor = _pull_rows(
+        job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, AREA, samples, C, C, DROPS
+    )
+    dy = _pull(g_rows, y_rows, slopes, factor, m_ok, c, c_ok, planes, C, DROPS)
     to = to_ptr + tl.program_id(1).to(tl.int64) * size + (m * C)[:, None] + c[None, :]
     tl.store(to, dy.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & c_ok[None, :])
 
@@ -611,10 +657,13 @@ def _gather(
     x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
     winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size,
-    planes, terms, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
+    planes, terms, C: tl.constexpr, PITCH: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a plane's value: of all convolutions, identities and pools that read it."""
+    """The gradient of a plane's value: of all convolutions, identities and pools that read it.
+
+    SIZE: that of all windows, 0 where they differ. STEP: taps of a line that are read at a time.
+    """
     own = sources_ptr + tl.program_id(1) * 10
     unit, column, distance, source = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C, tl.load(own + 3)
     begin, end, other, last = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
@@ -638,6 +687,8 @@ def _gather(
         size, dilation, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2)
         depth, lowered = tl.load(job + 3) * C, tl.load(job + 4)
         base = lowered_ptr + lowered.to(tl.int64) * lowered_size
+        if SIZE > 0:
+            size = SIZE
         for r in range(size):
             h = i + padding - r * dilation
             if STRIDE == 1:
@@ -645,19 +696,23 @@ def _gather(
             else:
                 h_ok = (h & 1) == 0
                 start = (image * tall + (h >> 1) + BORDER) * wide + BORDER
-            for left in range(0, size, 3):
-                for step in tl.static_range(3):  # three loads at a time are under way
+            for left in range(0, size, STEP):
+                for step in tl.static_range(STEP):  # that many loads are under way at a time
                     s = left + step
                     w = j + padding - s * dilation
-                    if STRIDE == 1:
-                        here = c_ok[None, :] & (s < size)
-                    else:
-                        here = (h_ok & ((w & 1) == 0))[:, None] & c_ok[None, :] & (s < size)
+                    here = (c < PITCH)[None, :]
+                    if STRIDE == 2:
+                        here = here & (h_ok & ((w & 1) == 0))[:, None]
                         w = w >> 1
-                    d = tl.load(base + (start + w)[:, None] * C + c[None, :], mask=here, other=0.0).to(tl.float32)
-                    weight = tl.load(
-                        depth_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
-                    )
+                    if SIZE == 0:
+                        here = here & (s < size)
+                    d = tl.load(base + (start + w)[:, None] * PITCH + c[None, :], mask=here, other=0.0).to(tl.float32)
+                    if SIZE > 1:  # what is beyond the channels is not stored
+                        weight = tl.load(depth_ptr + depth + (r * size + s) * C + c, mask=c_ok)
+                    else:
+                        weight = tl.load(
+                            depth_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
+                        )
                     total += d * weight[None, :]
     at = unit.to(tl.int64) * x_size + column + m[:, None] * distance + c[None, :]
     y = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
@@ -735,10 +790,11 @@ def _first_depth(program):
 
 @dataclass(frozen=True)
 class Read:
-    """Maps that stages read, dense: `tall` × `wide` with a border, `size` elements each, by source."""
+    """Maps that stages read, by source: `tall` × `wide` pixels of `pitch` values with a border, `size` values each."""
 
     tensor: torch.Tensor
     size: int
+    pitch: int
     tall: int
     wide: int
     border: int
@@ -789,9 +845,10 @@ class Run:
         self.rows_in, self.rows = n * height * width, n * self.out_height * self.out_width
         self.c = program.channels
         self.precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
-        self.blocks = BLOCKS
+        self.blocks = blocks_for(self.c)
         self.block_c = min(self.blocks.channels, padded(self.c))
-        self.tile = self.blocks.rows if self.c <= 128 else self.blocks.rows // 2
+        self.tile = self.blocks.stage_rows
+        self.pitch = triton.cdiv(self.c, self.blocks.pitch) * self.blocks.pitch
         self.norms = {norm.plane: norm for norm in program.norms}
         self.weights_unit, self.columns_unit = _units(program)
         self.given = self.buffer = self.winners = self.depths = None
@@ -903,18 +960,21 @@ class Run:
         height, width = self._size_of(stages[0])
         tall, wide = height + 2 * border, width + 2 * border
         rows = self.n * tall * wide
-        to = torch.empty(len(sources) * rows * self.c, dtype=self.dtype, device=self.device)
+        size = rows * self.pitch
+        to = torch.empty(len(sources) * size, dtype=self.dtype, device=self.device)
         jobs = tuple((*self.view(source), source) for source in sources)
         block = max(1, self.blocks.add_elements // self.block_c)
-        _activate[(triton.cdiv(rows, block), len(sources), triton.cdiv(self.c, self.block_c))](
-            x, self.coefficients, to, table(jobs, self.device), rows, height, width, border, self._plane_size(x),
-            rows * self.c, self.program.planes, C=self.c, CB=self.block_c, BLOCK=block,
+        _activate[(triton.cdiv(rows, block), len(sources), triton.cdiv(self.pitch, self.block_c))](
+            x, self.coefficients, to, table(jobs, self.device), rows, height, width, border, self._plane_size(x), size,
+            self.program.planes, C=self.c, PITCH=self.pitch, CB=self.block_c, BLOCK=block,
         )  # fmt: skip
-        return Read(to, rows * self.c, tall, wide, border, {source: i for i, source in enumerate(sources)})
+        return Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
 
     def _external(self, x):
         """An input tensor: it has no border."""
-        return Read(x, x.numel(), x.shape[1], x.shape[2], 0, {-1 - i: 0 for i in range(self.program.inputs)})
+        return Read(
+            x, x.numel(), x.shape[3], x.shape[1], x.shape[2], 0, {-1 - i: 0 for i in range(self.program.inputs)}
+        )
 
     def _run_stages(self, stages, read, y, partial, size, rows):
         """size: that of the output."""
@@ -936,12 +996,12 @@ class Run:
         _stages[(triton.cdiv(rows, self.tile), len(jobs))](
             read.tensor, self.parameters, self.depths, y, y if partial is None else partial, table(jobs, self.device),
             rows, read.tall, read.wide, size[0], size[1], read.size, self._plane_size(y),
-            p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, WEIGHTS=self.weights_unit,
-            COLUMNS=self.columns_unit, SIZE=stages[0].size, STRIDE=stages[0].stride, BLOCK_M=self.tile,
-            BLOCK_N=block_n,
-            BLOCK_K=min(depth, padded(stages[0].fan_in)),
-            EXTERNAL=external,
-            STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps,
+            p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, PITCH=read.pitch,
+            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size, STRIDE=stages[0].stride,
+            BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)), EXTERNAL=external,
+            STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums), EVEN=rows % self.tile == 0,
+            PRECISION=self.precision,
+            num_warps=8 if external else self.blocks.stage_warps,
         )  # fmt: skip
 
     def _plane_size(self, buffer):
@@ -1076,9 +1136,10 @@ class Run:
         """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
         p, c = self.program, self.c
         read = self._activated(stages, x)
-        size = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border) * c
+        pixels = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border)
+        size, block = pixels * self.pitch, self.blocks.lower_rows
         to = torch.empty(len(stages) * size, dtype=self.dtype, device=self.device)
-        dy = torch.empty(len(stages) * self.rows * c, dtype=self.dtype, device=self.device)
+        dy = torch.empty(len(stages) * self.rows * self.pitch, dtype=self.dtype, device=self.device)
         block_k = min(self.blocks.lower_columns, padded(c))
         jobs = tuple(
             (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
@@ -1086,12 +1147,13 @@ class Run:
             for i, s in enumerate(stages)
             for first in range(0, s.fan_in, block_k)
         )  # fmt: skip
-        border = size // c - self.rows
-        _lower[(self.tiles(self.rows) + self.tiles(border), len(jobs))](
+        border = triton.cdiv(pixels - self.rows, block)
+        _lower[(triton.cdiv(self.rows, block) + border, len(jobs))](
             self.gradient, self.buffer, self.parameters, self._scales(), self.slopes, to, to, dy,
             table(jobs, self.device), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
-            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=read.border, to_size=size, C=c, FAN_IN=c,
-            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=self.tile,
+            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=read.border, to_size=size,
+            dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch, DY_PITCH=self.pitch,
+            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
             BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False,
             PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
         )  # fmt: skip
@@ -1099,26 +1161,28 @@ class Run:
         return Lowered(to, size, read.border)
 
     def _weigh(self, stages, read, dy, size, rows):
-        """Partial sums of the gradients of the stages' dense kernels; dy [stages, rows, c]."""
-        c, b = self.c, self.blocks
+        """Partial sums of the gradients of the stages' dense kernels; dy [stages, rows, pitch]."""
+        b = self.blocks
         numbered = {stage: i for i, stage in enumerate(stages)}
         for group in by_size(stages):
             plan = self.weighing[group]
-            window, fan_in = group[0].size, group[0].fan_in
+            external = group[0].source < 0
+            aligned = size[0] * size[1] % b.weight_rows == 0 and b.weight_rows % size[1] == 0
+            aligned = aligned and not (external and group[0].stride > 1)  # those need a mask
             jobs = tuple(
                 (numbered[s], s.column // self.columns_unit, s.width // self.columns_unit, *read.window(s), at,
-                 n // 16, k // 16, r)
+                 n // 16, k // 16)
                 for s, at in zip(group, plan.at, strict=True)
-                for r in range(window)
                 for n in range(0, s.width, plan.block_n)
-                for k in range(0, fan_in, plan.block_k)
+                for k in range(0, s.taps * read.pitch, plan.block_k)
             )  # fmt: skip
             _weight_gradient[(len(jobs), plan.splits)](
                 dy, read.tensor, self.sums[plan.start :], table(jobs, self.device), rows, plan.rows_each, read.tall,
-                read.wide, size[0], size[1], rows * c, read.size, plan.length, C=c, FAN_IN=fan_in,
-                COLUMNS=self.columns_unit, SIZE=window, STRIDE=group[0].stride, BLOCK_M=b.weight_rows,
-                BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, EXTERNAL=group[0].source < 0, PRECISION=self.precision,
-                num_warps=b.weight_warps, num_stages=b.weight_stages,
+                read.wide, size[0], size[1], rows * self.pitch, read.size, plan.length, DY_PITCH=self.pitch,
+                FAN_IN=group[0].fan_in, X_PITCH=read.pitch, COLUMNS=self.columns_unit, SIZE=group[0].size,
+                STRIDE=group[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
+                EXTERNAL=external, WHOLE=self.columns_unit == self.c, ALIGNED=aligned, PRECISION=self.precision,
+                num_warps=4 if plan.block_n * plan.block_k <= 2**13 else 8, num_stages=b.weight_stages,
             )  # fmt: skip
 
     def _plan_weights(self):
@@ -1129,19 +1193,17 @@ class Run:
         inner = [stages for r in p.rounds for stages in (r.first, r.second)]
         for rows, stages in (*((self.rows_in, s) for s in inputs), *((self.rows, s) for s in inner)):
             for group in by_size(stages):
-                window, fan_in = group[0].size, group[0].fan_in
-                block_n = min(b.weight_side, padded(max(s.width for s in group)))
-                block_k = min(b.weight_side, padded(fan_in))
-                at, length, jobs = [], 0, 0
-                for s in group:
-                    at.append(length)
-                    length += s.taps * s.width * fan_in
-                    jobs += window * triton.cdiv(s.width, block_n) * triton.cdiv(fan_in, block_k)
+                external, fan_in = group[0].source < 0, group[0].fan_in
+                columns = group[0].taps * (fan_in if external else self.pitch)
+                block_n = side_for(max(s.width for s in group), b.weight_side)
+                block_k = side_for(columns, b.weight_side)
+                jobs = sum(triton.cdiv(s.width, block_n) for s in group) * triton.cdiv(columns, block_k)
                 splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), triton.cdiv(b.weight_programs, jobs)))
                 each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
                 splits = triton.cdiv(rows, each)
-                found[group] = WeightSums(start, length, splits, each, block_n, block_k, tuple(at))
-                start += splits * length
+                at = tuple(accumulate((s.taps * s.width * fan_in for s in group), initial=0))
+                found[group] = WeightSums(start, at[-1], splits, each, block_n, block_k, at[:-1])
+                start += splits * at[-1]
         return found
 
     def _finish_weights(self):
@@ -1191,6 +1253,8 @@ class Run:
         )
         stride = p.stride if first else 1
         pulled = self._pulls(pools)
+        sizes = {s.size for s in stages}
+        size = sizes.pop() if len(sizes) == 1 else 0
         block = self.blocks.gather_rows // (2 if pools else 1)
         tiles = triton.cdiv(rows, block)
         partial = self.parameters.new_empty(2, tiles, len(sources), c) if stats else None
@@ -1200,8 +1264,9 @@ class Run:
             self.parameters if partial is None else partial, table(tuple(own), self.device),
             table(tuple(jobs) or ((0,) * 5,), self.device), table(tuple(others) or ((0,) * 6,), self.device), rows,
             height, width, self.out_height, self.out_width, lowered.border, self.n,
-            self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources), C=c,
-            CB=self.block_c, STRIDE=stride, BLOCK=block, DROPS=self.factors is not None, POOLED=bool(pools),
+            self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources), C=c, PITCH=self.pitch,
+            CB=self.block_c, SIZE=size, STEP=size or 3, STRIDE=stride, BLOCK=block, DROPS=self.factors is not None,
+            POOLED=bool(pools),
             STATS=partial is not None, num_warps=self.blocks.gather_warps,
         )  # fmt: skip
         if partial is not None:
@@ -1241,12 +1306,14 @@ class Run:
                 for i, s in enumerate(stages)
                 for first in range(0, s.fan_in, block_k)
             )
-            dy = torch.empty(len(stages) * self.rows_in * c, dtype=self.dtype, device=self.device)
-            _lower[(triton.cdiv(self.rows_in, self.tile), len(jobs))](
+            dy = torch.empty(len(stages) * self.rows_in * self.pitch, dtype=self.dtype, device=self.device)
+            fan_in, block = stages[0].fan_in, self.blocks.lower_rows
+            _lower[(triton.cdiv(self.rows_in, block), len(jobs))](
                 self.given_gradient, self.given, self.parameters, self._scales(), self.slopes, x, to, dy,
                 table(jobs, self.device), self.rows_in, self.height * self.width, self.n, self._plane_size(self.given),
-                p.planes, x.shape[1], x.shape[2], self.height, self.width, 0, 0, C=c, FAN_IN=stages[0].fan_in,
-                WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=self.tile,
+                p.planes, x.shape[1], x.shape[2], self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c,
+                FAN_IN=fan_in, PITCH=fan_in, DY_PITCH=self.pitch,
+                WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
                 BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, EXTERNAL=True,
                 PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
             )  # fmt: skip

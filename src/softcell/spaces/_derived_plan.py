@@ -62,7 +62,7 @@ class DerivedPass:
         dropping = [cell for cell in cells if cell.norms[0][1].training and cell.program.paths]
         if dropping and dropping[0].drop_path.probability > 0.0:
             counts = [cell.program.paths for cell in dropping]
-            drawn = dropping[0].drop_path.factors(x, sum(counts)).split(counts)
+            drawn = torch.split(dropping[0].drop_path.factors(x, sum(counts)), counts)
             self._factors = {id(cell): factors for cell, factors in zip(dropping, drawn, strict=True)}
 
     def run(self, cell: DerivedCell, states: Sequence[Tensor]) -> Tensor:
