@@ -297,10 +297,12 @@ def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
     from softcell.recipes import search_recipe
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     search_settings = {**TINY, "epochs": 2, "drop_path": 0.2}
     file = plan(tmp_path, methods=["darts", "gdas"], seeds=[4], search=search_settings, only={"gdas": {"epochs": 1}})
     every = jobs_of(read_plan(file), tmp_path / "out")
     outcome = run_sweep(every, Local(2), retries=0, poll=0.02)
+    monkeypatch.undo()
     assert {job.name for job in outcome.finished} == {job.name for job in every}, outcome.failed
     for job in every:
         assert "in one process with other jobs" in (job.folder / LOG).read_text()
@@ -320,6 +322,7 @@ def test_a_search_that_fails_beside_others_is_retried_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     every = jobs_of(read_plan(plan(tmp_path, seeds=2)), tmp_path / "out")
     submitted: list[tuple[str, str]] = []
     monkeypatch.setattr("softcell.app.sweep.launch._Shared", lambda process, job, alone: pretended(job, "shared", 2))
@@ -341,6 +344,8 @@ def test_a_search_that_fails_beside_others_is_retried_in_a_process_of_its_own(
 def test_only_searches_that_fit_together_share_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
     def sharing(at_once: int, **settings: Any) -> bool:
         return launchers[at_once]._sharing(Job(tmp_path / str(len(names)), settings, None, 0), 0) is not None
 
@@ -352,6 +357,9 @@ def test_only_searches_that_fit_together_share_a_process(tmp_path: Path, monkeyp
         launchers[4]._tried.clear()
         assert not sharing(4, **settings)
     assert not sharing(4, threads=1)  # the same job again: it failed before
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    launchers[4]._tried.clear()
+    assert not sharing(4, threads=1)  # on a CPU processes of their own are faster
 
 
 def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class Local:
         assert self.at_once is not None
         if again or not gpus or self.at_once <= len(gpus) or is_finished(job.folder / "search"):
             return None
-        if job.search.get("device", "auto") not in ("auto", "cuda"):
+        if job.search.get("device", "auto") not in ("auto", "cuda") or not torch.cuda.is_available():
             return None
         gpu = gpus[slot % len(gpus)]
         # Searches in one process must agree on what is set for the whole process.
