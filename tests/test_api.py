@@ -99,6 +99,9 @@ def test_images_in_memory_are_kept_beside_the_run_and_a_resumed_run_needs_no_arr
     assert api.search(data=images, resume=True, out=made.found.folder).genotype == made.found.genotype
     with pytest.raises(UserError, match="a resumed run keeps its recipe"):
         api.search(data=(1 - images[0], images[1]), resume=True, out=made.found.folder)
+    with pytest.raises(UserError, match="did you mean 'epochs'"):
+        api.search(data=(1 - images[0], images[1]), epoch=3, out=made.found.folder.parent / "never")
+    assert [*made.found.folder.parent.glob("*.npz")] == kept, "a refused call leaves nothing"
 
 
 def test_images_in_memory_give_the_same_search_as_their_file(made: Made, tmp_path: Path) -> None:
@@ -131,6 +134,27 @@ def test_python_accepts_the_names_of_the_command_line(
 
     assert run(["search", *line.split()]) == 0
     assert given == [from_options(settings)]
+
+
+def test_options_stand_for_these_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("table.yaml", "mine.py", "weights.safetensors"):
+        Path(name).touch()
+    budgets = {"max_params": 1, "max_flops": "2M", "max_latency": 3.0, "at_size": 32, "latency_table": "table.yaml"}
+    expected = {"max_params": 1, "max_flops": "2M", "max_latency": 3.0, "image_size": 32}
+    expected["latency_table"] = str(tmp_path / "table.yaml")
+    assert from_options({"resource": "mild", **budgets}) == {"resource": {"preset": "mild", **expected}}
+    assert from_options({"select": "perturbation", "guide": "resnet", "epochs": None}) == {
+        "select": {"by": "perturbation"},
+        "guide": {"teacher": "resnet"},
+    }
+    assert from_options({"plugin": "mine.py", "init": Path("weights.safetensors")}) == {
+        "plugins": [str(tmp_path / "mine.py")],
+        "init": str(tmp_path / "weights.safetensors"),
+    }
+    assert from_options({"cells": 5, "channels": 8, "set": ["space.nodes=2"]}) == {
+        "space_settings": {"cells": 5, "channels": 8, "nodes": 2}
+    }
 
 
 def test_objects_replace_a_part_and_mappings_change_it() -> None:

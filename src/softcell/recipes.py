@@ -125,6 +125,7 @@ class TrainSettings(_Common, total=False):
     jitter: float
     holdout: float
     allow_empty: bool
+    test: bool
     init: str | Path
 
 
