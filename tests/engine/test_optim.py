@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.engine.optim import _laid_out_like, _owned, fill_momenta, load_optimiser, rmsprop, set_lr, sgd
+from softcell.engine.distributed import World
+from softcell.engine.optim import (
+    _laid_out_like,
+    _owned,
+    apply_gradients,
+    fill_momenta,
+    load_optimiser,
+    rmsprop,
+    set_lr,
+    sgd,
+)
 
 CPU = torch.device("cpu")
 
@@ -108,3 +118,24 @@ def test_rmsprop_is_that_of_tensorflow_number_by_number() -> None:
         parameter.grad = torch.tensor(row).double()
         optimiser.step()
     torch.testing.assert_close(parameter.detach(), torch.tensor(expected).double(), rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_of_all_layers_are_averaged_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks are pretended: the other one has the same gradients, so the sum is twice as large."""
+    sent: list[int] = []
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        sent.append(tensor.numel())
+        tensor.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    net = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(20)))
+    parameters = list(net.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    given = [gradient.clone() for gradient in gradients]
+    optimiser = torch.optim.SGD(parameters, lr=1.0)
+    apply_gradients(optimiser, parameters, gradients, World(0, 2, 0, torch.device("cpu")), clip=0.0)
+    assert sent == [sum(parameter.numel() for parameter in parameters)]
+    for parameter, start, gradient in zip(parameters, before, given, strict=True):
+        torch.testing.assert_close(parameter.detach(), start - gradient)
