@@ -99,7 +99,9 @@ def find_teacher(
     elif path.is_dir():
         found, about = _from_run(path)
     elif path.suffix.lower() == ".pt2" and path.is_file():
-        found, about = _from_program(path, trust)
+        with trusting(trust):
+            program, about = read_program(path, "--guide")
+        found = _Program(program)
     else:
         hint = f"; registered: {', '.join(_REGISTERED)}" if _REGISTERED else ""
         if source in ARCHITECTURES:
@@ -199,9 +201,9 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name.removeprefix(prefix): value for name, value in loaded.items()}, {}
 
 
-def _from_program(file: Path, trust: bool) -> tuple[nn.Module, dict[str, Any]]:
-    with trusting(trust):  # reading one unpickles objects
-        content = trusted(file, "--guide", "program")
+def read_program(file: Path, asked_by: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
+    """An exported program and its digest; reading one unpickles objects, so the file must be trusted."""
+    content = trusted(file, asked_by, "program")
     log = logging.getLogger("torch.export")  # it would print a traceback beside our message
     was, log.disabled = log.disabled, True
     try:
@@ -213,7 +215,7 @@ def _from_program(file: Path, trust: bool) -> tuple[nn.Module, dict[str, Any]]:
         ) from error
     finally:
         log.disabled = was
-    return _Program(program), {"digest": content.digest}
+    return program, {"digest": content.digest}
 
 
 class _Program(nn.Module):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from softcell.app.pipeline import Entry, Result, Round, Row, Summary, verdict
+from softcell.app.pipeline import Beside, Entry, Result, Round, Row, Summary, verdict
 from softcell.app.pipeline.choose import held_out_share, random_others
 from softcell.app.pipeline.competition import (
     ENTRY_EPOCHS,
@@ -220,6 +220,14 @@ def test_without_search_or_competition_the_verdict_claims_nothing() -> None:
 def test_the_verdict_says_that_a_network_learned_nothing() -> None:
     guessing = dataclasses.replace(made(results(plain_1=0.5, found=0.5), accuracy=0.5), most_frequent=0.5)
     assert "nothing useful" in verdict(guessing)[1][-1]
+
+
+def test_the_verdict_compares_with_the_own_model_on_the_test_images() -> None:
+    summary = dataclasses.replace(made(results(plain_1=0.5, found=0.5)), beside=Beside("mine.onnx", 0.8))
+    assert "mine.onnx (80.0%), on the same 400 test images: 10.0 points better; up to" in verdict(summary)[1][-1]
+    assert Summary.from_dict(summary.to_dict(), Path("runs/x")) == summary
+    close = dataclasses.replace(summary, beside=Beside("mine.onnx", 0.91))
+    assert "1.0 points worse" in verdict(close)[1][-1] and "no difference can be claimed" in verdict(close)[1][-1]
 
 
 def test_a_summary_survives_its_file_and_a_moved_folder() -> None:

@@ -11,11 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from softcell.api import Network
 from softcell.app.cli.main import run as softcell
 from softcell.app.pipeline import Plan, RunRequest, competition, run, summary
 from softcell.app.pipeline import run as pipeline
+from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.time_budget import JobTime, stop_when_late
 from softcell.engine import DivergedError, Failure
@@ -267,16 +270,20 @@ def test_the_final_training_keeps_its_share_and_the_search_gets_less_than_a_fift
 
 
 @pytest.mark.parametrize(
-    ("epoch", "search", "searches"),
-    [(0.2, JobTime(1.0, 2.0), True), (0.2, JobTime(1.0, 60.0), False), (60.0, JobTime(1.0, 2.0), True)],
+    ("epoch", "search", "length"),
+    [
+        (0.2, JobTime(1.0, 2.0), "epochs, 2.0 s per epoch"),
+        (0.2, JobTime(1.0, 60.0), "none: the time is too short for one (3 epochs take 181 s)"),
+        (60.0, JobTime(1.0, 2.0), "none: the time is too short for one and a comparison"),
+    ],
 )
-def test_a_search_without_time_for_some_epochs_is_left_out(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: float, search: JobTime, searches: bool
+def test_a_search_without_time_for_some_epochs_and_a_comparison_is_left_out(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epoch: float, search: JobTime, length: str
 ) -> None:
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, epoch), search=search)
-    assert plan.search is not None and ("recipe" in plan.search) == searches
-    assert any("the time is too short for one (3 epochs take 181 s)" in line for line in screen.lines) != searches
-    if not searches:
+    assert plan.search is not None and ("recipe" in plan.search) == (not length.startswith("none"))
+    assert any(length in line for line in screen.lines)
+    if length.startswith("none"):
         assert module._Run(plan, screen).search(module.build(module.Choice, plan.choice, "x")) is None
 
 
@@ -387,14 +394,22 @@ def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
 
 
 @pytest.mark.usefixtures("no_onnx")
-def test_a_run_is_resumed_after_its_folder_is_moved(data: Path, tmp_path: Path) -> None:
-    plan = Plan.create(tmp_path / "first", request(data))
+def test_a_run_is_resumed_after_its_folder_is_moved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always_first(images: Tensor) -> Tensor:
+        return torch.tensor([1.0, 0.0]).expand(len(images), 2)
+
+    own = OwnModel(Path("mine.onnx"), always_first, (3, 12, 12))
+    monkeypatch.setattr(module, "read_own", lambda file: own)
+    plan = Plan.create(tmp_path / "first", replace(request(data), beside="mine.onnx"))
     with pytest.raises(KeyboardInterrupt):
         pipeline(plan, Screen(stop_at="round 1"))
     assert json.loads((plan.folder / "plan.json").read_text())["data"] == "data"
     plan.folder.rename(tmp_path / "second")
     first = pipeline(Plan.open(tmp_path / "second"), Screen()).summary
     assert first is not None and first.delivered.folder == str(tmp_path / "second" / "train")
+    assert first.beside == summary.Beside("mine.onnx", 0.5)  # half of the test images are of the first class
     manifest = json.loads((tmp_path / "second" / "train" / "run.json").read_text())
     assert manifest["recipe"]["data"] == str((tmp_path / "second" / "data").resolve())
     (tmp_path / "second").rename(tmp_path / "third")

@@ -72,6 +72,7 @@ def demo(
         "softcell run --data photos/",
         "softcell run --data photos/ --max-params 1M --max-flops 200M --time 30m",
         "softcell run --data digits --time 3m",
+        "softcell run --data photos/ --beside my-model.onnx",
         "softcell run --resume runs/run-photos-1",
     ),
 )
@@ -97,6 +98,14 @@ def run(
     space: Annotated[str | None, typer.Option(help="Search space. Default: chosen for data and device.")] = None,
     method: Annotated[str | None, typer.Option(help="Search method. Default: chosen for data and device.")] = None,
     image_size: o.ImageSize = None,
+    beside: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Your own model (.onnx, or .pt2 with --trust), measured on the same test images: pixels in 0..1 to "
+            "one score per class.",
+        ),
+    ] = None,
     data_root: o.DataRoot = None,
     seed: o.Seed = None,
     device: o.Device = None,
@@ -122,6 +131,7 @@ def run(
         "space": space,
         "method": method,
         "image_size": image_size,
+        "beside": None if beside is None else str(beside.resolve()),
         "data_root": data_root,
         "seed": seed,
         "device": device,

@@ -3,10 +3,11 @@
 from softcell.app.pipeline.competition import Result, Round
 from softcell.app.pipeline.plan import Plan, RunRequest, Screen
 from softcell.app.pipeline.run import Outcome, run
-from softcell.app.pipeline.summary import Entry, Row, Summary, verdict
+from softcell.app.pipeline.summary import Beside, Entry, Row, Summary, verdict
 from softcell.text import parse_time
 
 __all__ = [
+    "Beside",
     "Entry",
     "Outcome",
     "Plan",

@@ -35,10 +35,10 @@ LEAST_EPOCHS = 5
 FEW_EPOCHS, GOOD_EPOCHS = 10, 40
 """Least epochs of the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones."""
 KEPT_SIZE = 32
-ENOUGH_EPOCHS, ENOUGH_IMAGES = 30, 500_000
+ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
 """Plain networks are at most so large that the final training has time for so many epochs, or sees so many images."""
-NARROWEST = 4
-"""Channels of the smallest network that is chosen for lack of time; a budget may ask for fewer."""
+NARROWEST = 8
+"""Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may ask for fewer."""
 SMALLER = 0.6
 """Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
 HOUR = 3600.0
@@ -197,7 +197,7 @@ def epoch_seconds(measured: float, reference: Cost, other: Cost) -> float:
     describe plain networks of 8 to 32 channels on a CPU.
     """
     ratio = other.multiply_adds / reference.multiply_adds
-    return measured * float(ratio ** (0.6 if ratio < 1.0 else 0.9))
+    return measured * float(ratio ** (0.5 if ratio < 1.0 else 0.9))
 
 
 def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) -> list[tuple[dict[str, Any], Cost]]:
@@ -218,7 +218,7 @@ def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) 
         break  # wider ones cost more
     if not found:
         raise UserError("no plain residual network fits the budget; raise it")
-    wide = [each for each in found if each[0]["channels"] >= NARROWEST] or found[-1:]
+    wide = [each for each in found if each[0]["channels"] >= NARROWEST] or found[-2:]
     return sorted(wide, key=lambda item: item[1].multiply_adds, reverse=True)
 
 

@@ -20,7 +20,7 @@ FIRST_SHARE = 0.4
 """Share of the competition's time for its first round."""
 KEPT = 3
 """One in so many networks reaches the second round; two at least."""
-ENTRY_EPOCHS = 3
+ENTRY_EPOCHS = 5
 """Least epochs of the largest network in the first round; with less time, fewer networks enter."""
 SEED_EPOCHS, MOST_SEEDS = 20, 3
 """The last round has a further seed for every so many epochs that it has time for."""

@@ -83,6 +83,7 @@ class RunRequest:
     space: str | None = None
     method: str | None = None
     image_size: int | None = None
+    beside: str | None = None
 
     def __post_init__(self) -> None:
         if not self.time > 0:

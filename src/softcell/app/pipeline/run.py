@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from softcell.app import jobs
+from softcell.app.pipeline.beside import OwnModel, read_own
 from softcell.app.pipeline.choose import (
     LEAST_EPOCHS,
     REFERENCE,
@@ -38,6 +39,7 @@ from softcell.app.pipeline.choose import (
     train_recipe,
 )
 from softcell.app.pipeline.competition import (
+    ENTRY_EPOCHS,
     LARGEST,
     Candidate,
     Result,
@@ -65,6 +67,7 @@ from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.batches import SmallDataWarning
 from softcell.data.catalogue import loaded_once
+from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.checkpoint import replace_recipe
 from softcell.engine.lock import free_reserve, locked
@@ -205,6 +208,8 @@ class _Run:
         self.device = resolve_device(plan.request.device)
         self.is_folder = plan.request.is_folder()
         self.root = plan.request.path()
+        self.own: OwnModel | None = None
+        self._for_own = 0.0  # seconds that measuring the user's own model takes at the end
 
     @property
     def end(self) -> float:
@@ -217,17 +222,19 @@ class _Run:
         return self.end - max(FINAL_SHARE * self.request.time, float((self.plan.choice or {}).get("final", 0.0)))
 
     def _reserved(self) -> float:
-        return min(ENDING * slowness(self.plan.began), max(ENDING, MOST_RESERVED * self.request.time))
+        report = min(ENDING * slowness(self.plan.began), max(ENDING, MOST_RESERVED * self.request.time))
+        return report + self._for_own
 
     def whole(self) -> Summary:
         plan = self.plan
         plan.status = "running"
         inspection = self.inspect()
+        self.read_beside(inspection)
         choice = self.choose(inspection)
         genotype = self.search(choice)
         winner = self.compete(choice, genotype, inspection)
         trained = self.train(choice, winner)
-        summary = summarise(plan, self.screen, trained, inspection)
+        summary = summarise(plan, self.screen, trained, inspection, self.own)
         finish(plan, self.screen)
         plan.finish()
         return summary
@@ -249,6 +256,15 @@ class _Run:
         self.screen.print("data", *(f"  {line}" for line in found.lines()), "")
         check_num_images(found)
         return found
+
+    def read_beside(self, inspection: Inspection) -> None:
+        """Reads the user's own model, if there is one, and checks that it fits the images."""
+        if self.request.beside is None:
+            return
+        self.own = read_own(self.request.beside)
+        side = None if self.is_folder else inspection.sides[1]
+        each = self.own.check(inspection.channels, side, len(inspection.train))
+        self._for_own = 1.5 * each * (sum(inspection.test.values()) or TEST_FRACTION * inspection.num_train)
 
     def choose(self, inspection: Inspection) -> Choice:
         """Chooses image size, networks and the length of the search, from measured steps."""
@@ -354,8 +370,10 @@ class _Run:
     def _plan_search(self, choice: Choice) -> dict[str, Any]:
         """The recipe of the search and its expected time; only its `length` in words if there is no time for one."""
         plan, why = self.plan, "none: the time is too short for one"
-        if SEARCH_PART * (self.final_from - plan.used()) < 2 * self._measuring_seconds():
-            return {"length": why}
+        room = self.final_from - plan.used()
+        # What is found must be compared with the largest plain network, at least.
+        if (1 - SEARCH_PART) * room < 2 * ENTRY_EPOCHS * choice.epoch or room < 4 * self._measuring_seconds():
+            return {"length": f"{why} and a comparison"}
         with self.screen.working("measuring the steps of a search"):
             measured = self._measure_search(choice)
         networks = num_networks(search_recipe(plan, choice, MANY))

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from softcell.app.export import export
+from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.competition import Kind, Result, Round, standard_error
 from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plan import Plan, Screen
 from softcell.app.report.page import write_report
+from softcell.data import load
+from softcell.data.images import Images
 from softcell.engine import resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
@@ -70,6 +73,20 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The user's own model, and its accuracy on the same test images.
+
+    Example:
+        >>> from softcell.app.pipeline import Beside
+        >>> Beside("mine.onnx", 0.88).accuracy
+        0.88
+    """
+
+    file: str
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """The delivered network, `count` test images it was measured on, and the competition that chose it.
 
@@ -94,6 +111,7 @@ class Summary:
     held_out: int
     count: int
     most_frequent: float
+    beside: Beside | None = None
 
     def kind_of(self, name: str) -> Kind:
         return next(entry.kind for entry in self.entries if entry.name == name)
@@ -134,6 +152,13 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
     """
     lines, worth = _compared(summary)
     delivered, count = summary.delivered, summary.count
+    if summary.beside is not None:
+        own = summary.beside.accuracy
+        chance = 2 * standard_error(delivered.accuracy, own, count)
+        lines.append(
+            f"Delivered against {summary.beside.file} ({own:.1%}), on the same {count_of(count, 'test image')}: "
+            f"{_claim(delivered.accuracy - own, chance)}"
+        )
     share = summary.most_frequent
     if delivered.accuracy <= share + 2 * standard_error(delivered.accuracy, share, count):
         lines.append(f"Always predicting the most frequent class gives {share:.1%}: nothing useful was learned.")
@@ -191,8 +216,10 @@ def _claim(difference: float, chance: float) -> str:
     return f"{points}; up to {chance * 100:.1f} may be chance{': no difference can be claimed' if within else ''}."
 
 
-def summarise(plan: Plan, screen: Screen, trained: TrainResult, inspection: Inspection) -> Summary:
-    """Measures the latency and writes `summary.json`."""
+def summarise(
+    plan: Plan, screen: Screen, trained: TrainResult, inspection: Inspection, own: OwnModel | None = None
+) -> Summary:
+    """Measures the latency and the user's own model, and writes `summary.json`."""
     state, results = plan.competition, json.loads((trained.folder / "run.json").read_text(encoding="utf-8"))["results"]
     assert state is not None and trained.accuracy is not None
     entries = tuple(
@@ -212,6 +239,10 @@ def summarise(plan: Plan, screen: Screen, trained: TrainResult, inspection: Insp
     )
     with screen.working("measuring the latency"):
         latency = _latency(resolve_device(plan.request.device), trained.folder)
+    beside = None
+    if own is not None:
+        with screen.working(f"measuring {own.file.name}"):
+            beside = Beside(own.file.name, own.accuracy(_test_images(plan, own)))
     delivered = Row(
         state["winner"],
         next(entry.kind for entry in entries if entry.name == state["winner"]),
@@ -224,12 +255,28 @@ def summarise(plan: Plan, screen: Screen, trained: TrainResult, inspection: Insp
         round(sum(line["seconds"] for line in trained.metrics), 1),
     )
     summary = Summary(
-        delivered, state["why"], entries, rounds, state.get("count", 0), results["count"], inspection.most_frequent
+        delivered,
+        state["why"],
+        entries,
+        rounds,
+        state.get("count", 0),
+        results["count"],
+        inspection.most_frequent,
+        beside,
     )
     plan.summary = summary.to_dict()
     plan.save()
     atomic_write_text(plan.folder / SUMMARY, json.dumps(plan.summary, indent=2) + "\n")
     return summary
+
+
+def _test_images(plan: Plan, own: OwnModel) -> Images:
+    """The test images of the run, at the size that the user's own model takes."""
+    root = None if plan.request.is_folder() else plan.request.data_root
+    size = own.shape[1] if plan.request.is_folder() else None
+    dataset = load(str(plan.data), root, size)
+    assert dataset.test is not None  # the delivered network was measured on it
+    return dataset.test
 
 
 def _latency(device: torch.device, folder: Path) -> float:

@@ -16,7 +16,7 @@ from softcell.settings import build
 from softcell.spaces import build_space
 from softcell.text import count_of
 
-MOST_SLOWNESS = 4.0
+MOST_SLOWNESS = 8.0
 EVALUATION = 0.3
 """Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
 
