@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test lint types docs unit browser exhaustive integration bench clean
+.PHONY: help setup demo test lint types docs serve unit browser exhaustive integration bench clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ types: $(STAMP)
 
 docs: $(STAMP)  ## the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+serve: docs  ## the same, at http://127.0.0.1:8000, where its search works
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 unit: $(STAMP) browser
 	$(BIN)/python -m pytest -m 'not exhaustive and not integration' -n auto --dist loadfile

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import ast
 import base64
+import dataclasses
 import html
+import inspect
 import json
 import posixpath
 import re
 import shlex
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
-GALLERY = "<!-- cells of the records -->"
 REFERENCE = re.compile(r"^<!-- public names of ([\w.]+) -->$", re.MULTILINE)
 
 
@@ -64,6 +66,73 @@ def notebook_page(notebook: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def commands() -> str:
+    """All commands with their arguments and options, as their help has them."""
+    from softcell.app.cli.main import COMMANDS, load_command
+
+    parts = []
+    for name in COMMANDS:
+        command = load_command(name)
+        parts.append(f"## softcell {name}\n\n{cell(command.help)}")
+        rows = []
+        for one in command.params:
+            given = ", ".join(one.opts) if one.param_type_name == "option" else one.metavar or one.name.upper()
+            metavar = "" if one.param_type_name == "argument" or getattr(one, "is_flag", False) else one.metavar or ""
+            rows.append(f"| `{given}{' ' + cell(metavar) if metavar else ''}` | {cell(one.help or '')} |")
+        parts.append("\n".join(["| argument or option | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def settings() -> str:
+    """All settings of recipes, spaces and methods with their defaults."""
+    from softcell.evaluate import TrainRecipe
+    from softcell.methods import METHODS
+    from softcell.search import SearchRecipe
+    from softcell.spaces import SPACES
+
+    parts = []
+    for title, kind in (("Searches", SearchRecipe), ("Trainings", TrainRecipe)):
+        parts += [f"## {title}", described(kind), "\n".join([HEAD, *rows_of(kind)])]
+    for title, registry in (("Spaces", SPACES), ("Methods", METHODS)):
+        parts.append(f"## {title}\n\nSet with `--set {title.lower()[:-1]}.NAME=VALUE`.")
+        for name in sorted(registry):
+            kind = registry.get(name)
+            rows = list(rows_of(kind if title == "Spaces" else kind.Settings, f"{title.lower()[:-1]}."))
+            if rows:
+                parts += [f"### {name}", "\n".join([HEAD, *rows])]
+    return "\n\n".join(parts)
+
+
+HEAD = "| setting | type | default |\n|---|---|---|"
+
+
+def rows_of(kind: Any, prefix: str = "") -> Iterator[str]:
+    """A row for every field of a dataclass; those of nested dataclasses by dotted names."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if not field.init or field.name in ("space_settings", "method_settings"):
+            continue
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from rows_of(hint, f"{prefix}{field.name}.")
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        shown = "required" if default is dataclasses.MISSING else f"`{cell(json.dumps(default, default=str))}`"
+        kind_name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+        yield f"| `{prefix}{field.name}` | {cell(kind_name.replace('typing.', ''))} | {shown} |"
+
+
+def described(kind: Any) -> str:
+    """The docstring of a class without its example."""
+    return inspect.cleandoc(kind.__doc__ or "").partition("\nExample:")[0].strip()
+
+
+def cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
 def gallery() -> str:
     """The cells in the records of `results/`, a section for each record."""
     from softcell.app.report import to_svg  # imports torch, so only for this page
@@ -97,6 +166,14 @@ def genotypes(record: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, d
         yield from genotypes(value, words)
 
 
+MADE = {
+    "<!-- cells of the records -->": gallery,
+    "<!-- all commands -->": commands,
+    "<!-- all settings -->": settings,
+}
+"""Marks in pages, and what they are replaced by when the site is built."""
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Expands the public names of a module, and turns links that lead out of the site into plain text."""
     folder = posixpath.dirname(page.file.src_uri)
@@ -111,8 +188,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return text if place.startswith("..") else found[0]
 
     linked = LINK.sub(plain, markdown)
-    if GALLERY in linked:
-        linked = linked.replace(GALLERY, gallery())
+    for mark, make in MADE.items():
+        if mark in linked:
+            linked = linked.replace(mark, make())
     return REFERENCE.sub(lambda found: reference(found[1]), linked)
 
 

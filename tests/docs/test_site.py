@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from scripts import docs_hooks
+from softcell.app.cli.main import COMMANDS, load_command
+from softcell.evaluate import TrainRecipe
+from softcell.search import SearchRecipe
+from softcell.settings import flat, to_dict
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,3 +75,17 @@ def test_a_notebook_becomes_a_page_with_its_outputs() -> None:
     page = docs_hooks.notebook_page({"cells": cells})
     assert page.startswith("# Title\ntext\n\n```python\n1 < 2\n```")
     assert "<pre>a &lt; b\n</pre>" in page and '<div class="output"><b>x</b>\n<i>y</i></div>' in page
+
+
+def test_the_reference_has_every_command_option_and_setting() -> None:
+    page = docs_hooks.commands()
+    for name in COMMANDS:
+        section = page.partition(f"## softcell {name}\n")[2].partition("\n## ")[0]
+        for one in load_command(name).params:
+            assert all(option in section for option in one.opts if option.startswith("--")), (name, one.opts)
+    page = docs_hooks.settings()
+    for row in ("| `weights.lr` | float | `0.025` |", "| `space.cells` | int |", "| `lr_min` | float | `0.0` |"):
+        assert row in page
+    for kind in (SearchRecipe, TrainRecipe):
+        for name in flat(to_dict(kind())):
+            assert f"| `{name}` |" in page or name in ("split", "resource.network"), name

@@ -233,3 +233,13 @@ def test_the_completion_script_of_a_shell_is_printed(
     with pytest.raises(SystemExit) as ended:
         run(["--show-completion", "bash"])
     assert ended.value.code == 0 and "_SOFTCELL_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
+def test_random_accepts_a_space_as_info_does(call: Softcell) -> None:
+    as_argument, as_option = (
+        call("random", "nb201", "--to", "nb201"),
+        call("random", "--space", "nb201", "--to", "nb201"),
+    )
+    assert (as_argument.code, as_argument.out) == (0, as_option.out)
+    answer = call("random", "nb201", "--space", "darts")
+    assert (answer.code, "leave out one of them" in answer.error) == (2, True)

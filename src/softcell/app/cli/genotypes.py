@@ -13,6 +13,7 @@ from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import console, write
 from softcell.arch import Genotype, notation, sample
+from softcell.errors import UserError
 from softcell.reading import read_text
 from softcell.search.genotypes import is_notation, named_in_file
 from softcell.settings import at_most, is_seed
@@ -78,13 +79,17 @@ def convert(
 @commands.command(
     "random",
     epilog=o.examples(
-        "softcell random --space nb201 --to nb201 --count 5",
-        "softcell random --space darts --seed 7 > cell.json",
-        "softcell random --space darts --count 10 --out cells/ --set space.nodes=3",
+        "softcell random nb201 --to nb201 --count 5",
+        "softcell random darts --seed 7 > cell.json",
+        "softcell random darts --count 10 --out cells/ --set space.nodes=3",
     ),
 )
 def random(
-    space: Annotated[str, typer.Option(help="Search space, see `softcell list spaces`.")] = "darts",
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[SPACE]", help="Search space, see `softcell list spaces`. Default: darts."),
+    ] = None,
+    space: Annotated[str | None, typer.Option(metavar="SPACE", help="The same as an option.")] = None,
     seed: Annotated[int, typer.Option(metavar="K", min=0, help="Seed of the first one; the next has K + 1.")] = 0,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of architectures.")] = 1,
     to: Annotated[o.Notation, typer.Option(help="Notation; with json and --count, one per line.")] = "json",
@@ -96,6 +101,9 @@ def random(
     plugin: o.Plugin = None,
 ) -> None:
     """Sample architectures uniformly from a space; the same seed always gives the same one."""
+    if None not in (name, space) and name != space:
+        raise UserError(f"a space is given once, but got {name!r} and --space {space}; leave out one of them")
+    space = name or space or "darts"
     at_most("count", count, 1_000_000)
     for number in (seed, seed + count - 1):
         is_seed("seed", number)
