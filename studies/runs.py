@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from softcell.app.reproduce.record import without_folders as without_folders
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.catalogue import loaded_once
@@ -267,15 +268,6 @@ def write_record(path: Path, module: str, **content: Any) -> None:
     record = {"date": now(), **collect(), "command": command, **content}
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(path, json.dumps(without_folders(record), indent=2) + "\n")
-
-
-def without_folders(value: Any) -> Any:
-    """The same without the folders of this machine, which say nothing to anybody else."""
-    if isinstance(value, str):
-        return f"DIR/{Path(value).name}" if value.startswith(("/", "~")) else value
-    if isinstance(value, Mapping):
-        return {key: without_folders(inner) for key, inner in value.items()}
-    return [without_folders(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def print_arms(title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], record: Path) -> None:

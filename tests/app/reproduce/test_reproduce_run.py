@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,43 @@ def test_a_plan_that_is_stopped_and_resumed_elsewhere_gives_the_same_results(
     assert accuracies(moved) == accuracies(whole)
     for job in moved.jobs[:2]:
         assert Genotype.load(moved.place(job)).cells == Genotype.load(whole.place(job)).cells
+
+
+def selecting_plan(folder: Path) -> Plan:
+    """One search that selects by perturbation, on three candidates."""
+    plan = tiny_plan(folder)
+    own = {
+        **plan.paper.searches["darts"],
+        "select": {"by": "perturbation", "epochs": 0, "images": 64},
+        "space_settings": {**SIZES, "candidates": ["skip_connect", "nor_conv_1x1"]},
+    }
+    table = replace(plan.tables[0], rows=plan.tables[0].rows[:1], trainings={}, compare=None)
+    return replace(plan, paper=replace(plan.paper, searches={"darts": own}, tables=(table,)), tables=(table,))
+
+
+def test_a_selection_by_perturbation_is_stopped_between_rounds_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, now = selecting_plan(tmp_path / "stopped"), [0.0]
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rounds = []
+
+    def notify(text: str) -> None:
+        rounds.append(text)
+        if "perturbation, 2 of" in text:
+            now[0] = 1e6
+
+    ended = run_plan(plan, minutes=1, rows=None, notify=notify)
+    assert (ended.out_of_time, ended.errors) == (True, {})
+    assert [status(plan.place(job)) for job in plan.jobs] == ["interrupted", "not started"]
+    rounds.clear()
+    run_plan(plan, notify=notify)
+    assert not [text for text in rounds if "seed 0: perturbation, 1 of" in text]  # not repeated
+    other = selecting_plan(tmp_path / "whole")
+    run_plan(other, notify=lambda text: None)
+    assert [Genotype.load(plan.place(job)).cells for job in plan.jobs] == [
+        Genotype.load(other.place(job)).cells for job in other.jobs
+    ]
 
 
 def test_a_record_has_every_run_and_the_spread_over_networks_and_seeds(whole: Plan) -> None:

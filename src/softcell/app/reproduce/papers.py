@@ -24,7 +24,7 @@ PROTOCOL = (
     "Searches have the paper's length and settings, with several seeds.",
     f"All networks of a table are trained by one short recipe: the paper's, for {EPOCHS} epochs, with drop-path "
     "reduced in proportion to the length. Learning rate, weight decay (whose effect shrinks with the number of steps), "
-    "cutout and auxiliary tower are the paper's.",
+    "cutout and auxiliary tower are the paper's. Searches and trainings compute in bfloat16 on a GPU.",
     "Every network is trained with seed 0, which gives the spread over networks; the first network of some rows and "
     f"all published cells with {TRAINING_SEEDS} seeds, which gives the spread over training seeds.",
     f"{RANDOM_CELLS} random cells of the same space, within a limit of parameters, are trained alike. Random search "

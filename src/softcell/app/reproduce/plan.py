@@ -23,6 +23,7 @@ from softcell.app.reproduce.papers import (
 )
 from softcell.app.reproduce.published import CELLS
 from softcell.arch import Genotype, empty_cells, notation, sample
+from softcell.engine import resolve_device
 from softcell.engine.runfolder import MANIFEST, RUNS
 from softcell.errors import UserError, nearest
 from softcell.evaluate import TrainRecipe
@@ -88,6 +89,12 @@ class Plan:
         if self.seeds is not None and self.seeds < 2:
             raise UserError(f"--seeds must be at least 2 (one seed is not a result), but got {self.seeds}")
 
+    @property
+    def where(self) -> dict[str, Any]:
+        """Device and precision. Not `auto`, which is timed for each run: all networks of a table have the same one."""
+        is_gpu = resolve_device(self.device).type == "cuda"
+        return {"device": self.device, "precision": "bfloat16" if is_gpu else "float32"}
+
     @cached_property
     def jobs(self) -> list[Job]:
         """All runs, in the order in which they run; one that several tables or rows need is listed once."""
@@ -145,7 +152,7 @@ class Plan:
     def teacher(self) -> Job:
         assert self.paper.teacher is not None
         own = {key: value for key, value in self.paper.teacher.items() if key != "classifier"}
-        settings = layered(own, SMALL_CLASSIFIER if self.small else {}, {"seed": 0, "device": self.device})
+        settings = layered(own, SMALL_CLASSIFIER if self.small else {}, {"seed": 0, **self.where})
         name = str(self.paper.teacher["classifier"])
         return Job("teacher", Path("teacher") / name, f"teacher {name}", settings, name)
 
@@ -153,7 +160,7 @@ class Plan:
         return "guide" in self.paper.searches[search]
 
     def _search(self, name: str, seed: int) -> Job:
-        settings = layered(self.paper.searches[name], {"seed": seed, "device": self.device})
+        settings = layered(self.paper.searches[name], {"seed": seed, **self.where})
         if self.small:
             settings = layered(settings, self.paper.small, SMALL_SEARCH)
             if settings["method"] == "random":
@@ -167,7 +174,7 @@ class Plan:
         return Job("search", folder, f"search {name}, seed {seed}", settings, name)
 
     def _training(self, table: PaperTable, row: Row, name: str, network: str, search: Path | None, seed: int) -> Job:
-        settings = layered(table.trainings[name].settings, {"seed": seed, "device": self.device})
+        settings = layered(table.trainings[name].settings, {"seed": seed, **self.where})
         kind: Kind = "train" if row.classifier is None else "classifier"
         if row.classifier is not None:
             small = SMALL_CLASSIFIER if self.small else {}

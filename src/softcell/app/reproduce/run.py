@@ -18,7 +18,7 @@ from softcell.engine.interleave import Running, drain, interleave
 from softcell.engine.lock import locked
 from softcell.engine.manifest import hardware
 from softcell.engine.session import Interrupt, exit_code
-from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
+from softcell.engine.task import EpochEnded, Event, Finished, Note, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import TeacherRecipe, teacher_steps
@@ -36,6 +36,10 @@ PLACES = ("data_root", "device", "threads", "precision", "engine", "guide.teache
 MEASURED_SECONDS = 2.0
 LINE_EVERY = 20.0
 """Seconds between two lines about epochs."""
+
+
+class _StoppedError(Exception):
+    """Ends a run that has made all its epochs and is still selecting its architecture, which reads no signals."""
 
 
 @dataclass(slots=True)
@@ -148,6 +152,9 @@ def run_plan(
             began_run, started = time.monotonic(), list[Job]()
             try:
                 yield from steps_of(plan, job, plan.place(job), _watch(job, started, interrupt, late, notify))
+            except _StoppedError:
+                RunFolder.open(plan.place(job)).finish("interrupted")  # its checkpoints and rounds are saved
+                return
             except UserError as error:
                 if not started:  # wrong settings or missing data, which the other runs have too
                     refused.append(error)
@@ -173,7 +180,7 @@ def _watch(
     job: Job, started: list[Job], interrupt: Interrupt, late: Callable[[], bool], notify: Callable[[str], None]
 ) -> OnEvent:
     """Stops a run when time is over, and prints its progress. started: gets the job once it has begun."""
-    last, epochs = [time.monotonic()], [0]
+    last, epochs, finished = [time.monotonic()], [0], list[Event]()
 
     def on_event(event: Event) -> None:
         if isinstance(event, Started):
@@ -183,6 +190,12 @@ def _watch(
             notify(f"{job.title}: {'resumed' if again else 'started'}, {count_of(event.num_epochs, 'epoch')}{again}")
         elif isinstance(event, Stepped) and late():
             interrupt.request()
+        elif isinstance(event, Finished):
+            finished.append(event)
+        elif isinstance(event, Note):
+            if finished and (late() or interrupt.signal):
+                raise _StoppedError
+            notify(f"{job.title}: {event.text}")
         elif isinstance(event, EpochEnded) and time.monotonic() - last[0] >= LINE_EVERY:
             last[0] = time.monotonic()
             accuracy = event.metrics.get("val_accuracy")
