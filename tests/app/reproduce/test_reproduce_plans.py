@@ -10,6 +10,7 @@ import pytest
 
 from softcell.app.cli import search as search_command
 from softcell.app.cli.main import run as softcell
+from softcell.app.reproduce import plan as plans
 from softcell.app.reproduce.papers import EPOCHS, PAPERS, RANDOM_CELLS, PaperTable
 from softcell.app.reproduce.plan import Job, Plan, chosen_rows, count_parameters, make_plan, random_cell
 from softcell.app.reproduce.published import CELLS
@@ -117,9 +118,19 @@ def test_random_cells_differ_and_keep_to_the_limit() -> None:
     free = [random_cell("nb201", number, None) for number in range(1, 6)]
     assert len({cell.dumps() for cell in free}) == 5
     sizes = [count_genotype(evaluation_space("nb201", "cifar10"), cell, (3, 32, 32), 10).parameters for cell in free]
-    limit = sorted(sizes)[2]
+    limit = sorted(sizes)[1]
     small_enough = [cell for cell, size in zip(free, sizes, strict=True) if size <= limit]
-    assert [random_cell("nb201", number, limit) for number in range(1, 3)] == small_enough[:2]
+    assert small_enough[:2] != free[:2]  # the limit excludes one of the first
+    assert [random_cell("nb201", number, limit) for number in (1, 2)] == small_enough[:2]
+
+
+def test_a_plan_draws_random_cells_within_the_limit_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    monkeypatch.setattr(plans, "random_cell", lambda space, number, limit, form: asked.append(limit))
+    for number, small in (("2", False), (None, False), ("2", True)):
+        plan = make_plan("snas", number, small=small)
+        plan.genotype(next(job for job in plan.jobs if job.network == "random-darts-3"))
+    assert asked == [4_000_000, 4_000_000, None]  # the same cells for one table as for all
 
 
 @pytest.mark.parametrize("key", PAPERS)

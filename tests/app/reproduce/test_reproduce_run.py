@@ -195,6 +195,15 @@ def test_the_verdict_follows_the_test(first: list[float], second: list[float], s
     assert said in verdict(tiny_plan(tmp_path).tables[0], with_values(first, second))
 
 
+def test_single_networks_are_compared_over_their_training_seeds() -> None:
+    table = PAPERS["nos"].tables[0]
+    rows = [
+        {"name": name, "networks": {"cifar10": {"values": own[:1]}}, "seeds": {"cifar10": {"values": own}}}
+        for name, own in (("+ dynamic 3×3", [0.046, 0.047, 0.046]), ("ResNet-18", [0.050, 0.049, 0.050]))
+    ]
+    assert "+ dynamic 3×3 is better than ResNet-18" in verdict(table, rows)
+
+
 def test_more_is_better_for_accuracies() -> None:
     table = next(table for table in PAPERS["fullattention"].tables if table.number == "VI")
     rows = [

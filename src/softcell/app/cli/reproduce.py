@@ -36,7 +36,7 @@ from softcell.text import clock, count_of
 
 FAILED = 1
 NOT_MEASURED = "not measured"
-WIDE, LOG_WIDTH = 140, 180  # a terminal that holds a table; a table in a file or pipe
+WIDE, LOG_WIDTH = 140, 240  # a terminal that holds a table; a table in a file or pipe
 commands = typer.Typer()
 
 
@@ -205,7 +205,7 @@ def _search_words(recipe: SearchRecipe) -> str:
         length = f"{recipe.pretrain.epochs} + {length}"
     more = [f"regime {recipe.regime}"] if recipe.method == "darts" else []
     more += [f"penalty {recipe.resource.preset}"] if recipe.resource.preset not in (None, "none") else []
-    more += ["selected by perturbation"] if recipe.select.is_on else []
+    more += ["selected by perturbation (not in the cost)"] if recipe.select.is_on else []
     more += ["guided"] if recipe.guide.teacher else []
     what = f"method {recipe.method}, space {recipe.space}, data {recipe.data}, scale {recipe.scale}"
     return ", ".join([what, length, f"batch {recipe.batch_size}", *more])

@@ -234,7 +234,7 @@ def verdict(table: PaperTable, rows: Sequence[Mapping[str, Any]]) -> str:
     first, second, key = table.compare
     column = columns_of(table)[key]
     by_name = {row["name"]: row for row in rows}
-    values = [by_name[name]["networks"].get(key, {}).get("values", []) for name in (first, second)]
+    values = [_compared(by_name[name], key) for name in (first, second)]
     if not all(values):
         missing = [name for name, own in zip((first, second), values, strict=True) if not own]
         return f"Not measured: {' and '.join(missing)}."
@@ -250,6 +250,12 @@ def verdict(table: PaperTable, rows: Sequence[Mapping[str, Any]]) -> str:
         return f"No difference between {first} and {second} can be claimed: {facts}."
     is_better = (tested.difference < 0) == column.lower_is_better
     return f"{first} is {'better' if is_better else 'worse'} than {second}: {facts}."
+
+
+def _compared(row: Mapping[str, Any], key: str) -> list[float]:
+    """The values of a row over its networks; of a single network, over its training seeds."""
+    networks, seeds = (list(row.get(part, {}).get(key, {}).get("values", [])) for part in ("networks", "seeds"))
+    return seeds if len(networks) < 2 and len(seeds) > 1 else networks
 
 
 def table_cells(table: PaperTable, record: Mapping[str, Any] | None) -> tuple[list[str], list[list[str]]]:
