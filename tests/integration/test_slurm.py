@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tests.helpers.sweep_runs import Sweep, environment, interrupted
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="the daemons of Slurm are configured for root"),
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "cluster.md"
 
