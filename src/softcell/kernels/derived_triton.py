@@ -1195,8 +1195,9 @@ class Run:
             for group in by_size(stages):
                 external, fan_in = group[0].source < 0, group[0].fan_in
                 columns = group[0].taps * (fan_in if external else self.pitch)
-                block_n = side_for(max(s.width for s in group), b.weight_side)
-                block_k = side_for(columns, b.weight_side)
+                most = b.weight_side if self.dtype == torch.bfloat16 else min(b.weight_side, 64)  # spills beyond it
+                block_n = side_for(max(s.width for s in group), most)
+                block_k = side_for(columns, most)
                 jobs = sum(triton.cdiv(s.width, block_n) for s in group) * triton.cdiv(columns, block_k)
                 splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), triton.cdiv(b.weight_programs, jobs)))
                 each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
