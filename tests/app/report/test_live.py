@@ -8,10 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from softcell.app.report.live import LivePage, LiveServer
+from softcell.app.report.overview import list_of
+from softcell.app.report.runs import read_run
 from softcell.errors import UserError
 from tests.helpers.browser import Browser, find_browser
 from tests.helpers.report_runs import make_search
@@ -135,3 +138,29 @@ def test_the_page_follows_a_search_and_keeps_what_was_chosen(server: LiveServer,
         browser.wait("document.querySelector('.state').textContent.startsWith('no answer')")
     finally:
         browser.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "recipe", "expected"),
+    [
+        ("running", {"epochs": 10}, "▶ running, epoch 6/10, 0:16 left"),
+        ("interrupted", {"epochs": 10}, "❚❚ interrupted, epoch 6/10"),
+        ("running", {"epochs": 0, "time": 60.0}, "▶ running, epoch 6, 0:36 left"),
+        ("running", {"epochs": 100, "time": 60.0}, "▶ running, epoch 6/100, 0:36 left"),
+        ("finished", {"epochs": 6}, "✓ finished"),
+    ],
+)
+def test_rows_of_running_runs_show_epoch_time_left_and_accuracy(
+    status: str, recipe: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    make_search(tmp_path / "a", status=status, recipe=recipe)
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["seconds"] = 4.0
+    (tmp_path / "a" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(tmp_path / "a", "a")
+    page = str(list_of([run]))
+    assert f"<td>{expected}</td>" in page
+    if status != "finished":
+        assert f"{100 * rows[-1]['val_accuracy']:.1f} %" in page and "so far, validation split" in page
+        assert run.score is None, "and are compared with nothing"

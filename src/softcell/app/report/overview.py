@@ -54,7 +54,7 @@ def list_of(runs: Sequence[Run]) -> Html:
 def _runs(runs: Sequence[Run]) -> Html:
     rows = []
     for i, run in enumerate(runs):
-        score = run.score
+        score = run.score or run.latest
         cost = number(run.results.get("parameters"))
         rows.append(
             (
@@ -62,7 +62,7 @@ def _runs(runs: Sequence[Run]) -> Html:
                 "–" if score is None else percent(score.value),
                 "–" if score is None or score.top5 is None else percent(score.top5),
                 "–" if cost is None else big(cost),
-                STATUS.get(run.status, run.status),
+                ", ".join(filter(None, (STATUS.get(run.status, run.status), run.progress))),
                 run.kind,
                 run.method,
                 run.space,

@@ -25,6 +25,7 @@ from softcell.reading import MOST_BYTES_OF_LINES, parse_json, read_text
 from softcell.search.genotypes import was_read
 from softcell.search.run import FIRST
 from softcell.spaces import build_space
+from softcell.text import clock
 
 DRAWN = "random draw"
 LINES = ("metrics.jsonl", "architecture.jsonl")
@@ -40,6 +41,10 @@ class Score:
     value: float
     measure: str
     top5: float | None = None
+
+
+RECENT = 5
+"""Epochs from which the time of the next ones is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,30 @@ class Run:
         if self.kind == "search":
             return str(self.recipe.get("space"))
         return "unknown" if self.genotype is None else self.genotype.space
+
+    @property
+    def latest(self) -> Score | None:
+        """The latest validation accuracy of a run that has not finished; compared with nothing."""
+        found = [row for row in self.metrics if number(row.get("val_accuracy")) is not None]
+        if self.status == "finished" or not found:
+            return None
+        split = found[-1].get("val_split", "validation")
+        return _score(found[-1]["val_accuracy"], f"so far, {split} split", found[-1].get("val_top5"))
+
+    @property
+    def progress(self) -> str | None:
+        """`epoch 3/10, 1:20 left` of a run that has not finished; the rest is estimated from its latest epochs."""
+        if self.status == "finished" or not self.metrics:
+            return None
+        done, epochs = len(self.metrics), number(self.recipe.get("epochs")) or 0
+        seconds = [number(row.get("seconds")) or 0.0 for row in self.metrics]
+        recent = seconds[-RECENT:]
+        left = (epochs - done) * sum(recent) / len(recent) if epochs else 0.0
+        if time := number(self.recipe.get("time")):
+            left = min(left, time - sum(seconds)) if epochs else time - sum(seconds)
+        of = f"/{epochs:.0f}" if epochs else ""
+        rest = f", {clock(left)} left" if self.status == "running" and left > 0 else ""
+        return f"epoch {done}{of}{rest}"
 
     @property
     def score(self) -> Score | None:
