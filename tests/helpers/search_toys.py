@@ -69,7 +69,7 @@ def settings(space: str, data: Path | str, **changes: Any) -> dict[str, Any]:
         "device": "cpu",
         "threads": 1,
         "weights": {"lr": 0.1},
-        "architecture": {"lr": 0.05},
+        "architecture": {"lr": 0.05, "after": 0.0},
         "pretrain": {"epochs": 0},  # two phases have tests of their own
         **changes,
     }
