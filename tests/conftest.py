@@ -26,11 +26,12 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Every test starts with one thread, whatever the test before it has set."""
+def same_start() -> Iterator[None]:
+    """Every test starts with one thread and the same random numbers, whatever the tests before it have set or drawn."""
     import torch  # not at the top: the process that distributes tests over others needs no torch
 
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
 
