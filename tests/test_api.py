@@ -228,6 +228,7 @@ def test_a_result_predicts_the_classes_of_files(made: Made, tmp_path: Path) -> N
     assert inputs is not None
     pixels = (torch.ones(1, 1, 8, 8) - inputs.mean[0]) / inputs.std[0]
     expected = network(pixels).softmax(1)[0].sort(descending=True)
+    assert made.trained.network.inputs == inputs, "a network knows its images without being loaded again"
     assert found.classes == tuple(inputs.classes[i] for i in expected.indices)
     assert torch.allclose(torch.tensor(found.probabilities), expected.values, atol=1e-5)
 

@@ -39,7 +39,7 @@ from softcell.nn.objective import ProxyNCA
 from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
-from softcell.spaces import Network, build_space
+from softcell.spaces import Inputs, Network, build_space
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.pretrained import WEIGHTS, read_description
 from softcell.text import Shown, count_of, percent
@@ -203,6 +203,8 @@ def _train(
         outputs = recipe.embedding if retrieving else dataset.num_classes
         cost = count_genotype(space, genotype, dataset.shape, outputs)
         network = space.network(genotype, dataset.shape, outputs, auxiliary=recipe.auxiliary > 0)
+        scaled_to = dataset.scaled_to or dataset.shape[1:]
+        network.inputs = Inputs(dataset.classes, dataset.mean, dataset.std, scaled_to, dataset.whole)
         begun = resume and on_main(lambda: checkpoint.exists(out), world)
         initial = None if recipe.init is None or begun else load_initial(network, recipe.init)
         if initial is not None:
