@@ -197,6 +197,28 @@ def scatter(title: str, x_label: str, clouds: Sequence[Cloud]) -> Html:
     )
 
 
+def front_svg(points: Sequence[tuple[float, float, str]], title: str, x_label: str, y_label: str) -> str:
+    """An SVG file of accuracy, a share, against cost; points: (cost, accuracy, label), drawn in the order of cost."""
+    ordered = sorted(points)
+    heading = shorten(title, 80)
+    rows = _labelled(ticks(min(y for _, y, _ in ordered), max(y for _, y, _ in ordered)), shares=True)
+    costs = ticks(min(x for x, _, _ in ordered), max(x for x, _, _ in ordered))
+    left, top = MARGIN + max(cells(label) for _, label in rows) * DIGITS + 10, MARGIN + 60
+    axes = _axes((left, top, left + FILE_SIZE[0], top + FILE_SIZE[1]), [value for value, _ in costs], rows)
+    body = [text(MARGIN, MARGIN + 16, heading, "sc-title"), text(MARGIN, MARGIN + 38, y_label, "sc-quiet")]
+    body += _frame(axes, rows, [(value, big(value)) for value, _ in costs], x_label)
+    body += _line(axes, Series(y_label, [(x, y) for x, y, _ in ordered]), 0)
+    facts = []
+    for x, y, label in ordered:
+        place = axes.place(x, y)
+        fact = f"{label}: {percent(y)}, {big(x)} {x_label}"
+        body.append(f"<g><title>{escape(fact)}</title>{mark(LOOKS[0], *place)}</g>")
+        body.append(text(place[0], place[1] - 8, shorten(label, 12), "sc-quiet sc-num", "middle"))
+        facts.append(f"{fact}.")
+    width = max(axes.right + 30, MARGIN + cells(heading) * 10.5) + MARGIN
+    return page(width, axes.bottom + 38 + MARGIN - 6, heading, " ".join(facts), sheet(), body)
+
+
 def ticks(low: float, high: float, whole: bool = False, wanted: int = 6) -> list[Tick]:
     """Round numbers from at most `low` to at least `high`, with their labels."""
     if high <= low:
