@@ -225,7 +225,7 @@ def test_checkpoints_take_a_small_share_of_a_time(data: Path, tmp_path: Path, mo
 class Threaded(Toy):
     """A task whose steps take a second with one thread and `with_all` with three."""
 
-    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, with_all: float) -> None:
+    def __init__(self, clock: Clock, monkeypatch: pytest.MonkeyPatch, with_all: float, slowness: float = 1.0) -> None:
         super().__init__()
         self.used = 0
 
@@ -237,6 +237,7 @@ class Threaded(Toy):
             clock.now += with_all if self.used == 3 else 1.0
 
         self.before_step = advance
+        monkeypatch.setattr(time, "process_time", lambda: clock.now / slowness)
         monkeypatch.setattr(timing, "usable_cores", lambda: 3)
         monkeypatch.setattr(timing, "set_threads", set_threads)
 
@@ -251,10 +252,17 @@ def test_threads_are_those_of_the_faster_steps(monkeypatch: pytest.MonkeyPatch, 
     assert torch.equal(torch.get_rng_state(), before), "random numbers are given back"
     assert f"{1e3 * with_all:.1f} ms with 3; using {expected}" in notes[0]
     # Threads that wait for each other are tried once, and timing ends with its time.
-    assert clock.now - 1000 == pytest.approx(8 if with_all == 7.0 else 6 * (1 + with_all))
+    assert clock.now - 1001 == pytest.approx(8 if with_all == 7.0 else 6 * (1 + with_all))
     begun = clock.now
     timing.choose_threads(task, notes.append, most=2.0)
     assert clock.now - begun <= 2.0 + 1 + with_all
+
+
+def test_on_a_busy_machine_all_threads_are_not_even_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, notes = Clock(monkeypatch), []
+    task = Threaded(clock, monkeypatch, 0.1, slowness=3.0)
+    assert timing.choose_threads(task, notes.append, most=60.0) == task.used == 1
+    assert clock.now == 1001 and "other programs use the CPU cores" in notes[0]
 
 
 def test_only_trainings_with_a_time_choose_their_threads(

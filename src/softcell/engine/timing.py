@@ -156,6 +156,7 @@ MOST_FILE_SECONDS, FILE_SHARE = 0.5, 0.02
 CANDIDATES = ("float32", "bfloat16")
 GAIN = 1.1  # bfloat16 must be this much faster: a tie goes to float32
 TIMED = 5
+BUSY = 2.0  # wall time of a step on one thread, in CPU time
 HOPELESS = 5.0  # so much slower is not measured again
 
 
@@ -214,6 +215,12 @@ def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> in
             task.step(batch)
             return time.perf_counter() - start
 
+        cpu = time.process_time()
+        alone = seconds(1)
+        if alone > BUSY * (time.process_time() - cpu):
+            # A step with all threads would wait for other programs, for seconds where this one took milliseconds.
+            notify("threads=auto: other programs use the CPU cores; using 1")
+            return set_threads(1)
         while len(rounds) < 1 + TIMED:
             alone, all_ = seconds(1), seconds(cores)
             rounds.append((alone, all_))
