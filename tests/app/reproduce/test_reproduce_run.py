@@ -289,7 +289,9 @@ def test_the_command_shows_a_stopped_plan_and_how_to_continue(
     monkeypatch.setattr("sys.argv", ["softcell", "reproduce", "snas", "--table", "2", "--small", "--run"])
     assert softcell(["reproduce", "snas", "--table", "2", "--small", "--run", "--minutes", "0"]) == 0
     printed = capsys.readouterr().out
-    assert "The 0 minutes are over; continue with:\n  softcell reproduce snas --table 2 --small --run" in printed
+    assert (
+        "The time is over (--minutes 0); continue with:\n  softcell reproduce snas --table 2 --small --run" in printed
+    )
     record = json.loads(Path("runs/reproduce-snas-small/table-2.json").read_text())
     assert record["small"]
     assert not record["complete"]

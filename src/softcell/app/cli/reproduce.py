@@ -135,7 +135,7 @@ def reproduce(
         screen.print(f"\n{count_of(len(ended.errors), 'run')} failed; retry with:\n  {again}", markup=False)
         return FAILED
     if ended.out_of_time:
-        screen.print(f"\nThe {minutes:g} minutes are over; continue with:\n  {again}", markup=False)
+        screen.print(f"\nThe time is over (--minutes {minutes:g}); continue with:\n  {again}", markup=False)
     return 0
 
 
