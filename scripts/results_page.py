@@ -251,7 +251,7 @@ OTHERS = {
     "entrannas/sparsity-nb201.json": "the same in NAS-Bench-201's space, 120 epochs, 3 seeds",
     "itnas/positions-digits.json": "IT-NAS on digits: content against position encodings, 3 seeds × 2 orders",
     "nos/dynamic-digits.json": "NOS on digits: why dynamic convolutions are rarely picked, 3 seeds",
-    "nos/dynamic-cifar10.json": "the same before the first step on CIFAR-10",
+    "nos/dynamic-cifar10.json": "dynamic convolutions of NOS before the first step on CIFAR-10",
 }
 OLDER = {"snas": snas, "entrannas": entrannas, "nos": nos, "itnas": itnas, "fullattention": fullattention}
 
@@ -281,13 +281,16 @@ def page() -> str:
         parts.append("### Shorter runs on record")
         parts += OLDER[paper.key]()
     parts.append("## Other records")
-    parts.append(
-        markdown(
-            ["record", "device, commit, date"],
-            [[f"[{about}](../results/{name})", made_with(record(name))] for name, about in OTHERS.items()],
-        )
-    )
+    shown = "\n".join(parts)
+    others = [name for name in records() if f"(../results/{name})" not in shown]
+    rows = [[f"[{OTHERS.get(name, name)}](../results/{name})", made_with(record(name))] for name in others]
+    parts.append(markdown(["record", "device, commit, date"], rows))
     return "\n\n".join(parts) + "\n"
+
+
+def records() -> list[str]:
+    """All records of the papers, by their path in `results/`."""
+    return [path.relative_to(RESULTS).as_posix() for key in PAPERS for path in sorted((RESULTS / key).rglob("*.json"))]
 
 
 if __name__ == "__main__":
