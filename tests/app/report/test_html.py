@@ -123,7 +123,7 @@ def test_a_whole_run_begins_with_its_outcome(tmp_path: Path) -> None:
 
 
 def a_competition(folder: Path) -> dict[str, Any]:
-    for name in ("search", "train"):
+    for name in ("search", "train", "round-1/plain-1"):
         make_training(folder / name, accuracy=0.8)
     kinds = {"plain-1": "plain", "found": "found", "random-1": "random"}
     summary = {

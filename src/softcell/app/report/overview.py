@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,7 +148,7 @@ class Outcome:
 
 def read_outcome(folders: Sequence[Path]) -> Outcome | None:
     """The summary of the `softcell run` that all folders belong to; None without one that can be read."""
-    parents = {folder.resolve().parent for folder in folders}
+    parents = {_whole(folder) for folder in folders}
     if len(parents) != 1:
         return None
     try:
@@ -155,6 +156,12 @@ def read_outcome(folders: Sequence[Path]) -> Outcome | None:
         return _competition(data) if data.get("version") == 2 else _equal_trainings(data)
     except (OSError, UserError, LookupError, TypeError, ValueError):
         return None
+
+
+def _whole(folder: Path) -> Path:
+    """The folder of the `softcell run` that a run in `folder` may belong to."""
+    parent = folder.resolve().parent
+    return parent.parent if re.fullmatch(r"round-\d+", parent.name) else parent
 
 
 def _competition(data: Mapping[str, Any]) -> Outcome:
