@@ -202,6 +202,9 @@ _DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "per_step": False,
     "flip": None,
     "auto": [],
+    "test": True,
+    "space_settings.partial_channels": 1,
+    "architecture.after": 0.0,
 }
 """Settings that old recipes lack, with the values that describe what those runs did."""
 _MAPPINGS = ("recipe", "splits", "data", "code")
