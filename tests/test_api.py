@@ -302,9 +302,13 @@ def test_run_passes_its_request_to_the_pipeline(tmp_path: Path, monkeypatch: pyt
         return api.pipeline.Outcome(130, None)
 
     monkeypatch.setattr(api.pipeline, "run", stop)
-    ended = api.run(images_in_memory(), time="6m", max_params=200_000, seed=3, out=tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    Path("mine.onnx").touch()
+    given: dict[str, Any] = {"seed": 3, "beside": Path("mine.onnx")}
+    ended = api.run(images_in_memory(), time="6m", max_params=200_000, out=tmp_path / "run", **given)
     asked = plans[0].request
     assert (asked.time, asked.max_params, asked.seed) == (360.0, "200000", 3)
+    assert asked.beside == str(tmp_path / "mine.onnx")
     assert (Path(asked.data_root or "") / asked.data).is_file()
     assert repr(ended) == f"RunResult({tmp_path / 'run'}: interrupted)" and ended.exit_code == 130
     assert api.run(out=tmp_path / "run", resume=True).summary is None

@@ -45,6 +45,7 @@ from softcell.evaluate.seeds import train_seeds as run_train_seeds
 from softcell.recipes import (
     SearchSettings,
     TrainSettings,
+    absolute,
     check_trainable,
     from_options,
     resumed_folder,
@@ -382,7 +383,9 @@ def run(
     seconds = parse_time(time) if isinstance(time, str) else time
     limits = {"max_params": max_params, "max_flops": max_flops}
     texts = {name: None if limit is None else str(limit) for name, limit in limits.items()}
-    given = layered(settings, {"time": seconds}, texts)
+    # Absolute, so that the run can be resumed from any folder.
+    paths = {key: absolute(value) if isinstance(value, Path) else value for key, value in settings.items()}
+    given = layered(paths, {"time": seconds}, texts)
     with trusting(trust):
         if resume:
             if data is not None or given:
