@@ -283,6 +283,7 @@ def test_a_search_without_time_for_some_epochs_and_a_comparison_is_left_out(
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, epoch), search=search)
     assert plan.search is not None and ("recipe" in plan.search) == (not length.startswith("none"))
     assert any(length in line for line in screen.lines)
+    assert any("competition  none: the time is too short" in line for line in screen.lines) == (epoch == 60.0)
     if length.startswith("none"):
         assert module._Run(plan, screen).search(module.build(module.Choice, plan.choice, "x")) is None
 

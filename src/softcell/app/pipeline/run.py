@@ -307,12 +307,16 @@ class _Run:
         plan.search = self._plan_search(choice)
         plan.save()
         self.screen.print("choice", *(f"  {line}" for line in choice.why), "")
-        epochs = count_of(int(final / epoch), "epoch")
         between = max(0.0, self.final_from - plan.used() - plan.search.get("expected", 0.0))
+        competing = f"plain, found and random networks on held-out images, about {clock(between)}"
+        if between < 2 * ENTRY_EPOCHS * epoch:
+            competing = "none: the time is too short for one"
+            final = max(final, self.end - plan.used())
+        epochs = count_of(int(final / epoch), "epoch")
         self.screen.print(
             f"plan for {clock(self.request.time)}, from measured steps",
             f"  search       {plan.search['length']}",
-            f"  competition  plain, found and random networks on held-out images, about {clock(between)}",
+            f"  competition  {competing}",
             f"  training     the winner, about {clock(final)} ({epochs} of {largest.name})",
             "",
         )
