@@ -40,7 +40,7 @@ def _few_samples() -> Iterator[None]:
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network that has learnt most of the digits."""
     folder = tmp_path_factory.mktemp("learnt") / "run"
-    train(CELL, data="digits", epochs=4, lr=0.1, batch_size=64, out=folder, space_settings=SIZES, cutout=0)
+    train(CELL, data="digits", epochs=3, lr=0.1, batch_size=64, out=folder, space_settings=SIZES, cutout=0)
     return folder
 
 
@@ -112,7 +112,7 @@ def test_a_folder_of_images_is_calibrated_and_measured_too(
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels).resize((11, 9)).convert("RGB").save(folder / f"{number}.png")
     monkeypatch.chdir(tmp_path)
-    steps = {"recipe": "small", "image_size": 8, "epochs": 6, "lr": 0.1, "batch_size": 8, "cutout": 0}
+    steps = {"recipe": "small", "image_size": 8, "epochs": 4, "lr": 0.1, "batch_size": 8, "cutout": 0}
     trained = train(CELL, data="photos", out="run", space_settings=SIZES, **steps)
     assert softcell(["export", "run", "--to", "onnx-int8", "--calibration", "40", "--quiet"]) == 0
     said = capsys.readouterr().out
