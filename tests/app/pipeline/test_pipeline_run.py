@@ -377,6 +377,16 @@ def test_without_time_for_a_competition_the_largest_plain_network_is_trained(
     assert winner.name == "plain-1" and any("no competition: not enough time" in line for line in screen.lines)
 
 
+def test_without_a_search_the_competition_gets_a_fifth_of_the_time_at_most(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job = module._Run(plan, screen)
+    before = plan.used()
+    state = job._plan_competition(a_choice(plan), None, job.inspect())
+    assert before <= state["until"] - 0.2 * 600 <= plan.used()  # and not the time of the search too
+
+
 def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

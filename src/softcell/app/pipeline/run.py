@@ -84,6 +84,8 @@ FINAL_SHARE = 0.6
 """Least share of the time for the final training, unless starting and ending alone take more than the rest."""
 SEARCH_PART = 0.45
 """Part of the time between measuring and the final training that the search gets; the competition gets the rest."""
+COMPETITION_SHARE = 0.2
+"""Most of the time for the competition, if there is no search before it."""
 LEAST_SEARCH_EPOCHS = 3
 """With time for fewer epochs there is no search."""
 BUSY = 1.5
@@ -308,6 +310,7 @@ class _Run:
         plan.save()
         self.screen.print("choice", *(f"  {line}" for line in choice.why), "")
         between = max(0.0, self.final_from - plan.used() - plan.search.get("expected", 0.0))
+        between = min(between, COMPETITION_SHARE * self.request.time)
         competing = f"plain, found and random networks on held-out images, about {clock(between)}"
         if between < 2 * ENTRY_EPOCHS * epoch:
             competing = "none: the time is too short for one"
@@ -435,7 +438,7 @@ class _Run:
             if not rounds or "kept" in rounds[-1]:
                 entered = [candidates[name] for name in (rounds[-1]["kept"] if rounds else state["entered"])]
                 is_last = len(rounds) + 1 == num_rounds(len(state["entered"]))
-                room = max(self.final_from - plan.used(), 0.02 * self.request.time)
+                room = max(min(state["until"], self.final_from) - plan.used(), 0.02 * self.request.time)
                 seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last)
                 names = [each.name for each in by_importance(entered)]
                 rounds.append({"seconds": seconds, "seeds": seeds, "names": names, "results": {}, "is_last": is_last})
@@ -456,7 +459,8 @@ class _Run:
         for name, kind, cell in cells:
             settings, cost = sized(choice, cell, classes, limits, most)
             candidates.append(Candidate(name, kind, cell.to_dict(), settings, cost.parameters, cost.multiply_adds))
-        room = self.final_from - self.plan.used()
+        until = min(self.final_from, self.plan.used() + COMPETITION_SHARE * self.request.time)
+        room = until - self.plan.used()
         entered = entrants(candidates, room, choice.epoch)
         names = [each.name for each in entered]
         cut = [each.name for each in by_importance(candidates) if each.name not in names]
@@ -465,6 +469,7 @@ class _Run:
             "entered": names,
             "held_out": held_out_share(inspection.num_train),
             "cut": cut,
+            "until": until,
             "rounds": [],
         }
         if len(names) < 2:
