@@ -1,6 +1,7 @@
 """One search or training from a complete recipe: its folder, its lock, its steps, its drawings and its report.
 
-`softcell.api` completes recipes and calls this; so do `softcell run` and the training of random architectures.
+The command line and `softcell.api` complete recipes and call this; so do `softcell run` and the training of random
+architectures.
 """
 
 from __future__ import annotations

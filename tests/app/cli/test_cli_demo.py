@@ -38,12 +38,12 @@ def test_the_demo_goes_from_search_to_a_comparison_with_three_random_cells(
 def test_an_interrupted_demo_prints_the_command_that_resumes_it(
     call: Softcell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from softcell import api
+    from softcell.app import jobs
 
     class Stopped:
         genotype, exit_code = None, 130
 
-    monkeypatch.setattr(api, "search", lambda *_, **__: Stopped())
+    monkeypatch.setattr(jobs, "search", lambda *_, **__: Stopped())
     answer = call("demo", "--seed", "3", "--out", "my demo")
     assert answer.code == 130
     assert "softcell demo --out 'my demo' --seed 3" in answer.out

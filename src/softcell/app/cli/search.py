@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from softcell import api
+from softcell.app import jobs
 from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import command, console, print_fields
@@ -200,9 +201,7 @@ def run_search(
         results.already_finished(screen, folder, resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
-            result = api.search(
-                recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener, quiet=True
-            )
+            result = jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
         results.interrupted(screen, *(again or ("search", "--resume", str(folder))))
         return result.exit_code

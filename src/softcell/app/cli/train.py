@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from softcell import api
+from softcell.app import jobs
 from softcell.app.baseline import draw_random, missed_budget, random_baseline, with_budget, within_budget
 from softcell.app.cli import options as o
 from softcell.app.cli import results
@@ -243,9 +244,7 @@ def run_train(
             f"{_length(recipe)}seed {recipe.seed}: {folder}"
         )
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
-            result = api.train(
-                chosen, recipe=recipe, out=folder, resume=resume, overwrite=overwrite, on_event=listener, quiet=True
-            )
+            result = jobs.train(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
         again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             results.interrupted(screen, *again)
