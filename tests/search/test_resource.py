@@ -288,6 +288,7 @@ def test_numbers_are_shown_with_their_unit() -> None:
     assert format_cost("parameters", 2_534_000) == "2.53M parameters"
     assert format_cost("flops", 5.2e8) == "520M multiply-adds"
     assert format_cost("parameters", 950) == "950 parameters"
+    assert format_cost("parameters", 1) == "1 parameter"
     assert format_cost("latency", 3.5) == "a latency of 3.5"
 
 

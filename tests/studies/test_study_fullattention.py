@@ -57,11 +57,11 @@ def test_the_pages_rows_of_table_vii_are_the_arms_of_the_study(
     class Reached(BaseException):
         pass
 
-    def stop(*_: object, recipe: SearchRecipe, **__: object) -> None:
+    def stop(recipe: SearchRecipe, *_: object, **__: object) -> None:
         found.append(recipe)
         raise Reached
 
-    monkeypatch.setattr("softcell.api.search", stop)
+    monkeypatch.setattr("softcell.app.jobs.search", stop)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Reached):
         softcell(shlex.split(line))

@@ -259,7 +259,7 @@ def format_cost(kind: str, value: float) -> str:
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"
-    return f"{value:g} {NAMES[kind]}"
+    return f"{value:g} {NAMES[kind].removesuffix('s') if value == 1 else NAMES[kind]}"
 
 
 def _stronger(settings: Resource) -> float:
