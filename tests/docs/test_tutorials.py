@@ -90,6 +90,7 @@ def command(words: list[str], where: str) -> None:
         assert "%" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     mkdocs = Path(sys.executable).with_name("mkdocs")
     if not mkdocs.exists():

@@ -36,6 +36,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_searches_resume_are_looked_up_and_ranked_and_records_grow(
     tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def record(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_it_stops_resumes_and_records_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     snas.main([*TINY, *places, "--minutes", "0"])
