@@ -132,7 +132,7 @@ def test_the_notebook_runs_and_shows_what_its_page_shows(tmp_path: Path, monkeyp
         kinds.append(kind)
     assert kinds.count("text/html") == 4
     means = {group.name: group.summary.mean for group in names["compare"](["runs/found", "runs/random"]).groups}
-    assert min(means.values()) > 0.75, "the images of the notebook must be easy to tell apart"
+    assert min(means.values()) > 0.75, "the images of the notebook must be easy to classify"
 
 
 def evaluated(source: str, names: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ class Sweep:
         )
 
     def begun(self, least_epochs: int = 1) -> list[str]:
-        """Unfinished searches that have written so many epochs."""
+        """Unfinished searches with at least this many epochs."""
         found = []
         for file in self.out.glob("*/search/metrics.jsonl"):
             status = json.loads((file.parent / "run.json").read_text())["status"]
@@ -64,7 +64,7 @@ class Sweep:
         return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
 
     def check_same_as_here(self, job: str) -> None:
-        """The same search in one go on this machine gives the same numbers."""
+        """The same search without interruption on this machine gives the same numbers."""
         settings = self.out / job / "search.json"
         words = ["search", "--config", str(settings), "--out", f"alone/{job}", "--quiet"]
         subprocess.run([sys.executable, "-m", "softcell", *words], cwd=self._folder, env=environment(), check=True)

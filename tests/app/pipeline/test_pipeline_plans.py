@@ -135,7 +135,7 @@ def test_without_a_budget_networks_have_two_million_parameters_at_most() -> None
 
 def test_plain_sizes_leave_enough_epochs_and_halve_the_cost() -> None:
     networks = plain_networks((1, 28, 28), 10, {"parameters": 200_000})
-    assert networks[0][0] == {"cells_per_stage": 1, "channels": 16}  # not 11: a multiple of 8 is hardly slower
+    assert networks[0][0] == {"cells_per_stage": 1, "channels": 16}  # not 11: a multiple of 8 is about as fast
 
     def chosen(seconds: float) -> tuple[Candidate, ...]:
         return plain_sizes(networks, lambda cost: seconds / cost.multiply_adds, 1000)

@@ -25,7 +25,7 @@ SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
 SIZES = (16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224)
 """Image sizes to choose from, in pixels."""
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
-"""Channels to choose from. Multiples of 8 take the least time per multiply-add: 16 channels hardly more than 11."""
+"""Channels to choose from. Multiples of 8 take the least time per multiply-add: 16 channels are about as fast as 11."""
 RESIDUAL = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none~2|"
 """The basic residual block as a NAS-Bench-201 cell: two 3×3 convolutions and a shortcut. Not searched."""
 REFERENCE = 16
@@ -39,7 +39,7 @@ The narrowest network has about twice as many: fewer channels cost less accuracy
 """
 KEPT_SIZE = 32
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
-"""Plain networks are at most so large that the final training has time for so many epochs, or sees so many images."""
+"""The largest plain network leaves time for this many epochs, or images, in the final training."""
 NARROWEST = 8
 """Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may ask for fewer."""
 SMALLER = 0.6

@@ -19,11 +19,11 @@ from softcell.text import count_of
 FIRST_SHARE = 0.4
 """Share of the competition's time for its first round."""
 KEPT = 3
-"""One in so many networks reaches the second round; two at least."""
+"""One network in `KEPT` reaches the second round, but at least two."""
 ENTRY_EPOCHS = 5
 """Least epochs of the largest network in the first round; with less time, fewer networks enter."""
 SEED_EPOCHS, MOST_SEEDS = 20, 3
-"""The last round has a further seed for every so many epochs that it has time for."""
+"""The last round adds one seed for every `SEED_EPOCHS` epochs that fit into it, up to `MOST_SEEDS`."""
 
 LARGEST = "plain-1"
 """The largest plain network."""

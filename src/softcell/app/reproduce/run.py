@@ -237,7 +237,7 @@ def measured_times(
 ) -> dict[str, JobTime]:
     """The time of each kind of run on this device: of runs in the folder, else measured on a few steps.
 
-    measure: False leaves out kinds of which no epoch has run here. Trainings are measured on the first network of
+    measure: False skips kinds without a finished epoch on this device. Trainings are measured on the first network of
     their kind, or on a random one.
     """
     known: dict[str, JobTime] = {}
