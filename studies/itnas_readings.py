@@ -28,7 +28,7 @@ from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
 from softcell.evaluate.ranking import mean_tau, taus
 from softcell.methods.itnas.margins import AGGREGATES, SiteRows, aggregate
 from softcell.spaces import build_space
-from studies.runs import entry
+from studies.runs import entry, write_record
 
 FILE = "attention.jsonl"
 WINDOW = 10
@@ -97,10 +97,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.itnas_readings", description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, required=True, help="the NAS-Bench-201 table, .csv or .csv.gz")
     parser.add_argument("files", nargs="+", type=Path, help=f"{FILE} of searches, or the folders they are in")
+    parser.add_argument("--out", type=Path, help="JSON file of a record")
     options = parser.parse_args(arguments)
     table = load_table(options.table)
-    found = [selected(table, read_lines(file / FILE if file.is_dir() else file)) for file in options.files]
-    show(Console(width=140), [one for one in found if one])
+    files = [file / FILE if file.is_dir() else file for file in options.files]
+    found = {file.name if file.name != FILE else file.parent.name: selected(table, read_lines(file)) for file in files}
+    show(Console(width=140), [one for one in found.values() if one])
+    if options.out is not None:
+        write_record(options.out, "studies.itnas_readings", searches=found)
 
 
 if __name__ == "__main__":

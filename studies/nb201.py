@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +52,7 @@ from studies.runs import (
     finished,
     run_searches,
     spread,
+    without_folders,
     write_record,
 )
 
@@ -122,7 +123,8 @@ def row_of(
     manifest = RunFolder.open(folder).manifest
     (found,) = bench201.bench_runs(table, [folder])
     epochs = epochs_of(folder)
-    return {
+    row = {
+        "date": manifest["finished"],
         "arm": arm,
         "data": Path(options.data).stem,
         **bench201.to_dict(found),
@@ -133,6 +135,7 @@ def row_of(
         "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")} if epochs else {},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }
+    return cast(dict[str, Any], without_folders(row))
 
 
 def _removals(selection: Mapping[str, Any] | None) -> list[list[float]] | None:
