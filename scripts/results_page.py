@@ -301,8 +301,9 @@ def page() -> str:
 
 
 def records() -> list[str]:
-    """All records of the papers, by their path in `results/`."""
-    return [path.relative_to(RESULTS).as_posix() for key in PAPERS for path in sorted((RESULTS / key).rglob("*.json"))]
+    """All records of the papers and of the benchmark they share, by their path in `results/`."""
+    files = [path for key in PAPERS for path in sorted((RESULTS / key).rglob("*.json"))]
+    return [path.relative_to(RESULTS).as_posix() for path in [*files, *sorted((RESULTS / "nb201").glob("*.json"))]]
 
 
 if __name__ == "__main__":
