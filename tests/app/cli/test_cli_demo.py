@@ -55,6 +55,10 @@ def test_the_demo_goes_from_searches_to_a_test_against_random_cells(call: Softce
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
     assert len(before) == len(names)
 
+    other = call("demo", "--threads", "1", "--seed", "2", "--out", "runs/demo-1")
+    assert other.code == 2 and "a demo is resumed with its own seed" in other.error
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
+
 
 def test_a_demo_interrupted_in_a_search_prints_the_command_that_resumes_it(
     call: Softcell, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,8 @@ from softcell.app.progress import counting
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import MANIFEST, free_folder
-from softcell.engine.seeds import seed_folder
+from softcell.engine.seeds import SEEDS, read_seeds, seed_folder
+from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.recipes import train_recipe
 from softcell.search.genotypes import read_genotype
@@ -84,7 +85,12 @@ def demo(
         f"Every edge is a separable convolution or noise (space s4); DARTS has to tell them apart, {SEARCHES} times"
     )
     search, first = folder / "search", SEARCHES * seed  # demos with different seeds share no search
-    seeds = range(first, first + SEARCHES)
+    seeds = list(range(first, first + SEARCHES))
+    if (search / SEEDS).is_file() and (known := read_seeds(search)) != seeds:
+        raise UserError(
+            f"a demo is resumed with its own seed, but the searches in {search} have seeds {known[0]} to {known[-1]} and "
+            f"--seed {seed} means {first} to {seeds[-1]}; give another --out, or the --seed of the folder"
+        )
     begun = any((seed_folder(search, one) / MANIFEST).is_file() for one in seeds)
     code = run_seeds(
         {**SEARCH, **given, "seed": first},
