@@ -88,7 +88,7 @@ def demo(
     seeds = list(range(first, first + SEARCHES))
     if (search / SEEDS).is_file() and (known := read_seeds(search)) != seeds:
         raise UserError(
-            f"a demo is resumed with its own seed, but the searches in {search} have seeds {known[0]} to {known[-1]} and "
+            f"a demo is resumed with its own seed, but {search} has seeds {known[0]} to {known[-1]} and "
             f"--seed {seed} means {first} to {seeds[-1]}; give another --out, or the --seed of the folder"
         )
     begun = any((seed_folder(search, one) / MANIFEST).is_file() for one in seeds)
