@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## search a cell on handwritten digits, draw it, train it beside random ones
+demo: $(STAMP)  ## search cells on handwritten digits, draw one, test them against random cells
 	$(BIN)/softcell demo
 
 # Tests wait for files and child processes now and then: mypy and the documentation fill those gaps.

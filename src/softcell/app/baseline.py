@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from softcell.search.genotypes import run_of
 from softcell.search.recipe import SearchRecipe, load_images, resolve
 from softcell.settings import MOST_RANDOM, at_most
 from softcell.spaces import Shape, build_space
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 STRIDE = 1_000_003  # large and odd: the architectures of neighbouring seeds stay apart
 APART = STRIDE // 2
 """Offset of the baselines of a random search, which itself draws from `seed * STRIDE` on."""
+LEVEL = 0.05
+"""A difference between several found cells and several random ones is claimed if its p-value is at most this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +208,43 @@ def verdict(accuracy: float, baseline: Baseline) -> str:
         f"{points}, more than their spread of {baseline.std * 100:.1f}: a hint, not a proof, with one seed and "
         f"{count_of(n, 'architecture')}."
     )
+
+
+def rank_sum(first: Sequence[float], second: Sequence[float]) -> float:
+    """The two-sided p-value of the exact rank-sum test (Wilcoxon, 1945); equal values share their mean rank.
+
+    If a search chose its cells like chance, every way to mark `len(first)` of all values as found would be equally
+    likely. The p-value is twice the share of ways whose marked values rank at least as high (or as low) as `first`
+    does. It assumes nothing about the distribution of accuracies, which for random cells is far from normal. All ways
+    are counted, so this is for a dozen values on each side, not for hundreds.
+
+    Example:
+        >>> from softcell.app.baseline import rank_sum
+        >>> rank_sum([0.97, 0.98], [0.91, 0.95, 0.96])  # the best two of five: 1 way of 10, on either side
+        0.2
+    """
+    values = [*first, *second]
+    # Twice the mean rank of each value: whole numbers, so that sums compare exactly.
+    ranks = [2 * sum(other < value for other in values) + values.count(value) + 1 for value in values]
+    found = sum(ranks[: len(first)])
+    sums = [sum(chosen) for chosen in combinations(ranks, len(first))]
+    tail = min(sum(one >= found for one in sums), sum(one <= found for one in sums))
+    return min(1.0, 2 * tail / len(sums))
+
+
+def claim(found: Sequence[float], random: Sequence[float]) -> str:
+    """What accuracies of several found and several random cells show, in one sentence.
+
+    Example:
+        >>> from softcell.app.baseline import claim
+        >>> claim([0.97, 0.98], [0.91, 0.95, 0.96]).partition(":")[0]
+        'Between 2 found cells and 3 random ones no difference can be claimed'
+    """
+    p, means = rank_sum(found, random), (statistics.fmean(found), statistics.fmean(random))
+    ours, others = count_of(len(found), "found cell"), count_of(len(random), "random one")
+    figures = f"{percent(means[0])} against {percent(means[1])} in the mean, p = {p:.2g} (exact rank-sum test)"
+    if p > LEVEL:
+        return f"Between {ours} and {others} no difference can be claimed: {figures}."
+    # By ranks, as in the test: one failed training can move a mean to the other side.
+    wins = sum((one > other) - (one < other) for one in found for other in random)
+    return f"The {ours} are {'better' if wins > 0 else 'worse'} than the {others}: {figures}."

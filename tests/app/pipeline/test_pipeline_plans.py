@@ -71,6 +71,16 @@ def test_a_choice_is_explained_in_two_lines_and_survives_its_file() -> None:
     assert build(Choice, json.loads(json.dumps(to_dict(made))), "plan") == made
 
 
+def test_hours_on_a_gpu_change_the_space_and_the_reason_names_measured_accuracies() -> None:
+    request = RunRequest("x", time=3 * 3600)
+    made = choose(images(), request, is_gpu=True, is_resizable=True)
+    assert (made.space, made.method) == ("darts", "snas")
+    reason = explained(made, images(), request).why[1]
+    record = json.loads((Path(__file__).parents[3] / "results" / "itnas" / "nb201-cifar10.json").read_text("utf-8"))
+    found = {row["method"]: row["accuracies"]["cifar10_test"] for row in record["rows"]}
+    assert f"{found['snas']:.2f}%" in reason and f"{found['darts']:.2f}%" in reason
+
+
 def test_requests_win_over_choices() -> None:
     made = first(space="darts", method="random", image_size=40)
     assert (made.space, made.method, made.shape) == ("darts", "random", (3, 40, 40))

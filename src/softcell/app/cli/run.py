@@ -1,4 +1,4 @@
-"""`softcell run` and `demo`: from images to a trained network in one command."""
+"""`softcell run`: from images to a trained network in one command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from softcell.app import pipeline
 from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.cli.search import run_search
-from softcell.app.cli.train import run_train
 from softcell.app.pipeline import Plan, RunRequest, Summary, parse_time, verdict
 from softcell.app.process import start_time
 from softcell.app.progress import RunScreen
@@ -22,48 +20,7 @@ from softcell.engine.runfolder import free_folder
 from softcell.errors import UserError
 from softcell.text import count_of
 
-RANDOM = 3
-EPOCHS = 8  # of every training; a slow machine must stay under three minutes
 commands = typer.Typer()
-
-
-@commands.command("demo", epilog=o.examples("softcell demo", "softcell demo --out my-first-search --seed 1"))
-def demo(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the demo; an interrupted one is resumed. Default: runs/demo-N with the next free N.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="K", min=0, help="Random seed.")] = 0,
-    device: o.Device = None,
-    threads: o.Threads = None,
-    quiet: o.Quiet = False,
-) -> int:
-    """Search a cell on handwritten digits and train it beside 3 random cells, in under 3 minutes."""
-    folder = out or free_folder("demo")
-    screen = console()
-    given = o.settings({"seed": seed, "device": device, "threads": threads})
-    again = ("demo", "--out", str(folder), *(("--seed", str(seed)) if seed else ()))
-    search, train = folder / "search", folder / "train"
-    begun, trained = ((part / "run.json").is_file() for part in (search, train))
-    screen.print("1. Search a cell on 8x8 handwritten digits (UCI, part of the package)", style="bold")
-    code = run_search(given, None, search, resume=begun, overwrite=False, quiet=quiet, hint=False, again=again)
-    if code:
-        return code
-    screen.print(f"\n2. Train its network, and those of {RANDOM} random cells, with the same recipe", style="bold")
-    return run_train(
-        None if trained else str(search),
-        {**given, "epochs": EPOCHS},
-        None,
-        train,
-        random=RANDOM,
-        resume=trained,
-        overwrite=False,
-        quiet=quiet,
-        again=again,
-    )
 
 
 @commands.command(

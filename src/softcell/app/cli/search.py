@@ -222,9 +222,14 @@ def run_seeds(
     resume: bool,
     overwrite: bool,
     quiet: bool,
+    hint: bool = True,
     track: Sequence[str] = (),
+    again: Sequence[str] | None = None,
 ) -> int:
-    """Searches with several seeds; prints the accuracy of each and the cells of the best."""
+    """Searches with several seeds; prints the accuracy of each and the cells of the best.
+
+    `again` is the command that resumes it.
+    """
     check_at_once(at_once)
     screen = console()
     chosen, recipe, folder = search_seeds_recipe(given, config=config, seeds=seeds, out=out, resume=resume)
@@ -251,8 +256,8 @@ def run_seeds(
     if any(one.genotype is None for one in result.results.values()):
         kept = () if keep == "all" else ("--keep", keep)
         shared = () if at_once is None else ("--at-once", str(at_once))
-        results.interrupted(screen, "search", "--resume", str(folder), *kept, *shared)
-    elif result.best is not None and not quiet:
+        results.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
+    elif hint and result.best is not None and not quiet:
         print_fields(screen, next=command("train", seed_folder(folder, result.best), *_training_data(recipe)))
     return result.exit_code
 

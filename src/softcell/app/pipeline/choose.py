@@ -79,7 +79,7 @@ class Choice:
 def choose(inspection: Inspection, request: RunRequest, *, is_gpu: bool, is_resizable: bool) -> Choice:
     """The first choice, before anything is measured; images of folders have `KEPT_SIZE` pixels at most."""
     name = request.space or (LARGE_SPACE if is_gpu and request.time > 2 * HOUR else SMALL_SPACE)
-    method = request.method or ("darts" if name == LARGE_SPACE else "snas")
+    method = request.method or "snas"
     batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
     side = inspection.sides[1]
     made = Choice(name, method, None, (inspection.channels, side, side), batch, *_sizes(name, request))
@@ -139,8 +139,7 @@ def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Ch
     if choice.shape[1] != source:
         first += f"; images are resized from a median of {source}"
     reason = {
-        "snas": "it learns weights and architecture in one backward pass, which suits a short time",
-        "darts": "it learns the architecture from held-out images, and there is enough time on this device",
+        "snas": "in NAS-Bench-201 on CIFAR-10 it found a cell of 93.67%, DARTS one of 54.30% (one search each)",
     }.get(choice.method, "as requested")
     return replace(choice, why=(first, f"method {choice.method}, batch {choice.batch_size}: {reason}"))
 
