@@ -64,8 +64,9 @@ class Quantised:
     """An int8 graph beside its float one, measured on the same images.
 
     `split`: "holdout" for training images that the training held out, "test" where it held out none. `accuracy` and
-    `agreement` are shares: of right classes, and of images with the same class from both graphs; None without images. `difference` is the largest difference of logits relative to the largest one. `bytes` are
-    the sizes of the files; `milliseconds` are medians for one image on one CPU thread of this machine.
+    `agreement` are shares: of right classes, and of images with the same class from both graphs; None without images.
+    `difference` is the largest difference of logits relative to the largest one. `bytes` are the sizes of the files;
+    `milliseconds` are medians for one image on one CPU thread of this machine.
 
     Example:
         >>> from softcell.app.export import Quantised
