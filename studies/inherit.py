@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=8)
     parser.add_argument("--search", type=int, default=20, help="epochs of the search")
     parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20], help="epochs of the trainings")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--record", type=Path, help="JSON lines that results are appended to")
     options = parser.parse_args()
@@ -100,14 +101,14 @@ def main() -> None:
             folder = Path(scratch) / f"seed-{seed}"
             found = found_by_search(options, subset, folder / "search", seed)
             for epochs in options.epochs:
-                for arm in ARMS:
+                for arm in options.arms:
                     row = {**case, **trained(options, subset, found, folder, arm, epochs, seed)}
                     rows.append({**row, "search_cpu_seconds": found["cpu_seconds"]})
                     if options.record is not None:
                         with options.record.open("a") as record:
                             print(json.dumps(rows[-1]), file=record, flush=True)
     for epochs in options.epochs:
-        for arm in ARMS:
+        for arm in options.arms:
             own = [100 * row["accuracy"] for row in rows if (row["arm"], row["epochs"]) == (arm, epochs)]
             print(
                 f"{epochs:>4} epochs, {arm:<26} {statistics.fmean(own):5.1f} %  ({' '.join(f'{v:.1f}' for v in own)})"
