@@ -241,7 +241,7 @@ def _show_plan(plan: Plan, screen: Screen) -> None:
     parts = zip(plan.front["budgets"], plan.front["shares"], strict=True)
     lines = [
         f"plan for {clock(plan.request.time)}, from measured steps",
-        f"  search       {plan.search['length']}, for all budgets",
+        f"  search       {plan.search['length']}{', for all budgets' if 'recipe' in plan.search else ''}",
         f"  budgets      {', '.join(f'{budget} {share:.0%}' for budget, share in parts)} of the time after it",
     ]
     lines += [f"  left out     {budget}: {why}" for budget, why in plan.front["left_out"].items()]
@@ -285,9 +285,10 @@ def _part(plan: Plan, choice: Choice, number: int) -> Plan:
         method=choice.method,
         image_size=choice.image_size,
     )
-    search: dict[str, Any] = {"length": "one for all budgets"}
+    assert plan.search is not None
+    search = {"length": plan.search["length"]}
     if state["cells"]:
-        search["genotype"] = state["cells"][number]
+        search = {"length": "one for all budgets, done", "genotype": state["cells"][number]}
     part = Plan(plan.folder / budget, request, provenance=plan.provenance, search=search)
     part.inspection, part.data = plan.inspection, plan.data
     part.folder.mkdir(exist_ok=True)
