@@ -147,7 +147,7 @@ def run_front(plan: Plan, screen: Screen, job_of: Callable[[Plan, Screen], Job])
     parts = {budget: plan.folder / budget for budget in state["budgets"]}
     begun = {budget: Plan.open(part) for budget, part in parts.items() if (part / PLAN).is_file()}
     # A process that was killed has saved the time of its budget, but not that of the whole run.
-    plan.seconds = max(plan.seconds, state["shared"] + sum(each.seconds for each in begun.values()))
+    plan.seconds += max(0.0, state["shared"] + sum(each.seconds for each in begun.values()) - plan.used())
     for number, budget in enumerate(state["budgets"]):
         part = begun.get(budget) or (None if budget in state["left_out"] else _part(plan, choice, number))
         if part is None or part.status == "finished" or budget in state["left_out"]:
