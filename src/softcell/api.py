@@ -337,6 +337,8 @@ def train_seeds(
 class RunResult(Shown):
     """The result of `run`; `summary` is None if it was interrupted.
 
+    With several budgets, `front` has the networks of all, `summary` is that of the largest, and `verdict` names each.
+
     Example:
         >>> from softcell.api import RunResult
         >>> from pathlib import Path
@@ -348,6 +350,7 @@ class RunResult(Shown):
     summary: pipeline.Summary | None
     verdict: tuple[str, ...]
     exit_code: int
+    front: pipeline.Front | None = None
 
     def __repr__(self) -> str:
         state = "interrupted" if self.summary is None else " ".join(self.verdict)
@@ -358,8 +361,8 @@ def run(
     data: Data | None = None,
     *,
     time: str | float | None = None,
-    max_params: str | float | None = None,
-    max_flops: str | float | None = None,
+    max_params: str | float | Sequence[str | float] | None = None,
+    max_flops: str | float | Sequence[str | float] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     trust: bool = False,
@@ -369,6 +372,7 @@ def run(
     """Goes from images to a trained and exported network in a given time and budget: `softcell run`.
 
     data: a folder of CLASS/IMAGE files, a name, an .npz file or images in memory (`Data`).
+    max_params, max_flops: several budgets, as a list or "50k,200k,1M", give one network each, from one search.
     time: such as "30m", or seconds. settings: further options of `softcell run`, such as `seed=1`.
     resume: continues the run in `out`, which keeps its settings, or returns the result of a finished one.
 
@@ -382,7 +386,7 @@ def run(
     """
     seconds = parse_time(time) if isinstance(time, str) else time
     limits = {"max_params": max_params, "max_flops": max_flops}
-    texts = {name: None if limit is None else str(limit) for name, limit in limits.items()}
+    texts = {name: None if limit is None else _budgets(limit) for name, limit in limits.items()}
     # Absolute, so that the run can be resumed from any folder.
     paths = {key: absolute(value) if isinstance(value, Path) else value for key, value in settings.items()}
     given = layered(paths, {"time": seconds}, texts)
@@ -401,7 +405,15 @@ def run(
             plan = Plan.create(free_folder("run", request.data) if out is None else Path(out), request)
         console, is_quiet = python_console(quiet)
         outcome = pipeline.run(plan, RunScreen(console, is_quiet))
-    return RunResult(plan.folder, outcome.summary, tuple((plan.summary or {}).get("verdict", ())), outcome.exit_code)
+    said = tuple((plan.summary or {}).get("verdict", ()))
+    if outcome.front is not None:
+        said = tuple(f"{one.budget}: {' '.join(pipeline.verdict(one.summary)[1])}" for one in outcome.front.entries)
+    return RunResult(plan.folder, outcome.summary, said, outcome.exit_code, outcome.front)
+
+
+def _budgets(given: str | float | Sequence[str | float]) -> str:
+    """One budget or several as text, as on the command line."""
+    return ",".join(map(str, given)) if isinstance(given, Sequence) and not isinstance(given, str) else str(given)
 
 
 def _run_html(result: RunResult) -> str:

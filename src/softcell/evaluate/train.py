@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import nn
 
 from softcell.arch import Genotype
@@ -25,11 +24,12 @@ from softcell.engine.interleave import PER_RUN_STATES, Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
 from softcell.engine.metrics import Measured
-from softcell.engine.runfolder import checksum, failure_recorded, notifier, run_in_folder
+from softcell.engine.runfolder import failure_recorded, notifier, run_in_folder
 from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
 from softcell.engine.timing import TimeBudget, choose_precision, choose_threads
 from softcell.errors import UserError
+from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
@@ -41,7 +41,7 @@ from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Inputs, Network, build_space
 from softcell.spaces.costs import Cost, count_genotype
-from softcell.spaces.pretrained import WEIGHTS, read_description
+from softcell.spaces.pretrained import WEIGHTS
 from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
@@ -208,7 +208,7 @@ def _train(
         begun = resume and on_main(lambda: checkpoint.exists(out), world)
         initial = None if recipe.init is None or begun else load_initial(network, recipe.init)
         if initial is not None:
-            notifier(on_event, world)(describe_initial(initial))
+            notifier(on_event, world)(describe_initial(initial, recipe.holdout))
         criterion = session.place(ProxyNCA(num_seen(dataset), outputs)) if retrieving else None
         session.place(network)
         job = f"train {genotype.space}, {recipe.space_settings}"
@@ -417,68 +417,3 @@ def save_weights(network: nn.Module, out: Path, metadata: dict[str, str] | None 
     }
     # Through memory: safetensors itself writes files that only their owner can read, and raises no OSError.
     atomic_write_bytes(out / WEIGHTS, save(state, metadata))
-
-
-NAMED = 6
-"""At most this many tensors that do not fit are named in a message."""
-
-
-def load_initial(network: nn.Module, folder: str | Path) -> dict[str, Any]:
-    """Copies the weights and buffers of every layer whose names and shapes all fit from the network in `folder`.
-
-    Whole layers only: a new classifier does not keep the biases of another. The classifier fits if the number of
-    classes is the same. An auxiliary tower is not part of a trained network's file and starts from random weights.
-    Returns the record for `run.json`: the run, its file's SHA-256, how many parameters fitted, and which tensors did
-    not.
-    """
-    description = read_description(folder)  # verifies the file, and that the run is a finished training
-    file = Path(folder) / WEIGHTS
-    try:
-        given = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file}: cannot be read as safetensors ({error})") from error
-    own = network.state_dict()
-    unfit = {_layer(name) for name in own if name not in given or given[name].shape != own[name].shape}
-    fitting = {name: tensor for name, tensor in given.items() if name in own and _layer(name) not in unfit}
-    left_out = [name for name in own if name not in fitting and not name.startswith("auxiliary.")]
-    learned = {name: parameter.numel() for name, parameter in network.named_parameters()}
-    taken = sum(size for name, size in learned.items() if name in fitting)
-    if not taken:
-        other = description["genotype"].get("space") if isinstance(description["genotype"], dict) else None
-        raise UserError(
-            f"no weight of {folder} fits this network: {_mismatch(own, given)}; start from a training of the same "
-            f"architecture and size (that one is in space {other!r} with {description['space_settings']})"
-        )
-    with torch.no_grad():
-        for name, tensor in fitting.items():
-            own[name].copy_(tensor)
-    return {
-        "run": str(Path(folder).resolve()),
-        "sha256": checksum(file),
-        "parameters": taken,
-        "of": sum(size for name, size in learned.items() if not name.startswith("auxiliary.")),
-        "left_out": left_out,
-    }
-
-
-def describe_initial(found: dict[str, Any]) -> str:
-    """One sentence on the weights that were copied."""
-    text = f"starting from {found['run']}: {found['parameters']:,} of {found['of']:,} parameters"
-    left_out = found["left_out"]
-    if not left_out:
-        return text
-    more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-    return f"{text}; new, since they do not fit: {', '.join(left_out[:NAMED])}{more}"
-
-
-def _layer(name: str) -> str:
-    """`stem.0.weight` belongs to the layer `stem.0`."""
-    return name.rpartition(".")[0]
-
-
-def _mismatch(own: dict[str, Any], given: dict[str, Any]) -> str:
-    """The first tensor that does not fit, in words."""
-    for name, tensor in own.items():
-        if name in given and given[name].shape != tensor.shape:
-            return f"{name} is {list(tensor.shape)} here and {list(given[name].shape)} there"
-    return f"no tensor has the same name ({next(iter(own), 'none')} here, {next(iter(given), 'none')} there)"

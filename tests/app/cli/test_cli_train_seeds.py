@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 from pathlib import Path
@@ -17,9 +18,11 @@ from softcell import api
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
+from softcell.evaluate.initial import load_initial
 from softcell.evaluate.seeds import train_seeds
-from softcell.evaluate.train import load_initial
 from softcell.recipes import train_seeds_recipe
+from softcell.search.genotypes import read_genotype
+from softcell.search.restored import restore
 from tests.helpers.cli_calls import CELL, TINY_TRAIN, Softcell
 from tests.helpers.search_toys import write_data
 
@@ -166,8 +169,8 @@ def test_weights_that_fit_no_layer_are_rejected(
         and "no weight of" in answer.error
         and "[3, 1, 3, 3] here and [2, 1, 3, 3] there" in answer.error
     )
-    answer = call("train", CELL, *TINY_TRAIN, "--from", searched, "--out", "out")
-    assert answer.code == 2 and "must be a finished training run" in answer.error
+    answer = call("train", CELL, *TINY_TRAIN, "--channels", "3", "--from", searched, "--out", "out")
+    assert answer.code == 2 and "start from a search run of the same architecture and size" in answer.error
     assert not (tmp_path / "out").exists()
     assert call("teacher", "resnet18", "--set", f"init={first.folder}").code == 2
 
@@ -177,3 +180,46 @@ def test_a_layer_is_taken_as_a_whole(first: TrainResult) -> None:
     network = torch.nn.ModuleDict({"skeleton": torch.nn.ModuleDict({"classifier": torch.nn.Linear(3, 10)})})
     with pytest.raises(UserError, match="no weight of"):
         load_initial(network, first.folder)
+
+
+# --- from the supernet of a search ---
+
+
+def test_a_network_starts_from_the_weights_of_the_supernet(searched: Path, call: Softcell, tmp_path: Path) -> None:
+    """Those of the supernet's child, at a learning rate of next to nothing; scales and shifts of BatchNorm are new."""
+    still = ("--set", "lr=1e-30", "--set", "weight_decay=0", "--set", "ema=0")
+    answer = call("train", searched, *TINY_TRAIN, *still, "--from", searched, "--out", "out")
+    assert answer.code == 0 and f"starting from the supernet of {searched}" in answer.out
+    assert "the search may have learned from images that are held out now" in " ".join(answer.out.split())
+    found = restore(searched)
+    child = found.supernet.child(read_genotype(searched))
+    after, known = load_file(tmp_path / "out" / "model.safetensors"), dict(child.named_parameters())
+    assert known and all(torch.equal(after[name], tensor) for name, tensor in known.items())
+    record = content(tmp_path / "out", "run.json")["results"]["init"]
+    assert (record["kind"], record["left_out"]) == ("search", [])
+    assert record["parameters"] == sum(tensor.numel() for tensor in known.values()) < record["of"]
+    new = {name for name, _ in api.Network.from_pretrained(tmp_path / "out").named_parameters()} - known.keys()
+    for name in new:
+        torch.testing.assert_close(after[name], torch.full_like(after[name], name.endswith("weight")))
+    assert new
+
+
+def test_a_search_without_a_supernet_has_no_weights_to_start_from(
+    searched: Path, call: Softcell, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    shutil.copytree(searched, kept)
+    for file in kept.glob("checkpoint*"):
+        file.unlink()
+    answer = call("train", CELL, *TINY_TRAIN, "--from", kept, "--out", "out")
+    assert answer.code == 2 and "needs the checkpoint of the search" in answer.error
+    run = content(kept, "run.json")
+    stated = {key: value for key, value in run.items() if key != "digest"}
+    (kept / "run.json").write_text(json.dumps({**stated, "status": "interrupted"}))
+    answer = call("train", CELL, *TINY_TRAIN, "--from", kept, "--out", "out")
+    assert answer.code == 2 and "finish it with `softcell search --resume" in answer.error
+    proposed = call("search", "random", "--space", "nb201", "--set", "method.samples=1", "--set", "space.channels=2")
+    assert proposed.code == 0
+    answer = call("train", CELL, *TINY_TRAIN, "--from", next((tmp_path / "runs").iterdir()), "--out", "out")
+    assert answer.code == 2 and "random trains architectures one by one" in answer.error
+    assert not (tmp_path / "out").exists()

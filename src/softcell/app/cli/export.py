@@ -79,12 +79,16 @@ def export(
 def _compared(found: Quantised) -> dict[str, str]:
     """What int8 costs and gains, beside float."""
     sizes, times = ([*pair] for pair in (found.bytes, found.milliseconds))
-    fields = {"accuracy": "not measured: the data has no test split"}
+    fields = {"accuracy": "not measured: the training held out no images, and the data has no test split"}
     if found.accuracy is not None and found.agreement is not None:
         before, after = found.accuracy
+        images = {
+            "holdout": f"{count_of(found.images, 'training image')} that the training held out",
+            "test": f"{count_of(found.images, 'test image')}, since the training held out none",
+        }
         fields["accuracy"] = (
-            f"{percent(after)} in int8, {percent(before)} in float, on {count_of(found.images, 'image')} of the "
-            f"{found.split} split; the same class for {percent(found.agreement)}"
+            f"{percent(after)} in int8, {percent(before)} in float, on {images[found.split]}; the same class for "
+            f"{percent(found.agreement)}"
         )
         if before - after > NOTED:
             fields["note"] = "int8 loses much here; calibrate with more images (--calibration), or use --to onnx"

@@ -13,7 +13,7 @@ from softcell.app import pipeline
 from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.pipeline import Plan, RunRequest, Summary, parse_time, verdict
+from softcell.app.pipeline import Front, Plan, RunRequest, Summary, parse_time, verdict
 from softcell.app.process import start_time
 from softcell.app.progress import RunScreen
 from softcell.engine.runfolder import free_folder
@@ -28,6 +28,7 @@ commands = typer.Typer()
     epilog=o.examples(
         "softcell run --data photos/",
         "softcell run --data photos/ --max-params 1M --max-flops 200M --time 30m",
+        "softcell run --data photos/ --max-params 50k,200k,1M --time 1h",
         "softcell run --data digits --time 3m",
         "softcell run --data photos/ --beside my-model.onnx",
         "softcell run --resume runs/run-photos-1",
@@ -40,10 +41,17 @@ def run(
     data: o.Data = None,
     max_params: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Most parameters of the network, such as 1M. Default: 2M, without --max-flops."),
+        typer.Option(
+            metavar="N[,N...]",
+            help="Most parameters of the network, such as 1M; several such as 50k,200k,1M give one network each, from "
+            "one search. Default: 2M, without --max-flops.",
+        ),
     ] = None,
     max_flops: Annotated[
-        str | None, typer.Option(metavar="N", help="Most multiply-adds of the network per image, such as 200M.")
+        str | None,
+        typer.Option(
+            metavar="N[,N...]", help="Most multiply-adds of the network per image, such as 200M; several as above."
+        ),
     ] = None,
     time: Annotated[
         str | None,
@@ -119,8 +127,38 @@ def run(
     if outcome.summary is None:
         results.interrupted(screen, "run", "--resume", str(plan.folder))
         return outcome.exit_code
-    _show_summary(screen, outcome.summary, plan)
+    if outcome.front is not None:
+        _show_front(screen, outcome.front, plan)
+    else:
+        _show_summary(screen, outcome.summary, plan)
     return 0
+
+
+def _show_front(screen: Console, front: Front, plan: Plan) -> None:
+    """One line per budget, the verdicts, and the files."""
+    count = front.entries[0].summary.count
+    screen.print()
+    screen.print(Text(f"one network per budget, on {count_of(count, 'test image')}", "bold"))
+    costs = f"{'parameters':>12}{'multiply-adds':>15}{'latency':>11}{'epochs':>8}"
+    screen.print(Text(f"{'budget':<10}{'network':<10}{costs}{'accuracy':>10}"))
+    for entry in front.entries:
+        one = entry.summary.delivered
+        costs = f"{one.parameters:>12,}{one.multiply_adds:>15,}{f'{one.latency:.2f} ms':>11}{one.epochs:>8,}"
+        screen.print(Text(f"{entry.budget:<10}{one.name:<10}{costs}{percent(one.accuracy):>10}"))
+    for budget, why in front.left_out.items():
+        screen.print(Text(f"{budget:<10}left out: {why}"))
+    screen.print(Text("To choose among them by this accuracy is to choose by the test images."))
+    for entry in front.entries:
+        screen.print()
+        screen.print(Text(f"{entry.budget}: {entry.summary.delivered.name}, since {entry.summary.why}", "bold"))
+        for text in verdict(entry.summary)[1]:
+            screen.print(Text(text))
+    screen.print()
+    models = ", ".join(str(plan.folder / entry.budget / "export") for entry in front.entries)
+    print_fields(screen, time=f"{plan.used():.0f} s of {plan.request.time:.0f} s", models=models)
+    print_fields(screen, drawing=str(plan.folder / "front.svg"), report=str(plan.folder / "report.html"))
+    place = plan.folder / front.entries[0].budget / "train"
+    print_fields(screen, load=f'softcell.api.Network.from_pretrained("{place}")')
 
 
 def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:

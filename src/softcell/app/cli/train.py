@@ -42,6 +42,7 @@ commands = typer.Typer()
         "softcell train runs/darts-darts-digits-1 --seeds 3",
         "softcell train cell.json --data photos --recipe fast --time 5m",
         "softcell train cell.json --data cub200 --from runs/train-darts-imagenet-1",
+        "softcell train runs/snas-nb201-digits-1 --channels 8 --from runs/snas-nb201-digits-1",
         "softcell train cell.json --data cifar10 --data-root ~/data --recipe cifar",
         "softcell train cell.json --cells 8 --channels 16 --set drop_path=0.3",
         "softcell train --resume runs/train-darts-digits-1",
@@ -90,8 +91,8 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Start from the weights of a finished training; the classifier stays random if the number of classes "
-            "differs.",
+            help="Start from the weights of a finished training or of the supernet of a search, layer by layer where "
+            "they fit; a classifier of another number of classes stays random.",
         ),
     ] = None,
     device: o.Device = None,

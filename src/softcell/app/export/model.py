@@ -20,6 +20,8 @@ from softcell.spaces.pretrained import MODEL, read_description
 
 PLAN = "plan.json"
 """The file that marks a folder of `softcell run`."""
+FRONT = "front.json"
+"""The file with the networks of all budgets, in a folder of `softcell run` with several."""
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
@@ -143,6 +145,11 @@ def trained_folder(folder: str | Path) -> Path:
         return path
     parts = (path / PLAN, path / "train" / MANIFEST)
     is_whole = not (path / MANIFEST).is_file() and any(part.is_file() for part in parts)
+    if (path / FRONT).is_file() and (path / PLAN).is_file():
+        parts_of_front = sorted(str(file.parent) for file in path.glob(f"*/{PLAN}"))
+        raise UserError(
+            f"{path} has one network per budget; name the folder of one of them: {', '.join(parts_of_front)}"
+        )
     inner = path / "train" if is_whole else path
     if is_whole and not (inner / MANIFEST).is_file():
         raise UserError(

@@ -37,7 +37,7 @@ from softcell.settings import build
 CALIBRATION = 256
 """Training images whose activations give the ranges."""
 MOST_MEASURED = 2000
-"""Test images on which both networks are compared, if there are more. Nothing is chosen by the result."""
+"""Images on which both networks are compared, if there are more. Nothing is chosen by the result."""
 BATCH = 32
 QUANTISED = ("Conv", "Gemm", "MatMul", "Relu", "MaxPool", "Concat")
 """Operators that compute in 8 bits."""
@@ -46,25 +46,31 @@ SAMPLES = 51
 
 @dataclass(frozen=True, slots=True)
 class CalibrationData:
-    """Images of the data that a network was trained on: some to calibrate with, some of its test set."""
+    """Images of the data that a network was trained on: some to calibrate with, others to measure on.
+
+    `measured` are indices of `others`, images that the network has not learned from. They are of the `split` "holdout",
+    the training images that its training held out, or, where it held out none, "test"; None without either.
+    """
 
     train: Images
     calibration: Tensor
-    test: Images | None
+    others: Images | None
     measured: Tensor
+    split: str
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """An int8 graph beside its float one, measured on the same test images.
+    """An int8 graph beside its float one, measured on the same images.
 
-    `accuracy` and `agreement` are shares: of right classes, and of images with the same class from both graphs; None
-    without test images. `difference` is the largest difference of logits relative to the largest one. `bytes` are
-    the sizes of the files; `milliseconds` are medians for one image on one CPU thread of this machine.
+    `split`: "holdout" for training images that the training held out, "test" where it held out none. `accuracy` and
+    `agreement` are shares: of right classes, and of images with the same class from both graphs; None without images.
+    `difference` is the largest difference of logits relative to the largest one. `bytes` are the sizes of the files;
+    `milliseconds` are medians for one image on one CPU thread of this machine.
 
     Example:
         >>> from softcell.app.export import Quantised
-        >>> made = Quantised("test", 450, 256, (0.96, 0.95), 0.99, 0.03, (800_000, 300_000), (0.5, 0.4))
+        >>> made = Quantised("holdout", 135, 256, (0.96, 0.95), 0.99, 0.03, (800_000, 300_000), (0.5, 0.4))
         >>> made.to_dict()["accuracy"]
         {'float': 0.96, 'int8': 0.95}
     """
@@ -131,8 +137,13 @@ def calibration_data(
             "give the training run instead, or --data"
         )
     _check_same(model, dataset, known, source)
+    calibrated = _some(parts["train"], calibration)
+    if "holdout" in parts:  # leaves the test images to the one measurement of the training
+        return CalibrationData(
+            dataset.train, calibrated, dataset.train, _some(parts["holdout"], MOST_MEASURED), "holdout"
+        )
     among = torch.arange(0 if dataset.test is None else len(dataset.test))
-    return CalibrationData(dataset.train, _some(parts["train"], calibration), dataset.test, _some(among, MOST_MEASURED))
+    return CalibrationData(dataset.train, calibrated, dataset.test, _some(among, MOST_MEASURED), "test")
 
 
 def _check_same(model: Model, dataset: Dataset, known: dict[str, Any], source: Path) -> None:
@@ -211,13 +222,13 @@ def _pixels(images: Images, indices: Tensor) -> Iterator[Tensor]:
 
 def _compare(model: Model, data: CalibrationData, plain: Path, int8: Path) -> Quantised:
     accuracy = agreement = difference = None
-    if data.test is not None:
+    if data.others is not None:
         logits = []
         for file in (plain, int8):
             session = onnx_session(file)
-            batches = _pixels(data.test, data.measured)
+            batches = _pixels(data.others, data.measured)
             logits.append(torch.cat([torch.from_numpy(session.run(None, {INPUT: x.numpy()})[0]) for x in batches]))
-        labels = data.test.labels.cpu()[data.measured]
+        labels = data.others.labels.cpu()[data.measured]
         right = [float((found.argmax(1) == labels).double().mean()) for found in logits]
         accuracy = (right[0], right[1])
         agreement = float((logits[0].argmax(1) == logits[1].argmax(1)).double().mean())
@@ -226,7 +237,7 @@ def _compare(model: Model, data: CalibrationData, plain: Path, int8: Path) -> Qu
     times = [found[len(found) // 2] for found in measure_calls(calls, SAMPLES)]
     sizes = [file.stat().st_size for file in (plain, int8)]
     return Quantised(
-        "test",
+        data.split,
         len(data.measured),
         len(data.calibration),
         accuracy,

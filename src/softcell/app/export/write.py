@@ -51,7 +51,7 @@ STAGE = ".export.tmp"
 class Exported:
     """The written files; `difference` is the largest relative difference of their output from the network's.
 
-    `quantised` compares an int8 graph with its float one; its `difference` is NaN without test images.
+    `quantised` compares an int8 graph with its float one; its `difference` is NaN without images to measure on.
 
     Example:
         >>> from softcell.app.export import export

@@ -94,12 +94,30 @@ class RunRequest:
         is_seed("seed", self.seed)
         not_negative("threads", self.threads)
         self.limits()
+        self.front()
 
     def limits(self) -> dict[str, float]:
-        """The largest allowed `parameters` and `multiply_adds`; without any limit, `DEFAULT_PARAMETERS`."""
+        """The largest allowed `parameters` and `multiply_adds`; without any limit, `DEFAULT_PARAMETERS`.
+
+        Of several budgets, the largest.
+        """
         given = {"parameters": ("--max-params", self.max_params), "multiply_adds": ("--max-flops", self.max_flops)}
-        found = {kind: quantity(name, value) for kind, (name, value) in given.items() if value is not None}
+        found = {kind: quantity(name, split_budgets(name, value)[-1]) for kind, (name, value) in given.items() if value}
         return found or {"parameters": DEFAULT_PARAMETERS}
+
+    def front(self) -> tuple[str, tuple[str, ...]] | None:
+        """The name of the field that has several budgets, and these, the smallest first; None for a single budget."""
+        several = {
+            name: budgets
+            for name, text in (("max_params", self.max_params), ("max_flops", self.max_flops))
+            if len(budgets := split_budgets("--" + name.replace("_", "-"), text or "1")) > 1
+        }
+        if len(several) > 1:
+            raise UserError(
+                f"several budgets are allowed for --max-params or --max-flops, but got both {self.max_params} and "
+                f"{self.max_flops}; give one of them a single budget"
+            )
+        return next(iter(several.items()), None)
 
     def path(self) -> Path:
         """The path of the images, if they are files."""
@@ -126,6 +144,29 @@ class RunRequest:
         check_memory(LEAST_BATCH, (3, self.image_size, self.image_size), _FLOAT)
 
 
+def split_budgets(option: str, text: str) -> tuple[str, ...]:
+    """The budgets in a text such as `50k,200k,1M`, each without spaces; they must rise.
+
+    Example:
+        >>> from softcell.app.pipeline.plan import split_budgets
+        >>> split_budgets("--max-params", "50k, 200k, 1M")
+        ('50k', '200k', '1M')
+    """
+    found = tuple("".join(part.split()) for part in text.split(","))
+    if len(found) == 1:
+        quantity(option, text)
+        return found
+    values = [quantity(f"every budget of {option}", part) for part in found]
+    if len(set(values)) < len(values):
+        raise UserError(
+            f"every budget of {option} must differ from the others, but got {text}; leave out the duplicate"
+        )
+    if values != sorted(values):
+        ordered = ",".join(part for _, part in sorted(zip(values, found, strict=True)))
+        raise UserError(f"the budgets of {option} must rise, but got {text}; give {ordered}")
+    return found
+
+
 LINKS = "data"
 """In the folder of a run: links to the images, if these are not laid out as CLASS/IMAGE."""
 FORMAT = "softcell-plan"
@@ -144,7 +185,7 @@ _TYPES = {
     "status": TEXT,
     "data": (lambda value: value is None or isinstance(value, str), "text, or null"),
     "seconds": (lambda value: type(value) in (int, float) and 0 <= value < 1e12, "a number of seconds"),
-    **dict.fromkeys(("inspection", "choice", "search", "competition", "training", "summary"), _PART),
+    **dict.fromkeys(("inspection", "choice", "search", "competition", "training", "summary", "front"), _PART),
 }
 
 
@@ -178,6 +219,7 @@ class Plan:
     competition: dict[str, Any] | None = None
     training: dict[str, Any] | None = None
     summary: dict[str, Any] | None = None
+    front: dict[str, Any] | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     is_new: bool = False
@@ -207,12 +249,15 @@ class Plan:
         check_types(data, str(file), _TYPES)
         data = Fields.of(data, str(file))
         request = build(RunRequest, data["request"], str(file))
-        plan = cls(folder, request, **{key: data[key] for key in ("data", "seconds", *PARTS)})
+        plan = cls(folder, request, **{key: data[key] for key in ("data", "seconds", *PARTS)}, front=data.get("front"))
         for candidate in (plan.competition or {}).get("candidates", ()):  # names of folders inside this one
             if not re.fullmatch(r"found|(plain|random)-\d+", str(candidate.get("name"))):
                 raise UserError(
                     f"{file}: a network must be `found`, `plain-N` or `random-N`, got {candidate.get('name')!r}"
                 )
+        several = request.front()
+        if plan.front is not None and (several is None or not set(plan.front.get("budgets", ())) <= set(several[1])):
+            raise UserError(f"{file}: `front` must have budgets of the request, {request.max_params}")
         if plan.data is not None and (folder / LINKS).is_dir():
             plan.data = str((folder / LINKS).resolve())
         return plan
@@ -249,6 +294,7 @@ class Plan:
             "seconds": round(self.used(), 3),
             **{key: getattr(self, key) for key in PARTS},
             "data": LINKS if linked else self.data,
+            **({} if self.front is None else {"front": self.front}),
         }
         atomic_write_text(self.folder / PLAN, json.dumps(state, indent=2, ensure_ascii=False) + "\n")
 

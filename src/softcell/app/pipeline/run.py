@@ -50,12 +50,14 @@ from softcell.app.pipeline.competition import (
     round_time,
     survivors,
 )
+from softcell.app.pipeline.front import Front, read_front, run_front
 from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
 from softcell.app.pipeline.plan import LINKS, Plan, Screen
 from softcell.app.pipeline.summary import Summary, finish, summarise
 from softcell.app.pipeline.time_budget import (
     JobTime,
     SearchTimeoutError,
+    TooLittleTimeError,
     describe_length,
     measure_job,
     num_networks,
@@ -117,6 +119,8 @@ MOST_TRIED = 3
 class Outcome:
     """`exit_code` is not 0 if a signal interrupted the run; `summary` is there if it was completed.
 
+    With several budgets, `front` has the networks of all, and `summary` is that of the largest.
+
     Example:
         >>> from softcell.app.pipeline import Outcome
         >>> Outcome(exit_code=130, summary=None).exit_code  # interrupted by Ctrl-C
@@ -125,6 +129,7 @@ class Outcome:
 
     exit_code: int
     summary: Summary | None
+    front: Front | None = None
 
 
 class _StoppedError(Exception):
@@ -148,6 +153,9 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         >>> run(plan, screen=None).summary.delivered.accuracy  # a finished run returns its summary again
         0.95
     """
+    if plan.status == "finished" and plan.front is not None:
+        front = read_front(plan)
+        return Outcome(0, front.entries[-1].summary, front)
     if plan.status == "finished" and plan.summary is not None:
         return Outcome(0, Summary.from_dict(plan.summary, plan.folder))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -169,6 +177,9 @@ def _run_alone(plan: Plan, screen: Screen) -> Outcome:
     try:
         with loaded_once(), warnings.catch_warnings():
             warnings.simplefilter("ignore", SmallDataWarning)  # runs are made for small data
+            if plan.request.front() is not None:
+                front = run_front(plan, screen, _Run)
+                return Outcome(0, front.entries[-1].summary, front)
             return Outcome(0, _Run(plan, screen).whole())
     except _StoppedError as stopped:
         plan.status = "interrupted"
@@ -297,7 +308,7 @@ class _Run:
             final = self.end - plan.used()
         plain = plain_sizes(networks, lambda other: final / seconds(other), inspection.num_train)
         if not plain:
-            raise UserError(self._too_short(replace(measured, epoch=seconds(networks[-1][1])), final))
+            raise TooLittleTimeError(self._too_short(replace(measured, epoch=seconds(networks[-1][1])), final))
         largest = plain[0]
         epoch = seconds(Cost(largest.parameters, largest.multiply_adds))
         network = dict(choice.network)
@@ -306,9 +317,13 @@ class _Run:
         choice = replace(choice, threads=threads, plain=plain, epoch=epoch, final=final, network=network)
         choice = explained(choice, inspection, self.request)
         plan.choice = to_dict(choice)
-        plan.search = self._plan_search(choice)
+        is_shared = plan.search is not None  # with several budgets, what they have in common is known and was shown
+        plan.search = plan.search or self._plan_search(choice)
         plan.save()
-        self.screen.print("choice", *(f"  {line}" for line in choice.why), "")
+        if not is_shared:
+            self.screen.print("choice", *(f"  {line}" for line in choice.why), "")
+        if self.request.front() is not None:
+            return choice
         between = max(0.0, self.final_from - plan.used() - plan.search.get("expected", 0.0))
         between = min(between, COMPETITION_SHARE * self.request.time)
         competing = f"plain, found and random networks on held-out images, about {clock(between)}"
@@ -397,6 +412,8 @@ class _Run:
         """The found cell; None if there was no time for a search."""
         plan = self.plan
         assert plan.search is not None
+        if "genotype" in plan.search:
+            return Genotype.from_dict(plan.search["genotype"])
         if "recipe" not in plan.search:
             return None
         folder = plan.folder / "search"
@@ -597,7 +614,7 @@ class _Run:
         fastest = max(choice.plain, key=lambda each: pace[each.name])
         epochs = seconds * pace[fastest.name]
         if epochs < LEAST_EPOCHS:
-            raise UserError(
+            raise TooLittleTimeError(
                 f"the machine has become too slow: {max(0.0, seconds):.0f} s are left for {LEAST_EPOCHS} epochs or "
                 f"more, but only {max(0.0, epochs):.1f} of the smallest network fit; start a new run with more --time"
             )

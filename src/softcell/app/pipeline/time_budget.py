@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
+from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import SearchRecipe
 from softcell.settings import build
@@ -19,6 +20,10 @@ from softcell.text import count_of
 MOST_SLOWNESS = 8.0
 EVALUATION = 0.3
 """Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
+
+
+class TooLittleTimeError(UserError):
+    """The time that is left does not suffice for the fewest epochs of the smallest network."""
 
 
 @dataclass(frozen=True, slots=True)

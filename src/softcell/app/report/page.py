@@ -11,6 +11,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from softcell.app.report.front import front_section, read_front
 from softcell.app.report.heatmaps import shade_rules
 from softcell.app.report.html import Html, el, join
 from softcell.app.report.overview import Outcome, in_order, list_of, outcome_section, overview, read_outcome
@@ -42,7 +43,8 @@ def report(folders: Sequence[Path]) -> str:
     """The page as text."""
     outcome = read_outcome(folders)
     runs, beside = gather(folders if outcome is None else in_order(folders))
-    return render(runs, beside, outcome=outcome)
+    front = read_front(folders) if outcome is None else None
+    return render(runs, beside, outcome=outcome, front=None if front is None else front_section(front))
 
 
 def gather(folders: Sequence[Path], read: Callable[[Path, str], Run] = read_run) -> tuple[list[Run], list[Run]]:
@@ -70,14 +72,20 @@ def render(
     beside: Sequence[Run] = (),
     *,
     outcome: Outcome | None = None,
+    front: Html | None = None,
     live: float | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """The page. outcome: the result of the `softcell run` that all runs belong to; live: seconds between two refreshes
-    of a page that is being served; notes: lines to show on top."""
+    """The page.
+
+    outcome, front: the result of the `softcell run` that all runs belong to, for one budget or for several.
+    live: seconds between two refreshes of a page that is being served. notes: lines to show on top.
+    """
     title = _title(runs)
     several = len(runs) > 1
-    top = overview(runs, beside) if outcome is None else join(outcome_section(outcome), list_of(runs))
+    if outcome is not None:
+        front = outcome_section(outcome)
+    top = overview(runs, beside) if front is None else join(front, list_of(runs))
     chooser = None
     if several:
         options = [el("option", f"{run.label} – {headline(run)}", value=f"run-{i}") for i, run in enumerate(runs)]
