@@ -28,10 +28,10 @@ from softcell.engine.metrics import Measured
 from softcell.engine.runfolder import checksum, failure_recorded, notifier, run_in_folder
 from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
-from softcell.engine.timing import TimeBudget, choose_precision, choose_threads
+from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_space, resolve
+from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_length, fit_space, is_long, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
@@ -46,7 +46,7 @@ from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
 PROBING_SHARE = 0.02
-"""The share of a training's time in which numbers of threads are timed."""
+"""The share of a training's time in which numbers of threads are timed, and steps to forecast its epochs."""
 PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set while others still run
 
 
@@ -120,9 +120,13 @@ def train_steps(
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
+    startup: float = 0.0,
 ) -> Running[TrainResult]:
-    """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
-    budget = TimeBudget(recipe.time) if recipe.time else None  # reading the data takes a part of the time
+    """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`).
+
+    startup: up to this many seconds before the first step are not part of the recipe's time.
+    """
+    budget = TimeBudget(recipe.time, startup) if recipe.time else None  # reading the data takes a part of the time
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
         if not recipe.time:  # otherwise `prepare` times steps to choose
@@ -340,6 +344,14 @@ def prepare(
     if recipe.precision == "auto":
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
+    if "cutout" in recipe.auto:
+        epochs = float(recipe.epochs)
+        if recipe.time and (not recipe.epochs or is_long(epochs)):
+            pace = seconds_per_step(make(recipe.precision), world, PROBING_SHARE * recipe.time)
+            by_time = (recipe.time - budget.elapsed() if budget else 0.0) / (pace * batches.num_batches)
+            epochs = min(epochs, by_time) if recipe.epochs else by_time
+        recipe = fit_length(recipe, epochs, dataset.shape[1])
+        batches = feeds.training(parts["train"], augment_of(dataset, recipe))
     task = TrainTask(
         recipe,
         network,
