@@ -17,13 +17,19 @@ from softcell.spaces import build_space
 from softcell.text import count_of
 
 MOST_SLOWNESS = 8.0
+ENOUGH_STEPS, ENOUGH_ENDS = 100, 3
+"""A measurement ends early after so many steps and epochs: on a GPU they take less than a second."""
 EVALUATION = 0.3
 """Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobTime:
-    """Seconds until the first step, per epoch (steps, evaluation, checkpoint), and after the last epoch."""
+    """Seconds of the start, per epoch (steps, evaluation, checkpoint), and after the last epoch.
+
+    The start is what comes before the first step, and what the first epoch takes longer than others: allocation,
+    compilation and the recording of steps.
+    """
 
     startup: float
     epoch: float
@@ -50,7 +56,10 @@ class _MeasuredError(Exception):
 
 
 class _Stopwatch:
-    """Times steps and epochs until `seconds` have passed since the first step."""
+    """Times steps and epochs until enough of them, or `seconds`, have passed since the first step.
+
+    Steps of a GPU are asynchronous: only whole epochs are timed exactly, because their metrics are read at the end.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.began = time.perf_counter()
@@ -58,7 +67,7 @@ class _Stopwatch:
         self.first: float | None = None  # end of the first step, which includes allocation and graph capture
         self.last = self.began
         self.steps_seen, self.in_steps = 0, 0.0
-        self.ends_seen, self.in_ends = 0, 0.0
+        self.in_ends, self.ends = 0.0, list[float]()
         self.steps_per_epoch = 1
 
     def __call__(self, event: Event) -> None:
@@ -75,14 +84,17 @@ class _Stopwatch:
                 self.last = now
                 self._stop_when_measured(now)
             case EpochEnded():
-                self.ends_seen, self.in_ends = self.ends_seen + 1, self.in_ends + now - self.last
+                self.in_ends += now - self.last
+                self.ends.append(now)
                 self.last = now
                 self._stop_when_measured(now)
             case _:
                 pass
 
     def _stop_when_measured(self, now: float) -> None:
-        if self.first is not None and self.steps_seen >= 2 and now - self.first >= self.seconds:
+        if self.first is None or self.steps_seen < 2:
+            return
+        if now - self.first >= self.seconds or (self.steps_seen >= ENOUGH_STEPS and len(self.ends) >= ENOUGH_ENDS):
             raise _MeasuredError
 
     def job_time(self, evaluated: float, tested: float) -> JobTime:
@@ -90,8 +102,12 @@ class _Stopwatch:
         assert self.first is not None
         step = self.in_steps / self.steps_seen if self.steps_seen else self.first - self.began
         steps = self.steps_per_epoch * step
-        end = self.in_ends / self.ends_seen if self.ends_seen else steps * evaluated * EVALUATION
-        return JobTime(self.first - self.began, steps + end, steps * tested * EVALUATION + 0.5)
+        tail = steps * tested * EVALUATION + 0.5
+        if len(self.ends) > 1:  # the first epoch includes the start
+            epoch = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+            return JobTime(max(0.0, self.ends[0] - self.began - epoch), epoch, tail)
+        end = self.in_ends if self.ends else steps * evaluated * EVALUATION
+        return JobTime(self.first - self.began, steps + end, tail)
 
 
 def measure_job(
