@@ -63,6 +63,7 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
         "epochs": options.epochs,
         "holdout": 0.0,
         "flip": load(options.data, options.data_root).augment.flip,
+        "cutout": 0,  # arms name their own; the rule by epochs is what they are compared for
         "seed": seed,
         "threads": 1,
         "space_settings": sizes,

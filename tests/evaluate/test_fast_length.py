@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ from softcell.engine.interleave import drain
 from softcell.engine.task import Event, Stepped
 from softcell.engine.timing import TIMED, TimeBudget, seconds_per_step
 from softcell.evaluate import resolve, stored_training, train
-from softcell.evaluate.recipe import FITTED, LONG_EPOCHS, cutout_side, fit_data, fit_length
+from softcell.evaluate.recipe import FITTED, LONG_EPOCHS, MANY_IMAGES, cutout_side, fit_data, fit_length
 from softcell.evaluate.train import train_steps
 from softcell.spaces import build_space
 from tests.helpers.search_toys import ALONE, TINY, write_data
 
 GENOTYPE = sample(build_space("nb201", TINY["nb201"]).layout(), 5)
-TRAIN = sys.modules["softcell.evaluate.train"]
+TRAIN, RECIPE = sys.modules["softcell.evaluate.train"], sys.modules["softcell.evaluate.recipe"]
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +32,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "data.npz", train=96)
 
 
-def test_only_long_trainings_have_cutout() -> None:
-    assert cutout_side(LONG_EPOCHS - 1, 32) == 0
-    assert cutout_side(LONG_EPOCHS, 32) == 8 and cutout_side(10 * LONG_EPOCHS, 28) == 7
+def test_only_long_trainings_on_many_images_have_cutout() -> None:
+    assert cutout_side(LONG_EPOCHS, MANY_IMAGES, 32) == 8 and cutout_side(math.inf, 10 * MANY_IMAGES, 28) == 7
+    assert cutout_side(LONG_EPOCHS - 1, MANY_IMAGES, 32) == 0
+    assert cutout_side(math.inf, MANY_IMAGES - 1, 32) == 0
     open_ = resolve(GENOTYPE, {"recipe": "fast"})
     assert open_.auto == FITTED and open_.cutout == 0
-    by_data = fit_data(open_, 500, ["cat"], is_gpu=False)
+    by_data = fit_data(open_, MANY_IMAGES, ["cat"], is_gpu=False)
     assert by_data.auto == ("cutout",), "the number of epochs is not known by then"
-    long, short = fit_length(by_data, LONG_EPOCHS, 32), fit_length(by_data, 20, 32)
+    long, short = (fit_length(by_data, epochs, MANY_IMAGES, 32) for epochs in (LONG_EPOCHS, 20))
     assert (long.cutout, short.cutout, long.auto, short.auto) == (8, 0, (), ())
-    given = fit_length(resolve(GENOTYPE, {"recipe": "fast", "cutout": 3}), LONG_EPOCHS, 32)
-    assert given.cutout == 3, "a cutout that is given is kept"
+    given = resolve(GENOTYPE, {"recipe": "fast", "cutout": 3})
+    assert fit_length(given, LONG_EPOCHS, MANY_IMAGES, 32).cutout == 3, "a cutout that is given is kept"
     cifar = resolve(GENOTYPE, {"recipe": "cifar"})
-    assert fit_length(cifar, LONG_EPOCHS, 32) == cifar, "other recipes keep theirs"
+    assert fit_length(cifar, 20, MANY_IMAGES, 32) == cifar, "other recipes keep theirs"
 
 
 def cutout_of(data: Path, folder: Path, **length: Any) -> int:
@@ -90,8 +92,14 @@ def test_the_length_is_known_from_epochs_or_from_timed_steps(
         return pace / steps
 
     monkeypatch.setattr(TRAIN, "seconds_per_step", timed)
+    monkeypatch.setattr(RECIPE, "MANY_IMAGES", 86)
     side = 8
     assert cutout_of(data, tmp_path / "run", **length) == (side // 4 if is_long else 0)
+
+
+def test_trainings_on_few_images_time_no_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TRAIN, "seconds_per_step", lambda *_: pytest.fail("the answer is known"))
+    assert cutout_of(data, tmp_path / "run", time=1e6) == 0
 
 
 class Timed:

@@ -272,7 +272,7 @@ def seconds_per_step(task: Task, world: World, most: float) -> float:
             task.begin_epoch(0)
             batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), 2)))
             task.step(next(batches))  # includes allocation
-            times, began = [], time.perf_counter()
+            times, began = list[float](), time.perf_counter()
             # Ranks wait for each other in a step, so all of them must make the same number.
             while not times or (len(times) < TIMED and (world.size > 1 or time.perf_counter() - began < most)):
                 start = time.perf_counter()

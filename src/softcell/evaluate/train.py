@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from softcell.engine.task import OnEvent
 from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_length, fit_space, is_long, resolve
+from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
@@ -345,12 +346,12 @@ def prepare(
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
     if "cutout" in recipe.auto:
-        epochs = float(recipe.epochs)
-        if recipe.time and (not recipe.epochs or is_long(epochs)):
+        epochs, side = recipe.epochs or math.inf, dataset.shape[1]
+        if recipe.time and cutout_side(epochs, num_images, side):  # unless the time ends it before
             pace = seconds_per_step(make(recipe.precision), world, PROBING_SHARE * recipe.time)
-            by_time = (recipe.time - budget.elapsed() if budget else 0.0) / (pace * batches.num_batches)
-            epochs = min(epochs, by_time) if recipe.epochs else by_time
-        recipe = fit_length(recipe, epochs, dataset.shape[1])
+            left = recipe.time - (0.0 if budget is None else budget.elapsed())
+            epochs = min(epochs, left / (pace * batches.num_batches))
+        recipe = fit_length(recipe, epochs, num_images, side)
         batches = feeds.training(parts["train"], augment_of(dataset, recipe))
     task = TrainTask(
         recipe,

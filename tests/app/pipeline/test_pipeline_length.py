@@ -14,7 +14,7 @@ from softcell.app.pipeline.choose import Choice, choose
 from softcell.app.pipeline.competition import LONGER, Candidate, Result
 from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plain import plain_cell
-from softcell.evaluate.recipe import LONG_EPOCHS
+from softcell.evaluate.recipe import LONG_EPOCHS, MANY_IMAGES
 
 module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
 SIDE, START, USED = 32, 2.0, 400.0
@@ -48,7 +48,7 @@ def started(
     began = plan.began
     monkeypatch.setattr("time.perf_counter", lambda: began + USED)
     monkeypatch.setattr("time.process_time", lambda: USED)
-    inspection = Inspection("photos", {"a": 500, "b": 500}, {}, (SIDE, SIDE, SIDE), 3)
+    inspection = Inspection("photos", {"a": MANY_IMAGES // 2, "b": MANY_IMAGES // 2}, {}, (SIDE, SIDE, SIDE), 3)
     made = [
         Candidate(name, name.split("-")[0], plain_cell().to_dict(), {"channels": 8}, 1, 1)  # type: ignore[arg-type]
         for name in NAMES
@@ -97,6 +97,7 @@ def test_trainings_of_a_round_get_their_seconds_besides_the_start(
     assert [each["folder"] for each in trainings] == list(NAMES)
     assert all(each["startup"] == START and each["recipe"].time == 20.0 for each in trainings)
     assert all(each["recipe"].cutout == 0 for each in trainings)  # 20 epochs are few
+    assert choice.num_train == MANY_IMAGES
     assert [each["recipe"].epochs for each in trainings] == [0, 10, 0, 0]  # as many as the largest plain network
 
 

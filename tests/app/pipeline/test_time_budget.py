@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from softcell.app.pipeline import time_budget
-from softcell.app.pipeline.time_budget import ENOUGH_ENDS, JobTime, measure_job
+from softcell.app.pipeline.time_budget import ENOUGH_ENDS, JobTime, expected_start, measure_job
 from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 
 READING, STEP, END, SLOW = 3.0, 0.5, 1.0, 4.5
@@ -68,6 +68,11 @@ def test_a_measurement_ends_early_after_enough_steps_and_epochs(tmp_path: Path, 
     ended.clear()
     measure_job(job(now, ended, steps=4), tmp_path / "scratch", 1e6, evaluated=0.0, tested=0.0)
     assert len(ended) == 26 - 1  # 101 steps with the first one, which is not counted; within the 26th epoch
+
+
+def test_later_starts_are_expected_to_take_less_than_the_first() -> None:
+    assert [expected_start(JobTime(start, 1.0), is_gpu=False) for start in (0.2, 30.0)] == [0.2, 1.0]
+    assert [expected_start(JobTime(start, 1.0), is_gpu=True) for start in (2.0, 30.0)] == [2.0, 4.0]
 
 
 def test_epochs_that_fit_never_exceed_the_time() -> None:

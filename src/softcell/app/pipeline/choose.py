@@ -40,8 +40,8 @@ class Choice:
 
     `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
     are the plain networks, the largest first, `epoch` the expected seconds of its epochs, `start` those before the
-    first step of a training, and `final` those of the final training. `image_size` is None if images keep their size.
-    `why` gives the reasons in two lines.
+    first step of a training, and `final` those of the final training, on `num_train` images. `image_size` is None if
+    images keep their size. `why` gives the reasons in two lines.
     """
 
     space: str
@@ -56,6 +56,7 @@ class Choice:
     epoch: float = 0.0
     final: float = 0.0
     start: float = 0.0
+    num_train: int = 0
     why: tuple[str, str] = ("", "")
 
 
@@ -65,7 +66,8 @@ def choose(inspection: Inspection, request: RunRequest, *, is_gpu: bool, is_resi
     method = request.method or ("darts" if name == LARGE_SPACE else "snas")
     batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
     side = inspection.sides[1]
-    made = Choice(name, method, None, (inspection.channels, side, side), batch, *_sizes(name, request))
+    shape, sizes = (inspection.channels, side, side), _sizes(name, request)
+    made = Choice(name, method, None, shape, batch, *sizes, num_train=inspection.num_train)
     if not is_resizable:
         return made
     kept = max((size for size in SIZES if size <= min(side, KEPT_SIZE)), default=side)
@@ -245,7 +247,7 @@ def train_recipe(
             "space_settings": dict(settings),
             "epochs": epochs,
             "time": time,
-            "cutout": cutout_side(expected, choice.shape[1]),
+            "cutout": cutout_side(expected, choice.num_train, choice.shape[1]),
             "holdout": holdout,
             "test": is_tested,
             "seed": request.seed + seed,

@@ -61,6 +61,7 @@ from softcell.app.pipeline.time_budget import (
     JobTime,
     SearchTimeoutError,
     describe_length,
+    expected_start,
     measure_job,
     num_networks,
     shortened,
@@ -111,8 +112,6 @@ MEASURING = 0.01
 MEASURING_BOUNDS = (0.3, 6.0)
 MOST_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
-MOST_START = 4.0
-"""Seconds that are planned for the start of a training, at most; the first one also initialises the device."""
 SAVED_EVERY = 2.0
 """Seconds between two records of the time that was spent."""
 MOST_TRIED = 3
@@ -312,7 +311,7 @@ class _Run:
             network["channels"] = MOST_WIDENED * largest.settings["channels"]
         if "cells_per_stage" in network:
             network["cells_per_stage"] = largest.settings["cells_per_stage"]
-        start = min(measured.startup, MOST_START)
+        start = expected_start(measured, is_gpu=is_gpu)
         choice = replace(choice, threads=threads, plain=plain, epoch=epoch, start=start, final=final, network=network)
         choice = explained(choice, inspection, self.request)
         plan.choice = to_dict(choice)

@@ -43,6 +43,18 @@ class JobTime:
         return max(0, int((seconds - self.startup - self.tail) / max(self.epoch, 1e-6)))
 
 
+MOST_START, MOST_START_GPU = 1.0, 4.0
+"""Seconds that are planned for the start of a training, at most, on a CPU and on a GPU, which records its steps."""
+
+
+def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
+    """Seconds before the first step of a training, after a first one was measured.
+
+    The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
+    """
+    return min(measured.startup, MOST_START_GPU if is_gpu else MOST_START)
+
+
 def slowness(began: float) -> float:
     """Wall-clock seconds per CPU second since `began`: 1 on an idle machine, more on a busy one.
 
