@@ -88,6 +88,9 @@ def test_a_shallow_network_is_preferred_to_a_deep_one_of_about_the_same_cost() -
 
 def test_smaller_networks_are_shallower_and_have_about_half_the_cost() -> None:
     assert chosen(1e6) == [(3, 24), (1, 24), (1, 16)]
+    wider = [({"cells_per_stage": 2, "channels": 40}, Cost(0, 224 * MILLION)), *NETWORKS]
+    sizes = [each.settings["cells_per_stage"] for each in plain_sizes(wider, lambda cost: 1e6, 50_000)]
+    assert sizes == [2, 1, 1]  # not 3 cells of 24 channels, with half the multiply-adds
     made = plain_sizes(NETWORKS, lambda cost: 1e15 / cost.multiply_adds, 1000)
     for larger, smaller in itertools.pairwise(made):
         assert smaller.multiply_adds <= 0.6 * larger.multiply_adds
