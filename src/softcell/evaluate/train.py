@@ -20,7 +20,7 @@ from softcell.data.batches import Feeds
 from softcell.data.dataset import content_of
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
-from softcell.engine.distributed import World, barrier, on_main
+from softcell.engine.distributed import World, agree, barrier, on_main
 from softcell.engine.files import atomic_write_bytes
 from softcell.engine.interleave import PER_RUN_STATES, Running, drain
 from softcell.engine.lock import locked
@@ -349,8 +349,9 @@ def prepare(
         epochs, side = recipe.epochs or math.inf, dataset.shape[1]
         if recipe.time and cutout_side(epochs, num_images, side):  # unless the time ends it before
             pace = seconds_per_step(make(recipe.precision), world, PROBING_SHARE * recipe.time)
-            left = recipe.time - (0.0 if budget is None else budget.elapsed())
-            epochs = min(epochs, left / (pace * batches.num_batches))
+            # The clocks of ranks differ, their cutout must not.
+            (used,) = agree([0 if budget is None else int(1000 * budget.elapsed())], world)
+            epochs = min(epochs, (recipe.time - used / 1000) / (pace * batches.num_batches))
         recipe = fit_length(recipe, epochs, num_images, side)
         batches = feeds.training(parts["train"], augment_of(dataset, recipe))
     task = TrainTask(

@@ -193,7 +193,7 @@ class Decision:
     shares. `longer`: epochs of the final training relative to those of the round.
 
     Example:
-        >>> from softcell.app.pipeline.competition import Decision
+        >>> from softcell.app.pipeline import Decision
         >>> Decision("plain-1", "it was the best", "best", ahead="plain-1").winner
         'plain-1'
     """
