@@ -19,6 +19,7 @@ from softcell.engine.task import Event, Stepped
 from softcell.engine.timing import TIMED, TimeBudget, seconds_per_step
 from softcell.evaluate import resolve, stored_training, train
 from softcell.evaluate.recipe import FITTED, LONG_EPOCHS, MANY_IMAGES, cutout_side, fit_data, fit_length
+from softcell.evaluate.task import TrainTask
 from softcell.evaluate.train import train_steps
 from softcell.spaces import build_space
 from tests.helpers.search_toys import ALONE, TINY, write_data
@@ -93,8 +94,16 @@ def test_the_length_is_known_from_epochs_or_from_timed_steps(
 
     monkeypatch.setattr(TRAIN, "seconds_per_step", timed)
     monkeypatch.setattr(RECIPE, "MANY_IMAGES", 86)
+    used: list[int] = []
+
+    class Task(TrainTask):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            used.append(named["train"].augment.cutout)
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr(TRAIN, "TrainTask", Task)
     side = 8
-    assert cutout_of(data, tmp_path / "run", **length) == (side // 4 if is_long else 0)
+    assert cutout_of(data, tmp_path / "run", **length) == used[-1] == (side // 4 if is_long else 0)
 
 
 def test_trainings_on_few_images_time_no_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
