@@ -332,7 +332,7 @@ def test_a_time_is_read_in_every_form_and_replaces_epochs() -> None:
         ({"time": "5m", "recipe": "imagenet"}, "cosine or linear, but got exponential; add --set schedule=cosine"),
         ({"warmup": 0.1}, "a whole number of epochs, but got 0.1"),
         ({"ema": 1.0}, "`0 <= ema < 1`"),
-        ({"auto": ["epochs"]}, "may name batch_size, lr, flip, but got epochs"),
+        ({"auto": ["epochs"]}, "may name batch_size, lr, flip, cutout, but got epochs"),
     ],
 )
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
