@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from softcell.app.pipeline.choose import RESIDUAL
+from softcell.app.pipeline.plain import RESIDUAL
 from softcell.arch import notation
 from softcell.data import load
 from softcell.evaluate import resolve, train
@@ -63,6 +63,7 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
         "epochs": options.epochs,
         "holdout": 0.0,
         "flip": load(options.data, options.data_root).augment.flip,
+        "cutout": 0,  # arms name their own; the rule by epochs is what they are compared for
         "seed": seed,
         "threads": 1,
         "space_settings": sizes,
@@ -73,14 +74,15 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
         result = train(genotype, resolve(genotype, layered(given, assignments(changes))), Path(folder) / "run")
     if result.exit_code:
         raise SystemExit(result.exit_code)
-    loss = result.metrics[-1]["train_loss"]
+    last = result.metrics[-1]
     cpu = round(time.process_time() - began, 1)
     return {
         "arm": name,
         "changes": changes,
         "seed": seed,
         "accuracy": result.accuracy,
-        "loss": loss,
+        "loss": last["train_loss"],
+        "train_accuracy": last["train_accuracy"],
         "cpu_seconds": cpu,
     }
 

@@ -332,7 +332,7 @@ def test_a_time_is_read_in_every_form_and_replaces_epochs() -> None:
         ({"time": "5m", "recipe": "imagenet"}, "cosine or linear, but got exponential; add --set schedule=cosine"),
         ({"warmup": 0.1}, "a whole number of epochs, but got 0.1"),
         ({"ema": 1.0}, "`0 <= ema < 1`"),
-        ({"auto": ["epochs"]}, "may name batch_size, lr, flip, but got epochs"),
+        ({"auto": ["epochs"]}, "may name batch_size, lr, flip, cutout, but got epochs"),
     ],
 )
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
@@ -479,7 +479,7 @@ def test_runs_of_earlier_versions_are_resumed(data: Path, tmp_path: Path) -> Non
 def test_settings_left_to_the_data_are_in_the_run(data: Path, tmp_path: Path) -> None:
     given = {"recipe": "fast", "data": str(data), "epochs": 1, "space_settings": TINY["nb201"]}
     open_, narrow = resolve(GENOTYPE, given), resolve(GENOTYPE, given, {"batch_size": 24, "flip": True})
-    assert open_.auto == FITTED and narrow.auto == ("lr",)
+    assert open_.auto == FITTED and narrow.auto == ("lr", "cutout")
     result = train(GENOTYPE, narrow, tmp_path / "run")
     assert result.recipe.auto == () and result.recipe.batch_size == 24
     stored = stored_training(result.folder, {"recipe": "fast"})[1]
@@ -528,5 +528,5 @@ def test_a_budget_keeps_at_most_half_for_what_follows(monkeypatch: pytest.Monkey
     assert budget.progress == pytest.approx(45 / 91.5) and not budget.is_over
     budget.evaluating = 400.0
     assert budget.for_steps == 50.0
-    budget.resume({"used": 200.0, "preparing": 4.0})
+    budget.resume({"used": 200.0, "preparing": 4.0})  # of an earlier process
     assert (budget.used, budget.elapsed()) == (200.0, 245.0) and budget.is_over and budget.progress == 1.0

@@ -50,15 +50,28 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
+    startup: float = 0.0,
 ) -> TrainResult:
-    """Trains, or returns the result if `resume` finds a finished training in `out`."""
+    """Trains, or returns the result if `resume` finds a finished training in `out`.
+
+    startup: up to this many seconds before the first step are not part of the recipe's time.
+    """
     if resume and (done := finished_training(resumed_folder(out), genotype, recipe)) is not None:
         return done
     with join_processes(recipe.device, recipe.deterministic) as world:
         folder = output_folder(out, world, "train", genotype.space, recipe.data)
         with locked(folder, world):
-            steps = train_steps(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event)
-            result = drain(steps)
+            result = drain(
+                train_steps(
+                    genotype,
+                    recipe,
+                    folder,
+                    resume=resume,
+                    overwrite=overwrite,
+                    on_event=on_event,
+                    startup=startup,
+                )
+            )
             if world.is_main:
                 draw_training(result)
         return result

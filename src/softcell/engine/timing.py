@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from softcell.engine.capture import WARMUP
-from softcell.engine.distributed import World
+from softcell.engine.distributed import World, agree
 from softcell.engine.files import atomic_write_text
 from softcell.engine.session import set_threads, usable_cores
 from softcell.engine.task import Task
@@ -107,14 +107,21 @@ class TimeBudget:
     """The time of a run: how much is used, over all its processes, and how much is kept for what follows its steps.
 
     `used` is set by the loop between two steps, to the same value on all ranks, and `preparing` before the first one.
+    Up to `startup` of the seconds before the first step are granted in addition, so that trainings whose networks take
+    different times to start have equal times to learn.
     `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take, as
     measured so far.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, startup: float = 0.0) -> None:
+        self._granted, self._startup = seconds, startup
         self.used = self.preparing = self.evaluating = self.saving = 0.0
         self._before, self._began = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The whole time, with the part of the preparation that is granted in addition."""
+        return self._granted + min(self._startup, self.preparing)
 
     def resume(self, state: Mapping[str, float]) -> None:
         """Count from the seconds of earlier processes; the loop adds those since the start of this one."""
@@ -250,6 +257,30 @@ def time_steps(task: Task, device: torch.device) -> float:
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
+
+
+def seconds_per_step(task: Task, world: World, most: float) -> float:
+    """Seconds of a step of a new task, which is thrown away; the same on all ranks.
+
+    The random numbers that it draws are given back. On a CPU, steps are timed for about `most` seconds at most.
+    """
+    devices = [world.device] if world.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        if devices:
+            found = time_steps(task, world.device)
+        else:
+            task.begin_epoch(0)
+            batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), 2)))
+            task.step(next(batches))  # includes allocation
+            times, began = list[float](), time.perf_counter()
+            # Ranks wait for each other in a step, so all of them must make the same number.
+            while not times or (len(times) < TIMED and (world.size > 1 or time.perf_counter() - began < most)):
+                start = time.perf_counter()
+                task.step(next(batches))
+                times.append(time.perf_counter() - start)
+            found = statistics.median(times)
+    (microseconds,) = agree([max(1, int(1e6 * found))], world)
+    return microseconds / 1e6
 
 
 def cache_file() -> Path:

@@ -41,7 +41,7 @@ class TrainRecipe:
     classes (Proxy-NCA) and measured by retrieval among the second. `optimiser`: SGD with momentum, Adam, AdamW
     (weight decay for matrices and filters only), or RMSprop with momentum in TensorFlow's form.
     `flip`: whether images are mirrored at random; None: as the dataset defines. `auto`: settings among `FITTED` that
-    are chosen by the data when training starts; `run.json` has the chosen values.
+    are chosen by the data and the length when training starts; `run.json` has the chosen values.
     `fused`: on a GPU, DARTS cells as one fused operation each; off by default, since no training has been compared
     with one module by module (benchmarks/NOTES.md).
     `init`: the folder of a finished training whose weights, as far as they fit, this one starts from; None: random.
@@ -157,12 +157,12 @@ class TrainRecipe:
         return result
 
 
-FITTED = ("batch_size", "lr", "flip")
-"""Settings that can be chosen by the data (`TrainRecipe.auto`)."""
+FITTED = ("batch_size", "lr", "flip", "cutout")
+"""Settings that can be chosen by the data, and the cutout by the number of epochs (`TrainRecipe.auto`)."""
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # For minutes instead of days, by experiments on held-out training images (docs/training.md); `fit_data` has the
-    # settings that depend on the data
+    # For minutes instead of days, by experiments on held-out training images (docs/training.md); `fit_data` and
+    # `fit_length` have the settings that depend on the data and the number of epochs
     "fast": {
         "epochs": 20,
         "nesterov": True,
@@ -375,7 +375,7 @@ SMALL_DATA, LARGE_DATA = 2_000, 20_000
 def fit_data(recipe: R, num_images: int, classes: Sequence[str], *, is_gpu: bool) -> R:
     """The recipe with the settings that it leaves to the data: batch size, peak rate and flip.
 
-    num_images: for training. classes: their names.
+    num_images: for training. classes: their names. The cutout stays open (`fit_length`).
     """
     if not recipe.auto:
         return recipe
@@ -391,7 +391,34 @@ def fit_data(recipe: R, num_images: int, classes: Sequence[str], *, is_gpu: bool
         # A mirrored character is another one, or none.
         "flip": False if all(len(name) == 1 for name in classes) else None,
     }
-    return replace(recipe, auto=(), **{name: values[name] for name in recipe.auto})
+    left = tuple(name for name in recipe.auto if name not in values)
+    return replace(recipe, auto=left, **{name: values[name] for name in recipe.auto if name in values})
+
+
+LONG_EPOCHS, MANY_IMAGES = 200, 20_000
+"""Epochs, and training images, from which images are trained with cutout.
+
+On 500 to 1,000 images cutout did not help in 10 to 200 epochs, even where networks learned all of them by heart
+(docs/training.md). For all 50,000 images of CIFAR-10 its authors report gains (DeVries and Taylor, 2017).
+"""
+CUTOUT_PART = 4
+"""The side of the image relative to that of the cutout."""
+
+
+def cutout_side(epochs: float, num_images: int, side: int) -> int:
+    """The side of the cutout in pixels, for `epochs` on `num_images` of `side` pixels; 0 for none."""
+    return side // CUTOUT_PART if epochs >= LONG_EPOCHS and num_images >= MANY_IMAGES else 0
+
+
+def fit_length(recipe: R, epochs: float, num_images: int, side: int) -> R:
+    """The recipe with the setting that it leaves to its length: the cutout.
+
+    epochs: those that the training will have, or has time for. num_images: for training. side: in pixels.
+    """
+    if "cutout" not in recipe.auto:
+        return recipe
+    auto = tuple(name for name in recipe.auto if name != "cutout")
+    return replace(recipe, auto=auto, cutout=cutout_side(epochs, num_images, side))
 
 
 FIXED = ("nodes", "layers")

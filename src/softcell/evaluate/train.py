@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from softcell.data.batches import Feeds
 from softcell.data.dataset import content_of
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
-from softcell.engine.distributed import World, barrier, on_main
+from softcell.engine.distributed import World, agree, barrier, on_main
 from softcell.engine.files import atomic_write_bytes
 from softcell.engine.interleave import PER_RUN_STATES, Running, drain
 from softcell.engine.lock import locked
@@ -27,11 +28,11 @@ from softcell.engine.metrics import Measured
 from softcell.engine.runfolder import failure_recorded, notifier, run_in_folder
 from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
-from softcell.engine.timing import TimeBudget, choose_precision, choose_threads
+from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
 from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, fit_data, fit_space, resolve
+from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.nn.classifiers import Classifier
@@ -46,7 +47,7 @@ from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
 PROBING_SHARE = 0.02
-"""The share of a training's time in which numbers of threads are timed."""
+"""The share of a training's time in which numbers of threads are timed, and steps to forecast its epochs."""
 PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set while others still run
 
 
@@ -120,9 +121,13 @@ def train_steps(
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
+    startup: float = 0.0,
 ) -> Running[TrainResult]:
-    """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
-    budget = TimeBudget(recipe.time) if recipe.time else None  # reading the data takes a part of the time
+    """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`).
+
+    startup: up to this many seconds before the first step are not part of the recipe's time.
+    """
+    budget = TimeBudget(recipe.time, startup) if recipe.time else None  # reading the data takes a part of the time
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
         if not recipe.time:  # otherwise `prepare` times steps to choose
@@ -340,6 +345,15 @@ def prepare(
     if recipe.precision == "auto":
         timed = f"{job}, batch {recipe.batch_size}, {dataset.shape}"
         recipe = replace(recipe, precision=choose_precision(timed, world, make, notify))  # type: ignore[arg-type]
+    if "cutout" in recipe.auto:
+        epochs, side = recipe.epochs or math.inf, dataset.shape[1]
+        if recipe.time and cutout_side(epochs, num_images, side):  # unless the time ends it before
+            pace = seconds_per_step(make(recipe.precision), world, PROBING_SHARE * recipe.time)
+            # The clocks of ranks differ, their cutout must not.
+            (used,) = agree([0 if budget is None else int(1000 * budget.elapsed())], world)
+            epochs = min(epochs, (recipe.time - used / 1000) / (pace * batches.num_batches))
+        recipe = fit_length(recipe, epochs, num_images, side)
+        batches = feeds.training(parts["train"], augment_of(dataset, recipe))
     task = TrainTask(
         recipe,
         network,

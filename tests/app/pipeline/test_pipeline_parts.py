@@ -1,4 +1,4 @@
-"""Parts of a run: random architectures, late searches, the competition and its verdict, the least number of images."""
+"""Parts of a run: random architectures, late searches, the verdict, the least number of images."""
 
 from __future__ import annotations
 
@@ -10,20 +10,7 @@ import torch
 
 from softcell.app.pipeline import Beside, Entry, Result, Round, Row, Summary, verdict
 from softcell.app.pipeline.choose import held_out_share, random_others
-from softcell.app.pipeline.competition import (
-    ENTRY_EPOCHS,
-    FIRST_SHARE,
-    SEED_EPOCHS,
-    Candidate,
-    Kind,
-    by_importance,
-    decide,
-    entrants,
-    num_rounds,
-    round_time,
-    standard_error,
-    survivors,
-)
+from softcell.app.pipeline.competition import Kind, standard_error
 from softcell.app.pipeline.inspect import LEAST_TRAINING, Inspection, check_num_images, least_images
 from softcell.app.pipeline.time_budget import SearchTimeoutError, num_networks, shortened, stop_when_late
 from softcell.arch import count, sample
@@ -97,13 +84,6 @@ def test_only_a_late_search_ends_and_not_in_its_last_epoch() -> None:
     stop_when_late(lambda event: None, lambda: True, random_recipe(3, 1))(EpochEnded(1, {}))
 
 
-def everyone(plain: int = 3, random: int = 3, found: bool = True) -> list[Candidate]:
-    names = [f"plain-{i}" for i in range(1, plain + 1)] + ["found"] * found
-    names += [f"random-{i}" for i in range(1, random + 1)]
-    lengths = {"plain-2": 0.5, "plain-3": 0.25}
-    return [Candidate(name, kind_of(name), {}, {}, 1, 1, lengths.get(name, 1.0)) for name in names]
-
-
 def kind_of(name: str) -> Kind:
     return name.split("-")[0]  # type: ignore[return-value]
 
@@ -112,58 +92,6 @@ def results(**accuracies: float | tuple[float, ...]) -> list[Result]:
     """`plain_1=0.5` is the accuracy of plain-1."""
     pairs = ((name.replace("_", "-"), own if isinstance(own, tuple) else (own,)) for name, own in accuracies.items())
     return [Result(name, own, 5, 1.0) for name, own in pairs]
-
-
-def kinds(found: list[Result]) -> dict[str, Kind]:
-    return {result.name: kind_of(result.name) for result in found}
-
-
-def test_networks_enter_by_importance_and_the_last_are_cut_first() -> None:
-    order = ["plain-1", "found", "plain-2", "random-1", "random-2", "plain-3", "random-3"]
-    assert [each.name for each in by_importance(everyone())] == order
-    assert [each.name for each in by_importance(everyone(random=5))][-2:] == ["random-4", "random-5"]
-    before: list[Candidate] = []
-    for room in range(200):
-        entered = entrants(everyone(), float(room), epoch=1.0)
-        assert [each.name for each in entered] == order[: len(entered)]  # more time never removes a network
-        assert len(entered) >= len(before) or (len(before), len(entered)) == (3, 3)
-        before = entered
-        if entered:  # everyone gets some epochs in the first round
-            seconds, seeds = round_time(entered, room, 1.0, is_last=num_rounds(len(entered)) == 1)
-            assert seconds * seeds >= ENTRY_EPOCHS
-    assert len(before) == 7
-
-
-def test_rounds_use_the_whole_time_and_the_last_one_has_seeds_if_there_is_time() -> None:
-    entered = everyone()
-    total = sum(each.length for each in entered)
-    seconds, seeds = round_time(entered, 100.0, 1.0, is_last=False)
-    assert (seconds * total, seeds) == (pytest.approx(FIRST_SHARE * 100), 1)
-    pair = everyone(plain=1, random=0)
-    for room, expected in ((SEED_EPOCHS, 1), (4 * SEED_EPOCHS, 2), (6 * SEED_EPOCHS, 3), (600 * SEED_EPOCHS, 3)):
-        seconds, seeds = round_time(pair, room, 1.0, is_last=True)
-        assert seeds == expected and seconds * seeds * 2 == pytest.approx(room)
-
-
-def test_the_best_third_stays_and_a_plain_network_with_them() -> None:
-    found = results(plain_1=0.5, found=0.7, plain_2=0.6, random_1=0.8, random_2=0.4, plain_3=0.3, random_3=0.75)
-    assert survivors(found, kinds(found)) == ("random-1", "random-3", "plain-2")
-    found = results(plain_1=0.5, found=0.7, plain_2=0.65, random_1=0.5)
-    assert survivors(found, kinds(found)) == ("found", "plain-2")
-    tied = results(plain_1=0.5, found=0.5, plain_2=0.5, random_1=0.5)
-    assert survivors(tied, kinds(tied)) == ("plain-1", "found")  # the order of entry decides
-
-
-def test_a_cell_wins_only_by_more_than_a_standard_error() -> None:
-    for lead, winner in ((0.03, "found"), (0.01, "plain-1")):
-        found = results(plain_1=(0.6, 0.7), found=(0.65 + lead, 0.65 + lead), random_1=0.5)
-        error = standard_error(0.65 + lead, 0.65, 1000)
-        assert (lead > error) == (winner == "found")
-        name, why = decide(found, kinds(found), 1000)
-        assert name == winner and "plain-1" in why
-    assert "safer choice" in why and f"{100 * error:.1f} points on 1,000 images" in why
-    found = results(plain_1=0.6, plain_2=0.61, found=0.5)
-    assert decide(found, kinds(found), 50) == ("plain-2", "it was the best")
 
 
 def test_the_standard_error_is_that_of_a_difference_of_two_shares() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,37 +10,30 @@ from typing import Any
 import pytest
 
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import Plan, RunRequest, parse_time, time_budget
+from softcell.app.pipeline import Plan, RunRequest, parse_time
 from softcell.app.pipeline.choose import (
-    ENOUGH_EPOCHS,
     FEW_EPOCHS,
     GOOD_EPOCHS,
-    LEAST_EPOCHS,
     SIZES,
     Choice,
     best_size,
     choose,
-    epoch_seconds,
     explained,
     held_out_share,
-    plain_cell,
-    plain_networks,
-    plain_sizes,
     resized,
     search_recipe,
     sized,
 )
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection, inspect_dataset
+from softcell.app.pipeline.plain import plain_cell, plain_networks
 from softcell.app.pipeline.run import ENDING, FINAL_SHARE, MOST_RESERVED, SAFE, _Run
-from softcell.app.pipeline.time_budget import JobTime, measure_job
 from softcell.arch import sample
 from softcell.data import load
-from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.settings import build, to_dict
 from softcell.spaces import build_space
-from softcell.spaces.costs import Cost, count_genotype
+from softcell.spaces.costs import count_genotype
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30m", 1800), ("90s", 90), ("1h30m", 5400), ("0.5h", 1800)])
@@ -143,34 +135,6 @@ def test_without_a_budget_networks_have_two_million_parameters_at_most() -> None
     assert max(cost.parameters for _, cost in plain_networks((3, 16, 16), 2, RunRequest("x").limits())) > 1e6
 
 
-def test_plain_sizes_leave_enough_epochs_and_halve_the_cost() -> None:
-    networks = plain_networks((1, 28, 28), 10, {"parameters": 200_000})
-    assert networks[0][0] == {"cells_per_stage": 1, "channels": 16}  # not 11: a multiple of 8 is about as fast
-
-    def chosen(seconds: float) -> tuple[Candidate, ...]:
-        return plain_sizes(networks, lambda cost: seconds / cost.multiply_adds, 1000)
-
-    rich = chosen(1e12)
-    assert [each.settings["channels"] for each in rich] == [16, 12, 8] and rich[0].length == 1.0
-    for larger, smaller in itertools.pairwise(rich):
-        assert smaller.multiply_adds <= 0.6 * larger.multiply_adds
-        assert smaller.length == pytest.approx(smaller.multiply_adds / rich[0].multiply_adds)  # as many epochs
-    poor = chosen(ENOUGH_EPOCHS * networks[1][1].multiply_adds)
-    assert poor[0].settings == networks[1][0]  # the largest of them would have fewer epochs
-    least = networks[-1][1].multiply_adds
-    assert len(chosen(LEAST_EPOCHS * least)) == 1  # the smallest, if even that has few
-    assert chosen(0.99 * LEAST_EPOCHS * least) == ()
-    many = plain_sizes(networks, lambda cost: 20 * networks[0][1].multiply_adds / cost.multiply_adds, 50_000)
-    assert many[0].settings["channels"] == 16  # 20 epochs of 50,000 images are enough
-
-
-def test_forecasts_grow_more_slowly_than_multiply_adds() -> None:
-    reference = Cost(0, 16)
-    assert epoch_seconds(2.0, reference, reference) == 2.0
-    assert 0.5 < epoch_seconds(2.0, reference, Cost(0, 4)) <= 1.0
-    assert 4.0 < epoch_seconds(2.0, reference, Cost(0, 64)) < 8.0
-
-
 @pytest.mark.parametrize(("images", "share"), [(20, 0.25), (1200, 0.25), (5000, 0.2), (50_000, 0.1)])
 def test_small_datasets_hold_out_a_larger_share(images: int, share: float) -> None:
     assert held_out_share(images) == pytest.approx(share)
@@ -180,31 +144,6 @@ def test_requests_are_checked() -> None:
     for wrong in ({"random": 1}, {"max_params": "many"}, {"time": 0.0}, {"seed": -1}):
         with pytest.raises(UserError):
             RunRequest("x", **wrong)  # type: ignore[arg-type]
-
-
-def test_job_time_is_measured_from_steps_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time_budget.time, "perf_counter", lambda: now[0])
-    ended: list[str] = []
-
-    def job(folder: Path, watch: OnEvent) -> None:
-        folder.mkdir()
-        now[0] += 3.0  # data is read
-        watch(Started(0, 0, 100))
-        for epoch in range(100):
-            for step in range(4):
-                now[0] += 5.0 if epoch == step == 0 else 0.5  # the first step is slow
-                watch(Stepped(epoch, step + 1, 4, 0.0, None))
-            now[0] += 1.0
-            ended.append("epoch")
-            watch(EpochEnded(epoch, {}))
-
-    found = measure_job(job, tmp_path / "scratch", 6.0, evaluated=9.0, tested=1.0)
-    assert found.startup == pytest.approx(8.0)
-    assert found.epoch == pytest.approx(4 * 0.5 + 1.0)
-    assert len(ended) < 5 and not (tmp_path / "scratch").exists()
-    short = measure_job(job, tmp_path / "scratch", 0.6, evaluated=1.0, tested=0.0)  # no epoch ended
-    assert short.epoch == pytest.approx(4 * 0.5 * (1 + time_budget.EVALUATION))
 
 
 def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +169,6 @@ def test_a_finished_run_spends_no_more_time(tmp_path: Path, monkeypatch: pytest.
     again = Plan.open(plan.folder)
     again.began -= 30.0
     assert plan.used() == again.used() == pytest.approx(20.0)
-
-
-def test_epochs_that_fit_never_exceed_the_time() -> None:
-    found = JobTime(2.0, 3.0, 1.0)
-    for seconds in (0.0, 3.0, 5.9, 6.0, 100.0):
-        epochs = found.epochs_in(seconds)
-        assert epochs == 0 or found.total(epochs) <= seconds < found.total(epochs + 1)
 
 
 class Silent:

@@ -1,6 +1,6 @@
 """From a folder of images to a trained, measured and exported network within a given time: `softcell run`."""
 
-from softcell.app.pipeline.competition import Result, Round
+from softcell.app.pipeline.competition import Decision, Result, Round
 from softcell.app.pipeline.front import Front, FrontEntry
 from softcell.app.pipeline.plan import Plan, RunRequest, Screen
 from softcell.app.pipeline.run import Outcome, run
@@ -9,6 +9,7 @@ from softcell.text import parse_time
 
 __all__ = [
     "Beside",
+    "Decision",
     "Entry",
     "Front",
     "FrontEntry",

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from itertools import count as count_up
 from typing import Any
 
 from softcell.app.baseline import APART, STRIDE
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection
+from softcell.app.pipeline.plain import WIDTHS, meets
 from softcell.app.pipeline.plan import LEAST_BATCH, Plan, RunRequest
-from softcell.arch import Genotype, Layout, count, notation, sample
+from softcell.arch import Genotype, Layout, count, sample
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate import resolve as resolve_training
+from softcell.evaluate.recipe import cutout_side
 from softcell.search import SearchRecipe, resolve
 from softcell.spaces import SPACES, Shape, build_space
 from softcell.spaces.costs import Cost, count_genotype
@@ -24,33 +25,13 @@ from softcell.spaces.costs import Cost, count_genotype
 SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
 SIZES = (16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224)
 """Image sizes to choose from, in pixels."""
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
-"""Channels to choose from. Multiples of 8 take the least time per multiply-add: 16 channels are about as fast as 11."""
-RESIDUAL = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none~2|"
-"""The basic residual block as a NAS-Bench-201 cell: two 3×3 convolutions and a shortcut. Not searched."""
-REFERENCE = 16
-"""Channels of the plain network whose steps are measured, if the budget allows for it."""
-LEAST_EPOCHS = 5
-"""A training of fewer epochs is not worth starting."""
 FEW_EPOCHS, GOOD_EPOCHS = 5, 40
 """Least epochs of `REFERENCE` in the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones.
 
 The narrowest network has about twice as many: fewer channels cost less accuracy than fewer pixels.
 """
 KEPT_SIZE = 32
-ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
-"""The largest plain network leaves time for this many epochs, or images, in the final training."""
-NARROWEST = 8
-"""Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may ask for fewer."""
-SMALLER = 0.6
-"""Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
 HOUR = 3600.0
-
-
-@cache
-def plain_cell() -> Genotype:
-    """`RESIDUAL` as a genotype."""
-    return notation.parse(RESIDUAL)
 
 
 @dataclass(frozen=True)
@@ -58,8 +39,9 @@ class Choice:
     """What to search and train.
 
     `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
-    are the plain networks, the largest first, `epoch` the expected seconds of its epochs, and `final` those of the
-    final training. `image_size` is None if images keep their size. `why` gives the reasons in two lines.
+    are the plain networks, the largest first, `epoch` the expected seconds of its epochs, `start` those before the
+    first step of a training, and `final` those of the final training, on `num_train` images. `image_size` is None if
+    images keep their size. `why` gives the reasons in two lines.
     """
 
     space: str
@@ -73,6 +55,8 @@ class Choice:
     plain: tuple[Candidate, ...] = ()
     epoch: float = 0.0
     final: float = 0.0
+    start: float = 0.0
+    num_train: int = 0
     why: tuple[str, str] = ("", "")
 
 
@@ -82,7 +66,8 @@ def choose(inspection: Inspection, request: RunRequest, *, is_gpu: bool, is_resi
     method = request.method or "snas"
     batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
     side = inspection.sides[1]
-    made = Choice(name, method, None, (inspection.channels, side, side), batch, *_sizes(name, request))
+    shape, sizes = (inspection.channels, side, side), _sizes(name, request)
+    made = Choice(name, method, None, shape, batch, *sizes, num_train=inspection.num_train)
     if not is_resizable:
         return made
     kept = max((size for size in SIZES if size <= min(side, KEPT_SIZE)), default=side)
@@ -173,7 +158,7 @@ def sized(
         return known[channels]
 
     # Costs grow with the width, so the widest is found by bisection.
-    fitting = bisect_right(widths, False, key=lambda channels: not _meets(cost(channels), limits))
+    fitting = bisect_right(widths, False, key=lambda channels: not meets(cost(channels), limits))
     if not fitting:
         stated, least = (
             " and ".join(f"{values[kind]:,.0f} {kind.replace('_', '-')}" for kind in limits)
@@ -186,71 +171,6 @@ def sized(
     fair = [channels for channels in widths[:fitting] if cost(channels).multiply_adds <= most_multiply_adds]
     channels = fair[-1] if fair else widths[0]
     return settings(channels), cost(channels)
-
-
-def _meets(cost: Cost, limits: Mapping[str, float]) -> bool:
-    return all(getattr(cost, kind) <= limit for kind, limit in limits.items())
-
-
-def epoch_seconds(measured: float, reference: Cost, other: Cost) -> float:
-    """The expected seconds of an epoch, if one of the network `reference` takes `measured` seconds.
-
-    Time grows more slowly than multiply-adds, above all for small layers, which leave a core half idle. The powers
-    describe plain networks of 8 to 32 channels on a CPU.
-    """
-    ratio = other.multiply_adds / reference.multiply_adds
-    return measured * float(ratio ** (0.5 if ratio < 1.0 else 0.9))
-
-
-def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) -> list[tuple[dict[str, Any], Cost]]:
-    """Settings and costs of all plain residual networks that meet the limits, the costliest first.
-
-    Narrow ones have one cell per stage: with few channels, width is worth more than depth in a short training.
-    """
-    found = []
-    for channels in WIDTHS:
-        for depth in range(1, 2 if channels < 24 else 3 if channels < 48 else 4):
-            settings = {"cells_per_stage": depth, "channels": channels}
-            cost = count_genotype(build_space(SMALL_SPACE, settings), plain_cell(), shape, num_classes)
-            if not _meets(cost, limits):
-                break
-            found.append((settings, cost))
-        else:
-            continue
-        break  # wider ones cost more
-    if not found:
-        raise UserError("no plain residual network fits the budget; raise it")
-    wide = [each for each in found if each[0]["channels"] >= NARROWEST] or found[-2:]
-    return sorted(wide, key=lambda item: item[1].multiply_adds, reverse=True)
-
-
-def plain_sizes(
-    networks: list[tuple[dict[str, Any], Cost]], epochs_of: Callable[[Cost], float], num_train: int
-) -> tuple[Candidate, ...]:
-    """Up to three plain networks, the largest first, each of about half the multiply-adds of the one before.
-
-    epochs_of: how many epochs of a network the final training has time for. The largest has enough epochs or, if the
-    time is short, is the one with most; with fewer than `LEAST_EPOCHS` there is none.
-    """
-    enough = min(ENOUGH_EPOCHS, max(FEW_EPOCHS, ENOUGH_IMAGES / num_train))
-    chosen = [each for each in networks if epochs_of(each[1]) >= enough][:1] or networks[-1:]
-    if epochs_of(chosen[0][1]) < LEAST_EPOCHS:
-        return ()
-    for _ in range(2):
-        chosen += [each for each in networks if each[1].multiply_adds <= SMALLER * chosen[-1][1].multiply_adds][:1]
-    longest = epochs_of(chosen[0][1])
-    return tuple(
-        Candidate(
-            f"plain-{number}",
-            "plain",
-            plain_cell().to_dict(),
-            settings,
-            cost.parameters,
-            cost.multiply_adds,
-            length=longest / epochs_of(cost),
-        )
-        for number, (settings, cost) in enumerate(chosen, 1)
-    )
 
 
 def random_others(found: Genotype | None, layout: Layout, seed: int, num: int) -> list[Genotype]:
@@ -305,12 +225,16 @@ def train_recipe(
     settings: Mapping[str, Any],
     *,
     epochs: int,
+    expected: float = 0.0,
     time: float = 0.0,
     holdout: float = 0.0,
     seed: int = 0,
     is_tested: bool = False,
 ) -> TrainRecipe:
-    """The same for all networks, in the competition and after it, except for the length."""
+    """The same for all networks, in the competition and after it, except for the length and what depends on it.
+
+    expected: the number of epochs that there will probably be.
+    """
     request = plan.request
     return resolve_training(
         genotype,
@@ -322,6 +246,7 @@ def train_recipe(
             "space_settings": dict(settings),
             "epochs": epochs,
             "time": time,
+            "cutout": cutout_side(expected, choice.num_train, choice.shape[1]),
             "holdout": holdout,
             "test": is_tested,
             "seed": request.seed + seed,

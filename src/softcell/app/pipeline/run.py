@@ -21,17 +21,11 @@ import torch
 from softcell.app import jobs
 from softcell.app.pipeline.beside import OwnModel, read_own
 from softcell.app.pipeline.choose import (
-    LEAST_EPOCHS,
-    REFERENCE,
     Choice,
     best_size,
     choose,
-    epoch_seconds,
     explained,
     held_out_share,
-    plain_cell,
-    plain_networks,
-    plain_sizes,
     random_others,
     resized,
     search_recipe,
@@ -41,7 +35,9 @@ from softcell.app.pipeline.choose import (
 from softcell.app.pipeline.competition import (
     ENTRY_EPOCHS,
     LARGEST,
+    LONGER,
     Candidate,
+    Decision,
     Result,
     by_importance,
     decide,
@@ -52,6 +48,14 @@ from softcell.app.pipeline.competition import (
 )
 from softcell.app.pipeline.front import Front, read_front, run_front
 from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
+from softcell.app.pipeline.plain import (
+    LEAST_EPOCHS,
+    REFERENCE,
+    epoch_seconds,
+    plain_cell,
+    plain_networks,
+    plain_sizes,
+)
 from softcell.app.pipeline.plan import LINKS, Plan, Screen
 from softcell.app.pipeline.summary import Summary, finish, summarise
 from softcell.app.pipeline.time_budget import (
@@ -59,6 +63,7 @@ from softcell.app.pipeline.time_budget import (
     SearchTimeoutError,
     TooLittleTimeError,
     describe_length,
+    expected_start,
     measure_job,
     num_networks,
     shortened,
@@ -290,7 +295,8 @@ class _Run:
         tried: list[int] = []
         while True:
             networks = plain_networks(choice.shape, classes, limits)
-            settings, cost = next((each for each in networks if each[0]["channels"] <= REFERENCE), networks[-1])
+            shallow = [each for each in networks if each[0]["cells_per_stage"] == 1]
+            settings, cost = next((each for each in shallow if each[0]["channels"] <= REFERENCE), shallow[-1])
             side = choice.shape[1]
             with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
                 measured, threads = self._measure_training(choice, settings)
@@ -302,7 +308,7 @@ class _Run:
             choice = resized(choice, better)
 
         def seconds(other: Cost) -> float:
-            return epoch_seconds(measured.epoch, cost, other)
+            return epoch_seconds(measured.epoch, cost, other, is_gpu=is_gpu)
 
         if LEAST_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
             final = self.end - plan.used()
@@ -314,7 +320,10 @@ class _Run:
         network = dict(choice.network)
         if "channels" in network:
             network["channels"] = MOST_WIDENED * largest.settings["channels"]
-        choice = replace(choice, threads=threads, plain=plain, epoch=epoch, final=final, network=network)
+        if "cells_per_stage" in network:
+            network["cells_per_stage"] = largest.settings["cells_per_stage"]
+        start = expected_start(measured, is_gpu=is_gpu)
+        choice = replace(choice, threads=threads, plain=plain, epoch=epoch, start=start, final=final, network=network)
         choice = explained(choice, inspection, self.request)
         plan.choice = to_dict(choice)
         is_shared = plan.search is not None  # with several budgets, what they have in common is known and was shown
@@ -327,7 +336,7 @@ class _Run:
         between = max(0.0, self.final_from - plan.used() - plan.search.get("expected", 0.0))
         between = min(between, COMPETITION_SHARE * self.request.time)
         competing = f"plain, found and random networks on held-out images, about {clock(between)}"
-        if between < 2 * ENTRY_EPOCHS * epoch:
+        if between < self._least_competition(choice):
             competing = "none: the time is too short for one"
             final = max(final, self.end - plan.used())
         epochs = count_of(int(final / epoch), "epoch")
@@ -350,6 +359,11 @@ class _Run:
             f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
             f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
         )
+
+    @staticmethod
+    def _least_competition(choice: Choice) -> float:
+        """Seconds of a competition of two networks."""
+        return 2 * (choice.start + ENTRY_EPOCHS * choice.epoch)
 
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
         """The times of a training, and its number of CPU threads: those requested, or one or all cores.
@@ -394,7 +408,7 @@ class _Run:
         plan, why = self.plan, "none: the time is too short for one"
         room = self.final_from - plan.used()
         # What is found must be compared with the largest plain network, at least.
-        if (1 - SEARCH_PART) * room < 2 * ENTRY_EPOCHS * choice.epoch or room < 4 * self._measuring_seconds():
+        if (1 - SEARCH_PART) * room < self._least_competition(choice) or room < 4 * self._measuring_seconds():
             return {"length": f"{why} and a comparison"}
         with self.screen.working("measuring the steps of a search"):
             measured = self._measure_search(choice)
@@ -420,7 +434,7 @@ class _Run:
         recipe = build(SearchRecipe, {**plan.search["recipe"], "data": plan.data}, "plan: search")
         heading = f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self._time_used()})"
         # It also ends while there is still time to compare what it has found.
-        latest = self.final_from - 2 * ENTRY_EPOCHS * choice.epoch
+        latest = self.final_from - self._least_competition(choice)
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
         plan.save()
         try:
@@ -456,7 +470,7 @@ class _Run:
                 entered = [candidates[name] for name in (rounds[-1]["kept"] if rounds else state["entered"])]
                 is_last = len(rounds) + 1 == num_rounds(len(state["entered"]))
                 room = max(min(state["until"], self.final_from) - plan.used(), 0.02 * self.request.time)
-                seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last)
+                seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last, start=choice.start)
                 names = [each.name for each in by_importance(entered)]
                 rounds.append({"seconds": seconds, "seeds": seeds, "names": names, "results": {}, "is_last": is_last})
                 plan.save()
@@ -478,7 +492,7 @@ class _Run:
             candidates.append(Candidate(name, kind, cell.to_dict(), settings, cost.parameters, cost.multiply_adds))
         until = min(self.final_from, self.plan.used() + COMPETITION_SHARE * self.request.time)
         room = until - self.plan.used()
-        entered = entrants(candidates, room, choice.epoch)
+        entered = entrants(candidates, room, choice.epoch, choice.start)
         names = [each.name for each in entered]
         cut = [each.name for each in by_importance(candidates) if each.name not in names]
         state: dict[str, Any] = {
@@ -490,12 +504,9 @@ class _Run:
             "rounds": [],
         }
         if len(names) < 2:
-            state |= {
-                "winner": candidates[0].name,
-                "why": "there was no time for a competition",
-                "entered": [],
-                "cut": [],
-            }
+            made = Decision(candidates[0].name, "there was no time for a competition")
+            decided = {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
+            state |= {**decided, "entered": [], "cut": []}
             self.screen.print("", f"no competition: not enough time; {candidates[0].name} is trained", "")
         elif cut:
             self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
@@ -531,12 +542,21 @@ class _Run:
         found = [Result(name, tuple(own["accuracies"]), own["epochs"], own["seconds"]) for name, own in results.items()]
         kinds = {name: candidate.kind for name, candidate in candidates.items()}
         if state["is_last"]:
-            winner, why = decide(found, kinds, plan.competition.get("count", 1))
-            state["kept"] = [winner]
-            plan.competition |= {"winner": winner, "why": why}
+            made = decide(found, kinds, plan.competition.get("count", 1), self._times_longer(choice, found))
+            state["kept"] = [made.winner]
+            plan.competition |= {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
         else:
-            state["kept"] = list(survivors(found, kinds))
+            # A training of the next round takes half of the time that is left for it at most.
+            next_round = max(0.0, min(plan.competition["until"], self.final_from) - plan.used()) / 2
+            is_long = self.end - plan.used() - 2 * next_round >= LONGER * next_round
+            state["kept"] = list(survivors(found, kinds, is_long=is_long))
         self._show_round(what, found, state["kept"], candidates)
+
+    def _times_longer(self, choice: Choice, found: list[Result]) -> float:
+        """Epochs of the largest plain network in the final training, relative to those in the round."""
+        own = next((result for result in found if result.name == LARGEST and result.epochs), None)
+        seconds = max(0.0, self.end - self.plan.used() - choice.start)
+        return 0.0 if own is None else seconds * self._paces(choice)[LARGEST] / own.epochs
 
     def _compete_once(
         self, choice: Choice, candidate: Candidate, number: int, seconds: float, seed: int, epochs: int
@@ -551,11 +571,12 @@ class _Run:
             genotype,
             candidate.settings,
             epochs=epochs if candidate.kind == "plain" and candidate.name != LARGEST else MOST_TRAIN_EPOCHS,
+            expected=seconds / choice.epoch,
             time=seconds,
             holdout=self.plan.competition["held_out"],
             seed=seed,
         )
-        result = jobs.train(genotype, recipe, folder, resume=_begun(folder))
+        result = jobs.train(genotype, recipe, folder, resume=_begun(folder), startup=choice.start)
         if result.exit_code:
             raise _StoppedError(result.exit_code)
         return result
@@ -582,6 +603,7 @@ class _Run:
                 Genotype.from_dict(winner.genotype),
                 winner.settings,
                 epochs=MOST_TRAIN_EPOCHS,
+                expected=(seconds - choice.start) * self._paces(choice).get(winner.name, 0.0),
                 time=seconds,
                 is_tested=True,
             )
@@ -599,16 +621,22 @@ class _Run:
             raise UserError(f"{self.request.data} has no test images to measure the network on; add a test set")
         return result
 
-    def _affordable(self, choice: Choice, winner: Candidate, seconds: float) -> Candidate:
-        """The winner, or the plain network with most epochs if the machine has become too slow for the winner."""
+    def _paces(self, choice: Choice) -> dict[str, float]:
+        """Epochs per second of each network: as measured in its last round, or as forecast for plain ones."""
         assert self.plan.competition is not None
-        pace = {each.name: 1 / (each.length * choice.epoch) for each in choice.plain}  # epochs per second, as forecast
+        pace = {each.name: 1 / (each.length * choice.epoch) for each in choice.plain}
         for each in self.plan.competition["rounds"]:
             measured = {name: own for name, own in each["results"].items() if own["epochs"]}
             pace |= {
                 name: own["epochs"] * len(own["accuracies"]) / max(own["seconds"], 1e-6)
                 for name, own in measured.items()
             }
+        return pace
+
+    def _affordable(self, choice: Choice, winner: Candidate, seconds: float) -> Candidate:
+        """The winner, or the plain network with most epochs if the machine has become too slow for the winner."""
+        assert self.plan.competition is not None
+        pace = self._paces(choice)
         if seconds * pace[winner.name] >= LEAST_EPOCHS:
             return winner
         fastest = max(choice.plain, key=lambda each: pace[each.name])
@@ -619,7 +647,8 @@ class _Run:
                 f"more, but only {max(0.0, epochs):.1f} of the smallest network fit; start a new run with more --time"
             )
         self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {LEAST_EPOCHS} epochs would be left")
-        self.plan.competition |= {"winner": fastest.name, "why": f"there was too little time left for {winner.name}"}
+        made = Decision(fastest.name, f"there was too little time left for {winner.name}")
+        self.plan.competition |= {"winner": fastest.name, "why": made.why, "decision": to_dict(made)}
         return fastest
 
     def _time_used(self) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from softcell.app.export import export
 from softcell.app.pipeline.beside import OwnModel
-from softcell.app.pipeline.competition import Kind, Result, Round, standard_error
+from softcell.app.pipeline.competition import Decision, Kind, Result, Round, standard_error
 from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plan import Plan, Screen
 from softcell.app.report.page import write_report
@@ -90,8 +90,8 @@ class Beside:
 class Summary:
     """The delivered network, `count` test images it was measured on, and the competition that chose it.
 
-    `why`: the reason for the choice. `held_out`: the number of training images that the competition measured on, and
-    `most_frequent` the accuracy of always predicting the most frequent class.
+    `why`: the reason for the choice, `decision`: the same as data. `held_out`: the number of training images that the
+    competition measured on, and `most_frequent` the accuracy of always predicting the most frequent class.
 
     Example:
         >>> from softcell.app.pipeline import Entry, Result, Round, Row, Summary
@@ -112,6 +112,7 @@ class Summary:
     count: int
     most_frequent: float
     beside: Beside | None = None
+    decision: Decision | None = None
 
     def kind_of(self, name: str) -> Kind:
         return next(entry.kind for entry in self.entries if entry.name == name)
@@ -263,6 +264,7 @@ def summarise(
         results["count"],
         inspection.most_frequent,
         beside,
+        None if state.get("decision") is None else build(Decision, state["decision"], "plan: decision"),
     )
     plan.summary = summary.to_dict()
     plan.save()

@@ -18,6 +18,8 @@ from softcell.spaces import build_space
 from softcell.text import count_of
 
 MOST_SLOWNESS = 8.0
+ENOUGH_STEPS, ENOUGH_ENDS = 100, 3
+"""A measurement ends early after so many steps and epochs: on a GPU they take less than a second."""
 EVALUATION = 0.3
 """Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
 
@@ -28,7 +30,11 @@ class TooLittleTimeError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class JobTime:
-    """Seconds until the first step, per epoch (steps, evaluation, checkpoint), and after the last epoch."""
+    """Seconds of the start, per epoch (steps, evaluation, checkpoint), and after the last epoch.
+
+    The start is what comes before the first step, and what the first epoch takes longer than others: allocation,
+    compilation and the recording of steps.
+    """
 
     startup: float
     epoch: float
@@ -40,6 +46,18 @@ class JobTime:
     def epochs_in(self, seconds: float) -> int:
         """How many whole epochs fit into `seconds`; may be 0."""
         return max(0, int((seconds - self.startup - self.tail) / max(self.epoch, 1e-6)))
+
+
+MOST_START, MOST_START_GPU = 1.0, 4.0
+"""Seconds that are planned for the start of a training, at most, on a CPU and on a GPU, which records its steps."""
+
+
+def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
+    """Seconds before the first step of a training, after a first one was measured.
+
+    The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
+    """
+    return min(measured.startup, MOST_START_GPU if is_gpu else MOST_START)
 
 
 def slowness(began: float) -> float:
@@ -55,7 +73,10 @@ class _MeasuredError(Exception):
 
 
 class _Stopwatch:
-    """Times steps and epochs until `seconds` have passed since the first step."""
+    """Times steps and epochs until enough of them, or `seconds`, have passed since the first step.
+
+    Steps of a GPU are asynchronous: only whole epochs are timed exactly, because their metrics are read at the end.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.began = time.perf_counter()
@@ -63,7 +84,7 @@ class _Stopwatch:
         self.first: float | None = None  # end of the first step, which includes allocation and graph capture
         self.last = self.began
         self.steps_seen, self.in_steps = 0, 0.0
-        self.ends_seen, self.in_ends = 0, 0.0
+        self.in_ends, self.ends = 0.0, list[float]()
         self.steps_per_epoch = 1
 
     def __call__(self, event: Event) -> None:
@@ -80,14 +101,17 @@ class _Stopwatch:
                 self.last = now
                 self._stop_when_measured(now)
             case EpochEnded():
-                self.ends_seen, self.in_ends = self.ends_seen + 1, self.in_ends + now - self.last
+                self.in_ends += now - self.last
+                self.ends.append(now)
                 self.last = now
                 self._stop_when_measured(now)
             case _:
                 pass
 
     def _stop_when_measured(self, now: float) -> None:
-        if self.first is not None and self.steps_seen >= 2 and now - self.first >= self.seconds:
+        if self.first is None or self.steps_seen < 2:
+            return
+        if now - self.first >= self.seconds or (self.steps_seen >= ENOUGH_STEPS and len(self.ends) >= ENOUGH_ENDS):
             raise _MeasuredError
 
     def job_time(self, evaluated: float, tested: float) -> JobTime:
@@ -95,8 +119,12 @@ class _Stopwatch:
         assert self.first is not None
         step = self.in_steps / self.steps_seen if self.steps_seen else self.first - self.began
         steps = self.steps_per_epoch * step
-        end = self.in_ends / self.ends_seen if self.ends_seen else steps * evaluated * EVALUATION
-        return JobTime(self.first - self.began, steps + end, steps * tested * EVALUATION + 0.5)
+        tail = steps * tested * EVALUATION + 0.5
+        if len(self.ends) > 1:  # the first epoch includes the start
+            epoch = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+            return JobTime(max(0.0, self.ends[0] - self.began - epoch), epoch, tail)
+        end = self.in_ends if self.ends else steps * evaluated * EVALUATION
+        return JobTime(self.first - self.began, steps + end, tail)
 
 
 def measure_job(
