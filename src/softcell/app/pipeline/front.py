@@ -20,14 +20,16 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from softcell.app.export.model import FRONT, PLAN
-from softcell.app.pipeline.choose import LEAST_EPOCHS, Choice, epoch_seconds, plain_networks, plain_sizes
+from softcell.app.pipeline.choose import Choice
 from softcell.app.pipeline.inspect import Inspection
+from softcell.app.pipeline.plain import LEAST_EPOCHS, epoch_seconds, plain_networks, plain_sizes
 from softcell.app.pipeline.plan import Plan, RunRequest, Screen
 from softcell.app.pipeline.summary import REPORT, Summary
 from softcell.app.pipeline.time_budget import TooLittleTimeError, slowness
 from softcell.app.report.charts import front_svg
 from softcell.app.report.page import write_report
 from softcell.arch import Genotype
+from softcell.engine import resolve_device
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.search.front import Kind, derive_front
@@ -198,10 +200,10 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
     """Which budgets are trained, and their shares of the time."""
     (limited, budgets), largest = _given(plan), choice.plain[0]
     reference = Cost(largest.parameters, largest.multiply_adds)
-    classes = len(inspection.train)
+    classes, is_gpu = len(inspection.train), resolve_device(plan.request.device).type == "cuda"
 
     def seconds(cost: Cost) -> float:
-        return epoch_seconds(choice.epoch, reference, cost)
+        return epoch_seconds(choice.epoch, reference, cost, is_gpu=is_gpu)
 
     networks = {
         budget: plain_networks(choice.shape, classes, _request(plan.request, limited, budget).limits())
