@@ -19,6 +19,7 @@ from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.metrics import Failure, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import computing_in, in_precision
+from softcell.kernels.shared import norms_of
 from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
@@ -167,7 +168,7 @@ class SearchTask:
         """
         batch, other = self.pair(drafts)
         others: list[Tensor] = []
-        with self._cells():
+        with self._cells(), norms_of(self.recipe.norms):
             if self._weights_only:
                 result = weight_step(self.step_state, batch.images, batch.labels)
             elif other is None:
@@ -358,7 +359,9 @@ def _step_state(
     own = [p for module in (supernet, objective) for p in module.parameters() if p.requires_grad]
     weight_optimiser = sgd(own, world.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay)
     optimiser = _architecture_optimiser(recipe, method, world)
-    return StepState(supernet, method, objective, weight_optimiser, optimiser, world, w.clip, a.clip, resource)
+    return StepState(
+        supernet, method, objective, weight_optimiser, optimiser, world, w.clip, a.clip, resource, recipe.norms
+    )
 
 
 def _cells_and_engine(
@@ -379,7 +382,7 @@ def _cells_and_engine(
 
 def warn_if_unfused(recipe: SearchRecipe, supernet: Supernet, world: World, notify: Callable[[str], None]) -> None:
     """Warns where cells could be fused on this GPU and only Triton is missing."""
-    wanted = recipe.fused and recipe.precision != "float64" and world.size == 1
+    wanted = recipe.fused and recipe.precision != "float64"
     if not wanted or world.device.type != "cuda" or can_fuse():
         return
     if any(isinstance(module, MixedCell) and module.has_fused_form() for module in supernet.modules()):
