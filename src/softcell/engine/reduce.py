@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from softcell.engine.capture import between_parts
 from softcell.engine.distributed import World
 
 GRADIENT_BUCKET_BYTES = 25 * 2**20
@@ -113,7 +114,8 @@ class _Buckets:
             self._send(waiting)
         means: list[Tensor | None] = [None] * len(self._tensors)
         for parts, flat, work in self._sent:
-            work.wait()
+            if work is not None:
+                work.wait()
             flat.div_(self._world.size)
             for part, values in zip(parts, flat.split([part.flat.numel() for part in parts]), strict=True):
                 mean = _unflatten(values, part.like)
@@ -126,7 +128,16 @@ class _Buckets:
     @torch.no_grad()
     def _send(self, parts: list[_Part]) -> None:
         flat = torch.cat([part.flat for part in parts])
-        self._sent.append((parts, flat, dist.all_reduce(flat, async_op=True)))
+        work = None
+        if self._overlaps:
+            work = dist.all_reduce(flat, async_op=True)
+        else:
+            between_parts(partial(_sum_now, flat))
+        self._sent.append((parts, flat, work))
+
+
+def _sum_now(flat: Tensor) -> None:
+    dist.all_reduce(flat)
 
 
 class _Part(NamedTuple):

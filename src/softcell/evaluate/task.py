@@ -92,7 +92,7 @@ class TrainTask:
                 "module. Add --set norms=local for fused cells with statistics per process"
             )
         learn = in_precision(self._learn, recipe.precision, world.device)
-        self._run = prepare_step(learn, recipe.engine, world, notify)
+        self._run = prepare_step(learn, recipe.engine, world, notify, divides=recipe.norms == "local")
 
     @property
     def num_epochs(self) -> int:

@@ -340,7 +340,9 @@ class PerturbationSelection:
                 found = gradients_of(loss, parameters, self._world, also=also)
             apply_gradients(self._optimiser, parameters, found.means, self._world, w.clip, averaged=True)
 
-        step = prepare_step(learn, self._recipe.engine, self._world, self._notify)
+        step = prepare_step(
+            learn, self._recipe.engine, self._world, self._notify, divides=self._recipe.norms == "local"
+        )
         self._supernet.train()
         self._objective.train()
         total = epochs * (len(self._rounds) - 1)

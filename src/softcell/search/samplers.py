@@ -207,7 +207,9 @@ class IndependentTask:
             weight_decay=w.weight_decay,
         )
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
-        self._run = prepare_step(learn, self.recipe.engine, self.world, self._notify_once)
+        self._run = prepare_step(
+            learn, self.recipe.engine, self.world, self._notify_once, divides=self.recipe.norms == "local"
+        )
         self._genotypes.append(genotype)
         self._numbers.append(number)
 

@@ -91,7 +91,7 @@ class SearchTask:
         self._cells, engine = _cells_and_engine(recipe, supernet, method, world, notify)
         notify_once = once(notify)
         learn = in_precision(self._learn, recipe.precision, world.device)
-        self._run = prepare_step(learn, engine, world, notify_once)
+        self._run = prepare_step(learn, engine, world, notify_once, divides=_divides(recipe))
         measured = [
             Validation(supernet, split, recipe.engine, world, self.in_step, notify_once)
             for split in ([held] if selecting is held else [held, selecting])
@@ -362,6 +362,14 @@ def _step_state(
     return StepState(
         supernet, method, objective, weight_optimiser, optimiser, world, w.clip, a.clip, resource, recipe.norms
     )
+
+
+def _divides(recipe: SearchRecipe) -> bool:
+    """Whether gradients are all that the ranks exchange in a step, each after a backward pass.
+
+    Norms exchange their statistics in the middle of it, and the unrolled regime averages in between.
+    """
+    return recipe.norms == "local" and recipe.regime != "unrolled"
 
 
 def _cells_and_engine(
