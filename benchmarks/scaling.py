@@ -86,14 +86,18 @@ def efficiency(
     return seconds / (seconds + exposed)
 
 
-def counted(method: str, space: str, norms: Norms, bucket_bytes: int) -> tuple[list[Collective], str]:
-    """The collectives of one search step at the paper's size, and its regime.
-
-    Bytes do not depend on the batch, so two small images are enough. Cells run as fused programs, by the kernels' plain
-    twins. The group is torch's fake one: it has two ranks, and its collectives do nothing.
-    """
+def paper_case(method: str, space: str) -> Case:
+    """A search of the paper's size on two small images: the bytes of a step do not depend on its batch."""
     recipe = resolve({"method": method, "space": space, "scale": "paper", "data": "cifar10"})
-    case = Case(space, recipe.space_settings, (3, 16, 16), 2, method, recipe.method_settings, recipe.regime)
+    return Case(space, recipe.space_settings, (3, 16, 16), 2, method, recipe.method_settings, recipe.regime)
+
+
+def counted(case: Case, norms: Norms, bucket_bytes: int) -> list[Collective]:
+    """The collectives of one search step.
+
+    Cells run as fused programs, by the kernels' plain twins. The group is torch's fake one: it has two ranks, and its
+    collectives do nothing.
+    """
     state = step_state(case, torch.device("cpu"), plain=False)
     state.world, state.norms = World(0, 2, 0, torch.device("cpu")), norms
     found: list[Collective] = []
@@ -104,7 +108,7 @@ def counted(method: str, space: str, norms: Norms, bucket_bytes: int) -> tuple[l
             step(state, batch(case, torch.device("cpu")), case.regime)
     finally:
         reduce.GRADIENT_BUCKET_BYTES = original
-    return found, case.regime
+    return found
 
 
 @contextmanager
@@ -156,9 +160,9 @@ def modelled(
     method: str, space: str, norms: Norms, step_ms: float, source: str, connected: Sequence[Link], bucket_bytes: int
 ) -> dict[str, Any]:
     """One search in numbers: bytes and collectives of a step, and the efficiency over every link."""
-    collectives, regime = counted(method, space, norms, bucket_bytes)
-    seconds = step_ms / 1e3
-    backward = seconds * BACKWARD_SHARE["single-level" if regime == "single-level" else "bilevel"]
+    case, seconds = paper_case(method, space), step_ms / 1e3
+    collectives = counted(case, norms, bucket_bytes)
+    backward = seconds * BACKWARD_SHARE["single-level" if case.regime == "single-level" else "bilevel"]
     sums = {
         kind: {
             "collectives": sum(one.kind == kind for one in collectives),

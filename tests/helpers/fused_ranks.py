@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, WeightMix, sample
 from softcell.engine import distributed, reduce
-from softcell.engine.optim import classification_step
+from softcell.engine.capture import prepare_step
+from softcell.engine.optim import apply_gradients, classification_step, sgd
 from softcell.kernels.shared import local_norms, norms_of
 from softcell.nn.norm import running_statistics
 from softcell.search.hypergradient import Unrolling
@@ -185,8 +186,8 @@ def buckets_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
 STEPS = (("local", "single-level"), ("local", "bilevel"), ("local", "unrolled"), ("shared", "unrolled"))
 
 
-def one_step(state: StepState, regime: str, part: slice) -> None:
-    (images, labels), (others, marks) = batch(1), batch(2)
+def one_step(state: StepState, regime: str, part: slice, device: str = "cpu") -> None:
+    (images, labels), (others, marks) = batch(1, device=device), batch(2, device=device)
     train, validation = (images[part], labels[part]), (others[part], marks[part])
     if regime == "single-level":
         single_level(state, *train)
@@ -257,3 +258,59 @@ def everything_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]
         "steps": steps_on_rank, "training": training_on_rank, "buckets": buckets_on_rank, "cells": cells_on_rank,
     }  # fmt: skip
     return {name: run(world, folder) for name, run in parts.items()}
+
+
+# --- two ranks on one CUDA device, by gloo ---
+
+ON_CUDA = tuple(one for one in SHARED if one[1] != "dropping")
+"""A device draws other numbers than the CPU of the oracle; dropping is compared on CPUs."""
+CUDA_STEPS = ("single-level", "bilevel", "unrolled")
+
+
+def cuda_step(world: distributed.World, norms: Any, regime: str) -> dict[str, Tensor]:
+    """Two steps in float64, so module by module, on the CUDA device of `world`; what they leave, on the CPU."""
+    state = step_state("nb201", device="cuda", clip_architecture=0.01, clip_weights=0.1)
+    state.world, state.norms = world, norms
+    part = part_of(world.rank) if world.size > 1 else slice(0, SIZE)
+    for _ in range(2):
+        with norms_of(norms):
+            one_step(state, regime, part, "cuda")
+    return {name: value.cpu() for name, value in result_of(state).items()}
+
+
+def divided_steps(world: distributed.World, engine: Any) -> tuple[Tensor, int]:
+    """A weight [8] after eight steps on this rank's inputs, and the number of parts of the recording (0: none)."""
+    device = world.device
+    weight = nn.Parameter(torch.linspace(-1.0, 1.0, 8, dtype=torch.float64, device=device))
+    optimiser = sgd([weight], device, lr=2**-4, momentum=0.5, weight_decay=0.0)
+
+    def learn(x: Tensor) -> None:
+        for power in (2, 4):  # two losses, as a bilevel step has
+            found = reduce.gradients_of(((weight * x) ** power).mean(), [weight], world)
+            apply_gradients(optimiser, [weight], found.means, world, 0.0, averaged=True)
+
+    step: Any = prepare_step(learn, engine, world, print, divides=True)
+    generator = torch.Generator().manual_seed(5 + world.rank)
+    for _ in range(8):
+        step(torch.randn(16, 8, generator=generator, dtype=torch.float64).to(device))
+    parts = [len(recording._graphs) for recording in step._graphs.values()] if engine == "graph" else [0]
+    return weight.detach().cpu(), parts[0] if parts else 0
+
+
+def cuda_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.cuda.set_device(0)
+    world = distributed.World(world.rank, world.size, 0, torch.device("cuda", 0))
+    found: dict[str, Any] = {f"step {regime}": cuda_step(world, "shared", regime) for regime in CUDA_STEPS}
+    own = (part_of(world.rank), "cuda", torch.float32)
+    for case, variant in ON_CUDA:
+        found[f"shared {case} {variant}"] = _on_cpu(cell_step(case, variant, *own))
+    with local_norms():
+        for case in CELLS:
+            found[f"local {case}"] = _on_cpu(cell_step(case, "summed", *own))
+    (recorded, parts), (eager, _) = (divided_steps(world, engine) for engine in ("graph", "eager"))
+    return {**found, "divided": {"recorded": recorded, "eager": eager, "parts": parts}}
+
+
+def _on_cpu(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: [x.cpu() for x in one] if isinstance(one, list) else one.cpu() for name, one in found.items()}
