@@ -129,9 +129,9 @@ def cells_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
             found[f"local {case}"] = cell_step(case, "summed", part_of(world.rank))
     with Counted() as fused:
         cell_step("nb201", "summed", part_of(world.rank))
-    with Counted() as by_modules, modules_only():
+    with Counted() as one_by_one, modules_only():
         cell_step("nb201", "summed", part_of(world.rank))
-    found["collectives"] = {"fused": len(fused.sizes), "modules": len(by_modules.sizes), "local": len(local.sizes)}
+    found["collectives"] = {"fused": len(fused.sizes), "modules": len(one_by_one.sizes), "local": len(local.sizes)}
     return found
 
 
