@@ -133,7 +133,7 @@ def _two_ranks(found: list[Collective]) -> Iterator[None]:
         return result
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    dist.all_reduce, reduce._Buckets.finish = listed, last  # type: ignore[assignment, method-assign]
+    dist.all_reduce, reduce._Buckets.finish = listed, last  # type: ignore[method-assign]
     execution.kernels_serve = lambda x: True
     try:
         yield
@@ -216,7 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
         if known is None:
             parser.error(f"no time of a step of {method} in {space} is recorded; measure it and give --step-ms")
         for norms in get_args(Norms) if options.norms is None else (options.norms,):
-            row = modelled(method, space, norms, *known, connected, int(options.bucket_mb * 2**20))
+            step_ms, source = known
+            row = modelled(method, space, norms, step_ms, source, connected, int(options.bucket_mb * 2**20))
             rows.append(row)
             table.add_row(
                 f"{method}, {space}",

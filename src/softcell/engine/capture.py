@@ -159,9 +159,11 @@ class Recording:
 
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL, too, call CUDA; what they do must not end the recording of this one.
-        several = dist.is_available() and dist.is_initialized()
-        graph.capture_begin(pool=self._pool, **({"capture_error_mode": "thread_local"} if several else {}))
+        if dist.is_available() and dist.is_initialized():
+            # Threads of NCCL, too, call CUDA; what they do must not end the recording of this one.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        else:
+            graph.capture_begin(pool=self._pool)
         self._graphs.append(graph)
 
     def end(self) -> None:

@@ -69,7 +69,10 @@ def gradients_of(
         found = differentiate()
         return Gradients(found[: len(tensors)], found[: len(tensors)], found[len(tensors) :])
     buckets = _Buckets(tensors, world)
-    handles = [tensor.register_hook(partial(buckets.arrived, number)) for number, tensor in enumerate(tensors)]
+    handles = [
+        tensor.register_hook(partial(buckets.arrived, number))  # type: ignore[no-untyped-call]
+        for number, tensor in enumerate(tensors)
+    ]
     try:
         found = differentiate()
     finally:
@@ -117,7 +120,7 @@ class _Buckets:
             if work is not None:
                 work.wait()
             flat.div_(self._world.size)
-            for part, values in zip(parts, flat.split([part.flat.numel() for part in parts]), strict=True):
+            for part, values in zip(parts, torch.split(flat, [part.flat.numel() for part in parts]), strict=True):
                 mean = _unflatten(values, part.like)
                 if part.number is None:
                     part.like.copy_(mean)

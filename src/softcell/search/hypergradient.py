@@ -25,7 +25,7 @@ Differentiate = Callable[[Tensor, Sequence[Tensor], bool], tuple[Parts, Parts]]
 
 def _alone(loss: Tensor, tensors: Sequence[Tensor], again: bool) -> tuple[Parts, Parts]:
     """`Differentiate` of a single process."""
-    found = list(torch.autograd.grad(loss, tensors, create_graph=again, allow_unused=True))
+    found: Parts = [*torch.autograd.grad(loss, tensors, create_graph=again, allow_unused=True)]
     return found, found
 
 

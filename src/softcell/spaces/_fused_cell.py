@@ -69,13 +69,14 @@ class FusedCell:
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             n, _, height, width = states[0].shape
             stride = self.program.stride
-            rows: int | Tensor = n * -(-height // stride) * -(-width // stride)
-            shared = SharedRows(rows) if training and shares_norms() else None
+            own_rows = n * -(-height // stride) * -(-width // stride)
+            shared = SharedRows(own_rows) if training and shares_norms() else None
             nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states, shared=shared)
             if training:
+                rows: int | Tensor = own_rows
                 if shared is not None and shared.total is not None:
                     rows = shared.total.clamp(min=2)  # a check would stall the device
-                elif rows <= 1:
+                elif own_rows <= 1:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
                 unbiased = moments[2] * (rows / (rows - 1))
                 planes = [plane for plane, _ in self.norms]
