@@ -61,6 +61,7 @@ class _Common(TypedDict, total=False):
     precision: Literal["auto", "float32", "bfloat16", "float64"]
     engine: Literal["auto", "eager", "graph"]
     fused: bool
+    norms: Literal["shared", "local"]
     deterministic: bool
     threads: int
     plugins: Sequence[str | Path]

@@ -1,5 +1,6 @@
 """Two real processes on half batches against one on the whole batch, in float64, through `search` and `train`."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -13,10 +14,16 @@ import pytest
 import torch
 
 from softcell.engine.checkpoint import load_latest
+from softcell.methods import METHODS
+from softcell.methods.base import UntrainedSampler
+from softcell.spaces import SPACES
+from softcell.testing import tiny_space
 from tests.helpers.search_forks import Forks, forks
 from tests.helpers.search_toys import settings, training, write_data
 
 TOLERANCE = 1e-10
+DEFAULT = (("gdas", "nb201"), ("darts", "proxyless"))
+"""Methods and spaces of the default run that the cases below do not have: one drawn path, and a mixed chain."""
 
 
 def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -44,13 +51,24 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 NAMES = tuple(cases(Path("data.npz")))
+FUSED = ("bilevel-darts", "snas")
+"""Cases that run again with fused cells, by the kernels' plain twins, on two ranks."""
+PAIRS = [
+    pytest.param(method, space, marks=[] if (method, space) in DEFAULT else [pytest.mark.exhaustive])
+    for method in METHODS
+    for space in SPACES
+    if not issubclass(METHODS.get(method), UntrainedSampler)
+]
 
 
 class Twice:
-    """The same run on one process and on two."""
+    """The same run on one process and on two; `options` are those of `run_checked` on both of these."""
 
-    def __init__(self, server: Forks, root: Path, kind: str, given: dict[str, Any]) -> None:
+    def __init__(
+        self, server: Forks, root: Path, kind: str, given: dict[str, Any], options: dict[str, Any] | None = None
+    ) -> None:
         self.server, self.root, self.kind, self.given = server, root, kind, given
+        self.options = options or {}
         self.one, self.two = root / "one", root / "two"
         server.run(root, f"run_{kind}", self.one, given)
         began = time.perf_counter()
@@ -62,7 +80,7 @@ class Twice:
 
         def arguments(rank: int) -> tuple[Any, ...]:
             out = folder if rank == 0 else self.not_for_writing(folder)
-            return self.kind, out, self.given, (options or {}).get(rank, {}), folder
+            return self.kind, out, self.given, {**self.options, **(options or {}).get(rank, {})}, folder
 
         return list(self.server.start_ranks(size, self.root, "run_checked", arguments))
 
@@ -124,6 +142,43 @@ def rows(folder: Path, name: str = "metrics.jsonl") -> list[Any]:
 
 
 def test_two_ranks_on_half_batches_equal_one_on_the_whole(twice: Twice) -> None:
+    check_close(twice)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_cells_on_two_ranks_equal_modules_on_one(name: str, data: Path, tmp_path: Path) -> None:
+    kind, given = cases(data)[name]
+    # Factors of drop-path are float32 in fused cells.
+    twice = Twice(forks(), tmp_path, kind, {**given, "drop_path": 0.0, "epochs": 1}, {"fuse": True})
+    assert twice.values[0]["fused"] > 0
+    check_close(twice)
+
+
+@pytest.mark.parametrize(("method", "space"), PAIRS)
+def test_every_method_in_every_space_gives_on_two_ranks_what_it_gives_on_one(
+    method: str, space: str, data: Path, tmp_path: Path
+) -> None:
+    tiny: Any = tiny_space(space)
+    sizes = {field.name: getattr(tiny, field.name) for field in dataclasses.fields(tiny) if field.init}
+    given = settings("nb201", data, method=method, precision="float64", epochs=1)
+    given |= {"space": space, "space_settings": sizes, "child_every": 0}
+    given["evolution"] = {"generations": 0}
+    if method == "random":
+        given["method_settings"] = {"samples": 1}
+    check_close(Twice(forks(), tmp_path, "search", given))
+
+
+def test_local_norms_give_the_same_on_all_ranks_and_not_what_shared_ones_give(
+    data: Path, tmp_path: Path, made: Callable[[str], Twice]
+) -> None:
+    twice = made("bilevel")
+    local = Twice(forks(), tmp_path, "search", {**twice.given, "norms": "local"})
+    assert local.values[0]["checks"] == local.values[1]["checks"] > 0
+    assert rows(local.one) == rows(twice.one), "one process has nothing to share"
+    assert rows(local.two) != rows(twice.two)
+
+
+def check_close(twice: Twice) -> None:
     assert_close(rows(twice.two), rows(twice.one))
     assert_close(state(twice.two), state(twice.one))
     if twice.kind == "search":

@@ -17,6 +17,7 @@ from softcell.engine.capture import (
     CapturedStep,
     Engine,
     Readback,
+    between_parts,
     once,
     prepare_step,
 )
@@ -167,7 +168,7 @@ def test_too_many_recordings_are_dropped_together_and_made_again_on_demand() -> 
     subject = Subject(warmup=0, kept=2)
     for key in ("a", "b"):
         assert [subject(key, 0.0)[1] for _ in range(EAGER_STEPS_PER_KEY + 1)][-1] == "replayed"
-    recorded = list(subject.run._graphs.values())
+    recorded: list[Any] = [graph for own in subject.run._graphs.values() for graph in own._graphs]
     for _ in range(EAGER_STEPS_PER_KEY):
         subject("c", 2.0)
     assert subject("a", 1.0) == ("a", "replayed", 1.0) and all(graph.alive for graph in recorded)
@@ -228,19 +229,80 @@ def test_random_numbers_continue_after_a_recording_that_failed() -> None:
     ("engine", "device", "size", "said"),
     [
         ("graph", "cpu", 1, "needs a CUDA device"),
-        ("graph", "cuda", 2, "supports one process"),
-        ("auto", "cuda", 2, "supports one process"),
+        ("graph", "cuda", 2, "norms=local can be recorded"),
+        ("auto", "cuda", 2, "norms=local can be recorded"),
         ("auto", "cpu", 1, None),
         ("eager", "cuda", 2, None),
     ],
 )
-def test_a_run_that_records_nothing_says_why_once(engine: Engine, device: str, size: int, said: str | None) -> None:
+def test_a_run_that_records_nothing_says_why_once(
+    engine: Engine, device: str, size: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
     notes: list[str] = []
     notify, steps = once(notes.append), [lambda: None, lambda: None]
     for step in steps:
         assert prepare_step(step, engine, World(0, size, 0, torch.device(device)), notify) is step
     assert len(notes) == (said is not None)
     assert said is None or (said in notes[0] and f"engine={engine}" in notes[0])
+
+
+@pytest.mark.parametrize(("backend", "divides"), [("nccl", False), ("nccl", True), ("gloo", True)])
+def test_steps_of_several_processes_are_recorded_where_their_collectives_can_be(
+    backend: str, divides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    world = World(0, 2, 0, torch.device("cuda"))
+    step = prepare_step(lambda: None, "auto", world, pytest.fail, divides=divides)
+    assert isinstance(step, CapturedStep)
+
+
+class Divided:
+    """A step of two parts with a call on the host between them; each adds its name to what was done."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.done: list[str] = []
+        self.notes: list[str] = []
+        self._fails = fails
+        self.run = CapturedStep(self.step, self.notes.append, warmup=0)
+
+    def step(self, x: Tensor) -> None:
+        self._device("first", x)
+        between_parts(lambda: self.done.append(f"host {x.item():g}"))
+        if self._fails and Recording.current is not None:
+            raise RuntimeError("not permitted")
+        self._device("second", x)
+
+    def _device(self, name: str, x: Tensor) -> None:
+        def work() -> None:
+            self.done.append(f"{name} {x.item():g}")
+
+        work() if Recording.current is None else Recording.current.calls.append(work)
+
+    def __call__(self, value: float) -> list[str]:
+        self.done.clear()
+        self.run(torch.tensor(value), key="a")
+        return list(self.done)
+
+
+def test_a_recording_is_divided_where_the_host_is_called() -> None:
+    subject = Divided()
+    for value in range(EAGER_STEPS_PER_KEY + 3):
+        expected = [f"first {value}", f"host {value}", f"second {value}"]
+        assert subject(float(value)) == expected, "eager, recorded or replayed, in this order and once"
+    (graph,) = subject.run._graphs.values()
+    assert len(graph._graphs) == 2
+    assert not subject.notes
+
+
+def test_a_divided_recording_that_fails_leaves_an_eager_step() -> None:
+    subject = Divided(fails=True)
+    for value in range(EAGER_STEPS_PER_KEY + 2):
+        assert subject(float(value)) == [f"first {value}", f"host {value}", f"second {value}"]
+    assert len(subject.notes) == 1
+    subject.done.clear()
+    between_parts(lambda: subject.done.append("now"))
+    assert subject.done == ["now"], "no recording is left open"
 
 
 def test_a_readback_returns_the_value_of_the_previous_call() -> None:

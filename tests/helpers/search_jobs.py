@@ -22,7 +22,8 @@ from softcell.registry import load_plugin
 from softcell.search import resolve, search, stored_recipe
 from softcell.search.samplers import IndependentTask
 from softcell.search.task import SearchTask
-from softcell.spaces import build_space
+from softcell.spaces import build_space, execution
+from softcell.spaces._fused_cell import FusedCell
 
 Settings = dict[str, Any]
 
@@ -78,8 +79,19 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
 
     where: the folder of rank 0, which decides whether the run is resumed. out: the folder this rank is given.
     strike_at_check: [signal, number]: this rank strikes itself before its step `number`, counted from 1.
+    fuse: cells are fused on the CPU too, by the kernels' plain twins.
     """
-    checks = 0
+    checks = fused = 0
+    if options.get("fuse"):
+        original = FusedCell.__call__
+
+        def counted(cell: FusedCell, *arguments: Any) -> Any:
+            nonlocal fused
+            fused += 1
+            return original(cell, *arguments)
+
+        FusedCell.__call__ = counted  # type: ignore[method-assign]
+        execution.kernels_serve = lambda x: x.numel() > 0 and not execution.is_modules_only()
 
     def checked(step: Any, state: Any) -> Any:
         def call(task: Any, batch: Any) -> None:
@@ -97,7 +109,7 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
     for task in (TrainTask, IndependentTask):
         task.step = checked(task.step, lambda task: task.state_dict() | {"_local": None})  # type: ignore[attr-defined]
     value = (run_search if kind == "search" else run_train)(out, settings, options, where)
-    return {**value, "checks": checks}
+    return {**value, "checks": checks, "fused": fused}
 
 
 def _search_state(task: SearchTask) -> list[Any]:

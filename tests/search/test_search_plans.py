@@ -145,7 +145,9 @@ def test_a_recorded_search_follows_plans_and_resumes_bit_by_bit(
     data = write_data(tmp_path / "data.npz")
     recipe = resolve(settings("darts", data, method=method, epochs=2, child_every=0))
     monkeypatch.setattr(
-        sys.modules["softcell.search.task"], "prepare_step", lambda step, engine, world, notify: Recorded(step, notify)
+        sys.modules["softcell.search.task"],
+        "prepare_step",
+        lambda step, engine, world, notify, **rest: Recorded(step, notify),
     )
     search(recipe, tmp_path / "whole")
     plans = list(Recorded.keys)

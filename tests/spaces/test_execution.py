@@ -238,12 +238,11 @@ def test_the_executor_follows_device_type_mix_and_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execution, "has_triton", lambda: triton)
-    monkeypatch.setattr(execution, "is_distributed", lambda: distributed)
+    monkeypatch.setattr(execution, "shares_norms", lambda: distributed)
     seen = set()
     for device, dtype in itertools.product(DEVICES, DTYPES):
         x: Any = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, numel=lambda: 1)
         served = device == "cuda" and dtype in (torch.float32, torch.bfloat16) and triton and not only
-        served = served and not distributed
         for name, (cell, layout) in mixed_cells.items():
             tables = {table.name: torch.zeros(table.shape) for table in layout.tables}
             live = {site: ((0,),) * len(layout.table(own)) for site, own in enumerate(layout.sites)}
@@ -258,8 +257,8 @@ def test_the_executor_follows_device_type_mix_and_cell(
             assert plan_modules(x) == (not one_by_one and device in ("cpu", "cuda"), not one_by_one)
             assert not plan_network(x), "only within `fused_networks`"
             with fused_networks():
-                assert plan_network(x) == served
-    assert (len(seen) == 4) == (triton and not only and not distributed)
+                assert plan_network(x) == (served and not distributed), "their kernels cannot merge statistics"
+    assert (len(seen) == 4) == (triton and not only)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -267,7 +266,7 @@ def test_the_executor_follows_device_type_mix_and_cell(
 def test_the_executor_of_a_layer_follows_device_and_mix(
     only: bool, distributed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "is_distributed", lambda: distributed)
+    monkeypatch.setattr(execution, "shares_norms", lambda: distributed)
     layout = build_space("fullattention", {"layers": 1, "channels": 16}).layout()
     tables = {table.name: torch.zeros(table.shape) for table in layout.tables}
     ones = torch.zeros(layout.tables[0].shape)

@@ -5,6 +5,9 @@ in place, reads its schedules from buffers that are filled in place, and never r
 
 If the host decides what a step does (which candidates run), that decision is passed as `key`, and there is one
 recording per key. Recordings share one memory pool. When there are too many, all are deleted and recorded again on use.
+
+With several processes, collectives of NCCL are recorded with the step. Those of another backend run on the host: they
+divide the recording into parts, between which they are called (`between_parts`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from softcell.engine.distributed import World
@@ -50,7 +54,7 @@ class CapturedStep:
 
     def __init__(self, step: Step, notify: Callable[[str], None], warmup: int = WARMUP, kept: int = MAX_GRAPHS) -> None:
         self._step, self._notify, self._left, self._kept = step, notify, warmup, kept
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, Recording] = {}
         self._tried: OrderedDict[Hashable, int] = OrderedDict()
         self._pool: Any = None
         self._inputs: list[Tensor] = []
@@ -92,7 +96,7 @@ class CapturedStep:
             self._side = own_stream(self)
         return self._side
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, *inputs: Tensor) -> None:
+    def _replay(self, graph: Recording, *inputs: Tensor) -> None:
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         graph.replay()
@@ -120,10 +124,10 @@ class CapturedStep:
             torch.cuda.empty_cache()  # frees the memory of eager steps for the recordings
         generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
-        graph, reason = torch.cuda.CUDAGraph(), None
+        graph, reason = Recording(self._pool), None
         try:
             # One pool for all: recordings never run at the same time and read nothing that another left there.
-            with _recording(graph, self._pool, self._stream()):
+            with _recording(graph, self._stream()):
                 self._step(*self._inputs)
         except RuntimeError as error:
             # Ending a failed recording raises too, with a less useful message than the first error.
@@ -142,8 +146,59 @@ class CapturedStep:
         self._replay(graph, *inputs)  # recording executes nothing: this is the step itself
 
 
+class Recording:
+    """A recorded step: CUDA graphs of one memory pool, and between them calls on the host."""
+
+    current: ClassVar[Recording | None] = None
+    """The one that is being made."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._calls: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        if dist.is_available() and dist.is_initialized():
+            # Threads of NCCL, too, call CUDA; what they do must not end the recording of this one.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        else:
+            graph.capture_begin(pool=self._pool)
+        self._graphs.append(graph)
+
+    def end(self) -> None:
+        self._graphs[-1].capture_end()
+
+    def divide(self, call: Callable[[], None]) -> None:
+        self.end()
+        self._calls.append(call)
+        self.begin()
+
+    def replay(self) -> None:
+        for number, graph in enumerate(self._graphs):
+            graph.replay()
+            if number < len(self._calls):
+                self._calls[number]()
+
+    def reset(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
+
+
+def between_parts(call: Callable[[], None]) -> None:
+    """Call it now, or, while a step is being recorded, whenever the replay reaches this point.
+
+    What `call` reads and writes must stay where it is; `call` itself keeps it alive. Not for autograd's threads: a
+    recording must end in the thread that began it.
+    """
+    if Recording.current is None:
+        call()
+    else:
+        Recording.current.divide(call)
+
+
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def _recording(graph: Recording, stream: torch.cuda.Stream) -> Iterator[None]:
     """Record what runs inside into `graph`.
 
     Like `torch.cuda.graph`, but cached memory is kept: later steps would have to allocate it again. Garbage collection
@@ -154,28 +209,36 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream
     gc.disable()
     try:
         with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
+            graph.begin()
+            Recording.current = graph
             try:
                 yield
             finally:
-                graph.capture_end()
+                Recording.current = None
+                graph.end()
     finally:
         if collects:
             gc.enable()
 
 
-def prepare_step(step: Step, engine: Engine, world: World, notify: Callable[[str], None]) -> Step:
-    """`step` as the chosen engine runs it; `auto` records on a single CUDA device only.
+def prepare_step(
+    step: Step, engine: Engine, world: World, notify: Callable[[str], None], *, divides: bool = False
+) -> Step:
+    """`step` as the chosen engine runs it; `auto` records on CUDA devices only.
 
-    If a step is not recorded, `notify` receives the reason with `graph` and on any GPU.
+    divides: all collectives of the step go through `between_parts` where NCCL is not used, so that it can be recorded
+    with every backend. If a step is not recorded, `notify` receives the reason with `graph` and on any GPU.
     """
     if engine == "eager":
         return step
     reason = None
     if world.device.type != "cuda":
         reason = f"recording needs a CUDA device, but this run is on {world.device.type}"
-    elif world.size > 1:
-        reason = "recording supports one process, but this run has several"
+    elif world.size > 1 and not divides and dist.get_backend() != "nccl":
+        reason = (
+            f"steps of several processes with shared norms are recorded with NCCL only, but this run uses "
+            f"{dist.get_backend()} (norms=local can be recorded)"
+        )
     if reason is None:
         return CapturedStep(step, notify)
     if engine == "graph" or world.device.type == "cuda":

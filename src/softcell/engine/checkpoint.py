@@ -205,6 +205,7 @@ _DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "test": True,
     "space_settings.partial_channels": 1,
     "architecture.after": 0.0,
+    "norms": "shared",
 }
 """Settings that old recipes lack, with the values that describe what those runs did."""
 _MAPPINGS = ("recipe", "splits", "data", "code")

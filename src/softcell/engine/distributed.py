@@ -1,8 +1,6 @@
 """One job in several processes that hold the same weights and read different parts of each batch.
 
-DistributedDataParallel does not fit: its hooks belong to one parameter set and one backward pass. A search step has two
-sets (weights and architecture) and two losses and differentiates one with respect to the other, so reductions would
-start at the wrong moments. Here a step computes its gradients and then calls `average_`.
+Gradients are averaged by `softcell.engine.reduce`, during the backward pass.
 """
 
 import importlib

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from softcell.engine.distributed import World, average_
 from softcell.engine.metrics import sum_dtype
+from softcell.engine.reduce import gradients_of
 
 
 def apply_gradients(
@@ -368,11 +369,12 @@ def classification_step(
     clip: float,
     label_smoothing: float = 0.0,
     auxiliary: float = 0.0,
+    also: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """One training step of a classifier; returns the loss [] of the main head and its logits [n, classes].
 
-    The objective is the cross-entropy plus `auxiliary` times that of the auxiliary tower, if there is one.
-
+    The objective is the cross-entropy plus `auxiliary` times that of the auxiliary tower, if there is one. also:
+    tensors that are averaged over the ranks together with the gradients.
 
     network: a module whose `forward_with_auxiliary` gives both logits, the second None without a tower.
     """
@@ -382,6 +384,6 @@ def classification_step(
     if extra is not None and auxiliary > 0:
         total = loss + auxiliary * F.cross_entropy(extra, labels, label_smoothing=label_smoothing)
     parameters = list(network.parameters())
-    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    apply_gradients(optimiser, parameters, gradients, world, clip)
+    found = gradients_of(total, parameters, world, also=also)
+    apply_gradients(optimiser, parameters, found.means, world, clip, averaged=True)
     return loss.detach(), logits.detach()

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from softcell.arch import Cell, Genotype, Table
 from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
+from softcell.kernels.shared import Norms
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.registry import evaluation_scale, evaluation_sizes
@@ -44,6 +45,8 @@ class TrainRecipe:
     are chosen by the data and the length when training starts; `run.json` has the chosen values.
     `fused`: on a GPU, DARTS cells as one fused operation each; off by default, since no training has been compared
     with one module by module (benchmarks/NOTES.md).
+    `norms`: with several processes, BatchNorm in training steps uses the statistics of the whole batch ("shared", equal
+    to one process up to rounding) or of each process's part ("local", without communication).
     `init`: the folder of a finished training whose weights, as far as they fit, this one starts from; None: random.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
 
@@ -94,6 +97,7 @@ class TrainRecipe:
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     engine: Literal["auto", "eager", "graph"] = "auto"
     fused: bool = False
+    norms: Norms = "shared"
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from softcell.data.batches import Feeds
 from softcell.data.images import gathered
 from softcell.engine.distributed import World
 from softcell.engine.optim import apply_gradients
+from softcell.engine.reduce import gradients_of
 from softcell.errors import UserError
 from softcell.nn.objective import ProxyNCA
 
@@ -70,12 +71,16 @@ def retrieval_step(
     labels: Tensor,
     world: World,
     clip: float,
+    also: Sequence[Tensor] = (),
 ) -> Tensor:
-    """One step of network and proxies; returns the loss []. Nothing waits for the host."""
+    """One step of network and proxies; returns the loss []. Nothing waits for the host.
+
+    also: tensors that are averaged over the ranks together with the gradients.
+    """
     loss: Tensor = criterion(network(images), labels)
     parameters = [*network.parameters(), *criterion.parameters()]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    apply_gradients(optimiser, parameters, gradients, world, clip)
+    found = gradients_of(loss, parameters, world, also=also)
+    apply_gradients(optimiser, parameters, found.means, world, clip, averaged=True)
     return loss.detach()
 
 

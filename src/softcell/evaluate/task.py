@@ -31,7 +31,9 @@ from softcell.engine.session import in_precision
 from softcell.engine.timing import TimeBudget
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
+from softcell.kernels.shared import norms_of
 from softcell.nn.classifiers import Classifier
+from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
 from softcell.settings import MOST_EPOCHS
 from softcell.spaces import Network
@@ -84,8 +86,13 @@ class TrainTask:
         self._average = AveragedWeights(network, recipe.ema) if recipe.ema else None
         self._tally = Tally(world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
+        if recipe.fused and recipe.norms == "shared" and world.size > 1 and world.device.type == "cuda":
+            notify(
+                "fused=true: fused cells of derived networks cannot share norms between processes; cells run module by "
+                "module. Add --set norms=local for fused cells with statistics per process"
+            )
         learn = in_precision(self._learn, recipe.precision, world.device)
-        self._run = prepare_step(learn, recipe.engine, world, notify)
+        self._run = prepare_step(learn, recipe.engine, world, notify, divides=recipe.norms == "local")
 
     @property
     def num_epochs(self) -> int:
@@ -166,12 +173,13 @@ class TrainTask:
     def _learn(self, *draft: Tensor) -> None:
         """One training step, augmentation included; everything happens on the device, so that it can be captured."""
         recipe, logits = self.recipe, None
-        with self._cells():
+        with self._cells(), norms_of(recipe.norms):
             batch = self._train.finish(*draft)
+            several = recipe.norms == "local" and self.world.size > 1
+            also = running_statistics([self.network]) if several else []
             if self.criterion is not None:
-                loss = retrieval_step(
-                    self.network, self.criterion, self.optimiser, batch.images, batch.labels, self.world, recipe.clip
-                )
+                own = (self.network, self.criterion, self.optimiser, batch.images, batch.labels)
+                loss = retrieval_step(*own, self.world, recipe.clip, also)
             else:
                 loss, logits = classification_step(
                     self.network,
@@ -182,6 +190,7 @@ class TrainTask:
                     clip=recipe.clip,
                     label_smoothing=recipe.label_smoothing,
                     auxiliary=recipe.auxiliary,
+                    also=also,
                 )
             if self._average is not None:
                 self._average.update()

@@ -29,6 +29,7 @@ from softcell.kernels.norm import (
     scaled,
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
+from softcell.kernels.shared import SharedRows
 from softcell.kernels.taps import (
     Group,
     apply_group,
@@ -94,6 +95,7 @@ def mixed_cell(
     running: Tensor | None,
     factors: Tensor | None,
     *states: Tensor,
+    shared: SharedRows | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
@@ -101,10 +103,10 @@ def mixed_cell(
     float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; factors
     [choices, n] float32: what drop-path scales each choice of each sample by, or None; states: the input nodes,
     [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no
-    gradient.
+    gradient. shared: merges the statistics of a batch over all ranks, by one collective per norm group.
     """
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
-        program, dtype, mix, weights, running, factors, *states
+        program, dtype, shared, mix, weights, running, factors, *states
     )
     return nodes, moments
 
@@ -117,6 +119,7 @@ def mixed_cell_reference(
     running: Tensor | None,
     factors: Tensor | None,
     *states: Tensor,
+    shared: SharedRows | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The literal twin of `mixed_cell`, by plain autograd."""
     height, width = (-(-s // program.stride) for s in states[0].shape[2:])
@@ -128,10 +131,12 @@ def mixed_cell_reference(
 
     def norm(plane: int) -> Tensor:
         y = planes[plane].to(mix.dtype)
-        if running is None:
-            variance, mean = torch.var_mean(y, dim=(0, 1, 2), correction=0)
-        else:
+        if running is not None:
             mean, variance = running[:, plane]
+        elif shared is not None:
+            mean, variance = shared.merge_norm(y)
+        else:
+            variance, mean = torch.var_mean(y, dim=(0, 1, 2), correction=0)
         both = torch.stack([mean, torch.rsqrt(variance + program.eps)])
         moments[:2, plane], moments[2, plane] = both.detach(), variance.detach()
         return normed(y, both).to(dtype)
@@ -173,6 +178,7 @@ class _MixedCell(torch.autograd.Function):
         ctx: Any,
         program: Program,
         dtype: torch.dtype,
+        shared: SharedRows | None,
         mix: Tensor,
         given_weights: Tensor,
         running: Tensor | None,
@@ -200,6 +206,8 @@ class _MixedCell(torch.autograd.Function):
         def measure(planes: range) -> None:
             if partial is not None:
                 finish_moments(partial, rows, moments, planes, program.eps)
+                if shared is not None:
+                    shared.merge_moments(moments, planes, program.eps)
 
         for node in range(program.nodes):
             if node >= program.inputs:
@@ -218,6 +226,7 @@ class _MixedCell(torch.autograd.Function):
         for planes in program.finished:
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
+        ctx.shared = shared if running is None else None
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(moments)
@@ -226,10 +235,11 @@ class _MixedCell(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         program: Program = ctx.program
+        shared: SharedRows | None = ctx.shared
         mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states = ctx.saved_tensors
         if torch.is_grad_enabled():
             leaves, constants = (mix, given_weights, *states), (running, factors)
-            return _differentiable_backward(program, ctx.dtype, grads[:-1], leaves, constants)
+            return _differentiable_backward(program, ctx.dtype, shared, grads[:-1], leaves, constants)
         gradient = torch.empty_like(buffer)
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
         mix_gradient = torch.zeros_like(mix) if program.terms else None
@@ -242,18 +252,21 @@ class _MixedCell(torch.autograd.Function):
         for planes in program.finished:
             partial = _room_for_sums(buffer, moments)
             gradient_sums(buffer, gradient, partial, planes)
+            if shared is not None:
+                partial = shared.merge_tiles(partial, planes)
             normalise_gradient(partial, buffer, gradient, moments, planes, by_batch=ctx.by_batch)
         for node in reversed(range(program.nodes)):
             wave = program.wave_of(node)
             if wave is not None and node == wave.sources[-1]:
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
-                _leave(wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners, inward, ctx.by_batch)
+                own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners, inward)
+                _leave(*own, ctx.by_batch, shared)
             if mix_gradient is not None and node >= program.inputs:
                 terms = program.terms[node - program.inputs]
-                combine_gradient(
-                    buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=ctx.by_batch
-                )
+                values = (buffer, gradient, moments, mix, factors, mix_gradient)
+                merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
+                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge)
         weight_grad: Tensor | None = None
         if is_wanted(ctx, 1):  # tensors are mix, weights, states; in architecture steps weights need no gradient
             weight_grad = flat = torch.zeros_like(given_weights)
@@ -265,7 +278,7 @@ class _MixedCell(torch.autograd.Function):
             weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
             weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
-        return None, None, mix_gradient, weight_grad, None, None, *inputs
+        return None, None, None, mix_gradient, weight_grad, None, None, *inputs
 
 
 def _leave(
@@ -281,12 +294,15 @@ def _leave(
     winners: Tensor,
     inward: bool,
     by_batch: bool,
+    shared: SharedRows | None,
 ) -> None:
     """From the gradients of everything that leaves a wave's sources to those of the sources."""
     c = buffer.shape[-1]
     if wave.second:
         partial = _room_for_sums(buffer, moments)
         masked_input_gradient(gradient, weights, buffer, gradient, partial, wave.second)
+        if shared is not None:
+            partial = shared.merge_tiles(partial, wave.inner)
         normalise_gradient(partial, buffer, gradient, moments, wave.inner, by_batch=by_batch)
     rows = x[0].numel() // c
     parts = shares(wave.first, rows, c)
@@ -309,6 +325,7 @@ def _room_for_sums(buffer: Tensor, moments: Tensor) -> Tensor:
 def _differentiable_backward(
     program: Program,
     dtype: torch.dtype,
+    shared: SharedRows | None,
     grads: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
     constants: tuple[Tensor | None, Tensor | None],
@@ -316,7 +333,7 @@ def _differentiable_backward(
     """With create_graph the twin runs again: its gradient can be differentiated once more, a kernel's cannot."""
 
     def twin(mix: Tensor, weights: Tensor, *states: Tensor) -> Sequence[Tensor]:
-        return mixed_cell_reference(program, dtype, mix, weights, *constants, *states)[0]
+        return mixed_cell_reference(program, dtype, mix, weights, *constants, *states, shared=shared)[0]
 
     dmix, dweights, *dstates = by_twin(twin, leaves, grads)
-    return None, None, dmix, dweights, None, None, *dstates
+    return None, None, None, dmix, dweights, None, None, *dstates

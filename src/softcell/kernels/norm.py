@@ -12,7 +12,7 @@ signature in plain PyTorch, which is also the CPU path. Statistics and sums are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,14 +138,16 @@ def combine_gradient(
     terms: Sequence[Term],
     *,
     by_batch: bool,
+    merge: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """From gradient[node] to the gradients of all planes that arrive there, and of their mixing weights.
 
     buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient [weights] float32, written
-    where a term has its weight.
+    where a term has its weight. merge: applied to the sums [any, c] over rows that the planes' gradients are made of
+    (`SharedRows.merge_sums`); gradients of mixing weights stay those of this rank's rows.
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
-    kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch)
+    kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch, merge=merge)
 
 
 def combine_gradient_reference(
@@ -159,20 +161,29 @@ def combine_gradient_reference(
     terms: Sequence[Term],
     *,
     by_batch: bool,
+    merge: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
+    if not terms:
+        return
     arrived = gradient[node].to(moments.dtype)
     rows = arrived.numel() // arrived.shape[-1]
-    for t in terms:
+    sums = moments.new_empty(2, len(terms), arrived.shape[-1])  # of g and of g·ŷ
+    for i, t in enumerate(terms):
         g = scaled(arrived, factors, t.choice)
-        mean = g.sum((0, 1, 2)) / rows
-        value = _value(buffer, moments, t)
-        product = (g * value).sum((0, 1, 2))
-        mix_gradient[t.weight] = product.sum()
+        sums[0, i] = g.sum((0, 1, 2))
+        sums[1, i] = (g * _value(buffer, moments, t)).sum((0, 1, 2))
+        mix_gradient[t.weight] = sums[1, i].sum()
+    if merge is not None and by_batch:
+        sums = merge(sums)
+    means = sums / rows
+    for i, t in enumerate(terms):
         if t.through:
             continue
-        inner = g
+        inner = scaled(arrived, factors, t.choice)
         if t.normed:
-            inner = (g - mean - value * product / rows if by_batch else g) * moments[1, t.plane]
+            if by_batch:
+                inner = inner - means[0, i] - _value(buffer, moments, t) * means[1, i]
+            inner = inner * moments[1, t.plane]
         inner = mix[t.weight] * inner
         gradient[t.plane] = (gradient[t.plane] + inner if t.adds else inner).to(gradient.dtype)
 

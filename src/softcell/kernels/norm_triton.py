@@ -289,7 +289,7 @@ def combine(buffer, moments, mix, factors, node, terms):
     )  # fmt: skip
 
 
-def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch):
+def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None):
     if not terms:
         return
     settings, rows = _sizes(buffer)
@@ -315,6 +315,8 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
     )  # fmt: skip
     small = min(_rows(settings, 1024), triton.next_power_of_2(splits))
     _combine_finish[(len(reduced),)](partial, sums, mix_gradient, listed, len(reduced), splits, BLOCK=small, **settings)
+    if merge is not None and by_batch:
+        sums = merge(sums)
     written = tuple(
         (t.plane, t.weight, int(t.normed), int(t.adds), i, t.choice, plain.get(t.choice, len(terms)))
         for i, t in enumerate(terms)

@@ -1,23 +1,16 @@
 """Batch normalisation by the statistics of the whole batch, however many processes share it.
 
-Statistics are merged by the parallel rule of Chan, Golub & LeVeque (1983): with count n_i, mean m_i and sum
-of centred squares s_i on rank i,
-
-    n = sum n_i        m = sum n_i m_i / n        s = sum s_i + sum n_i (m_i - m)^2
-
-which, unlike "mean of squares minus square of mean", loses no digits when the mean is large. One collective
-brings all (n_i, m_i, s_i) everywhere. It is differentiable and everything else is plain tensor arithmetic, so
-gradients of any order flow across the processes: second-order search differentiates a gradient step.
+How statistics are merged, and the setting that keeps them to each process, are in `softcell.kernels.shared`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from softcell.kernels.shared import merge_over_ranks, shares_norms
 
 _kept = False
 
@@ -33,27 +26,14 @@ def statistics_kept() -> Iterator[None]:
         _kept = before
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks; each rank's loss depends on each rank's input, so gradients are summed too."""
+def running_statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Running means and variances [C] of all norms in training mode.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return sum_over_ranks(gradient)
-
-
-def sum_over_ranks(x: Tensor) -> Tensor:
-    """Return the sum of `x` (any shape, the same on all ranks) over the ranks, differentiable at any order.
-
-    Gradients are those of the sum of all ranks' losses. All ranks must call this, and backward, in the same
-    order.
+    With local statistics these differ between ranks until they are averaged. Both are linear in the statistics of the
+    batches, so the mean of the running values is the running value of the means.
     """
-    return _SumOverRanks.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+    norms = [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm2d) and m.training]
+    return [x for norm in norms for x in (norm.running_mean, norm.running_var) if x is not None]
 
 
 def shared_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,27 +41,19 @@ def shared_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     N may differ between ranks and may be 0. Half-precision input is reduced in float32.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
     channels = x.shape[1]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     local = x.numel() // channels
     # An empty batch has no mean; zero is as good as any, since its count is zero.
     mean = x.sum((0, 2, 3)) / max(local, 1)
-    squares = (x - mean[:, None, None]).square().sum((0, 2, 3))
-    row = torch.cat([mean, squares, mean.new_full((1,), local)])
-    # A sum of rows padded with zeros is a gather, by the one collective that has its own adjoint.
-    rows = sum_over_ranks(F.pad(row[None], (0, 0, rank, size - rank - 1)))
-    means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    count = counts.sum()
-    mean = (counts * means).sum(0) / count
-    variance = (squares.sum(0) + (counts * (means - mean).square()).sum(0)) / count
-    return count.detach(), mean, variance
+    return merge_over_ranks(local, mean, (x - mean[:, None, None]).square().sum((0, 2, 3)))
 
 
 class BatchNorm2d(nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` over the whole batch of all processes; with one it is exactly that class.
 
-    N ranks on parts of a batch give what one rank gives on the whole. Where batch statistics are used
+    N ranks on parts of a batch give what one rank gives on the whole. Within `softcell.kernels.shared.local_norms` each
+    rank normalises by its own part instead, as `torch.nn.BatchNorm2d` does. Where batch statistics are used
     (training, or no running statistics kept), all ranks must run it equally often; a rank without samples
     passes an empty batch.
 
@@ -96,7 +68,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise `input` [N, C, H, W] per channel and return the same shape."""
         by_batch = self.training or self.running_mean is None
-        if not (by_batch and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not (by_batch and shares_norms()):
             if self.training and _kept:
                 # Copies: what is kept for the backward pass must be of the same number and shapes.
                 mean, variance = (None if x is None else x.clone() for x in (self.running_mean, self.running_var))

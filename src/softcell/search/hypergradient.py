@@ -18,6 +18,15 @@ from torch import Tensor
 
 Loss = Callable[[Sequence[Tensor]], Tensor]
 """From weights to a loss []; the closure holds the architecture."""
+Parts = list[Tensor | None]
+Differentiate = Callable[[Tensor, Sequence[Tensor], bool], tuple[Parts, Parts]]
+"""From a loss [], tensors, and whether to differentiate again, to gradients: means over the ranks, and local ones."""
+
+
+def _alone(loss: Tensor, tensors: Sequence[Tensor], again: bool) -> tuple[Parts, Parts]:
+    """`Differentiate` of a single process."""
+    found: Parts = [*torch.autograd.grad(loss, tensors, create_graph=again, allow_unused=True)]
+    return found, found
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,7 @@ def hypergradient(
     momenta: Sequence[Tensor | None] | None = None,
     weight_decay: float = 0.0,
     settings: Unrolling | None = None,
+    differentiate: Differentiate = _alone,
     average: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> list[Tensor]:
     """The gradient for each tensor of `architecture`; `average` takes means over ranks, in place."""
@@ -46,19 +56,17 @@ def hypergradient(
     reduce = average or (lambda tensors: None)
     values = [w.detach().requires_grad_() for w in weights]
 
-    inner = torch.autograd.grad(train_loss(values), values, create_graph=chosen.exact, allow_unused=True)
-    slopes = [torch.zeros_like(w) if g is None else g.detach().clone() for w, g in zip(values, inner, strict=True)]
-    reduce(slopes)
+    found, inner = differentiate(train_loss(values), values, chosen.exact)
+    slopes = _filled(found, values)
     shifted = [
         _virtual_step(w, slope, lr, momentum, None if momenta is None else momenta[i], weight_decay)
         for i, (w, slope) in enumerate(zip(values, slopes, strict=True))
     ]
 
     # One backward gives both ∇_α L_val(w', α) and v.
-    outer = torch.autograd.grad(validation_loss(shifted), [*architecture, *shifted], allow_unused=True)
+    outer, _ = differentiate(validation_loss(shifted), [*architecture, *shifted], False)
     direct = _filled(outer[: len(architecture)], architecture)
     vector = _filled(outer[len(architecture) :], shifted)
-    reduce([*direct, *vector])
 
     if chosen.exact:
         present = [(g, v) for g, v in zip(inner, vector, strict=True) if g is not None and g.requires_grad]

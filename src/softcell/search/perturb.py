@@ -19,7 +19,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,13 +37,17 @@ from softcell.engine.capture import prepare_step
 from softcell.engine.distributed import World, on_main
 from softcell.engine.metrics import Measured, measure
 from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
+from softcell.engine.reduce import gradients_of
 from softcell.errors import UserError
+from softcell.kernels.shared import norms_of
 from softcell.methods import Method
+from softcell.nn.norm import running_statistics
 from softcell.nn.objective import Objective
 from softcell.search.indicators import Only, Without
 from softcell.search.recipe import SearchRecipe
 from softcell.search.validation import StepContext, batch_statistics, recalibrated
 from softcell.spaces import Bound, Supernet
+from softcell.spaces.execution import modules_only
 
 FILE = "selection.bin"
 """In the run folder: the state of a selection after its latest round."""
@@ -302,7 +306,9 @@ class PerturbationSelection:
     def _norms(self, mix: Mix) -> Iterator[None]:
         """BatchNorm uses statistics of each batch (as the authors do), recalibrated or running ones."""
         if self._settings.norms == "batch":
-            with batch_statistics(self._supernet):
+            # The last batch may be empty on a rank, where nothing is fused; collectives must match on all.
+            cells = modules_only() if self._world.size > 1 else nullcontext()
+            with batch_statistics(self._supernet), cells:
                 yield
         elif self._settings.norms == "recalibrated":
             batches = islice(self._weights.epoch(0), self._recipe.evolution.norm_batches)
@@ -324,13 +330,19 @@ class PerturbationSelection:
 
         def learn(*draft: Tensor) -> None:
             batch = self._weights.finish(*draft)
-            with self._in_step():
-                used = self._attending_mix(None) if self._method.selection is not None else mix
-                loss = self._objective(Bound(self._supernet, used), batch.images, batch.labels).loss
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            apply_gradients(self._optimiser, parameters, gradients, self._world, w.clip)
+            norms = self._recipe.norms
+            several = norms == "local" and self._world.size > 1
+            with norms_of(norms):
+                with self._in_step():
+                    used = self._attending_mix(None) if self._method.selection is not None else mix
+                    loss = self._objective(Bound(self._supernet, used), batch.images, batch.labels).loss
+                also = running_statistics((self._supernet, self._objective)) if several else []
+                found = gradients_of(loss, parameters, self._world, also=also)
+            apply_gradients(self._optimiser, parameters, found.means, self._world, w.clip, averaged=True)
 
-        step = prepare_step(learn, self._recipe.engine, self._world, self._notify)
+        step = prepare_step(
+            learn, self._recipe.engine, self._world, self._notify, divides=self._recipe.norms == "local"
+        )
         self._supernet.train()
         self._objective.train()
         total = epochs * (len(self._rounds) - 1)

@@ -21,6 +21,7 @@ from softcell.data.folder import load_unlabelled
 from softcell.data.images import Images
 from softcell.engine.manifest import FORMAT, check_digest, check_types, migrate
 from softcell.errors import UserError
+from softcell.kernels.shared import Norms
 from softcell.methods import METHODS, Method, Sampler
 from softcell.reading import Fields, parse_json, parse_yaml, read_text
 from softcell.search.guide import Guide
@@ -206,8 +207,10 @@ class SearchRecipe:
     `drop_path`: the output of a choice is dropped in training, per image, with a probability that grows linearly over
     the epochs to this. `child_every`: number of epochs between measurements of the derived network with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
-    whole cells run in the kernels of `softcell.kernels`, if these support all candidates. `objective`: `classify`, or
-    `context` for context auto-regression, which needs no labels. `pretrain`: that as a first phase.
+    whole cells run in the kernels of `softcell.kernels`, if these support all candidates. `norms`: with several
+    processes, BatchNorm in steps uses the statistics of the whole batch ("shared", equal to one process up to rounding)
+    or of each process's part ("local", without communication). `objective`: `classify`, or `context` for context
+    auto-regression, which needs no labels. `pretrain`: that as a first phase.
 
     Example:
         >>> from softcell.search import resolve
@@ -248,6 +251,7 @@ class SearchRecipe:
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     engine: Literal["auto", "eager", "graph"] = "auto"
     fused: bool = True
+    norms: Norms = "shared"
     deterministic: bool = False
     threads: int = 0
     plugins: tuple[str, ...] = ()

@@ -19,10 +19,13 @@ from softcell.engine.capture import Step, once, prepare_step
 from softcell.engine.distributed import World, broadcast_module, on_main
 from softcell.engine.metrics import Failure, Tally, measure
 from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
+from softcell.engine.reduce import gradients_of
 from softcell.engine.session import Session, computing_in, in_precision
 from softcell.errors import UserError
+from softcell.kernels.shared import norms_of
 from softcell.methods import Sampler, UntrainedSampler
 from softcell.nn.guide import Guided
+from softcell.nn.norm import running_statistics
 from softcell.nn.objective import Evaluated, Objective
 from softcell.search.budget import Budget, next_within
 from softcell.search.genotypes import line
@@ -96,10 +99,12 @@ class IndependentTask:
         """One training step of the current network; it can be captured."""
         assert self._network is not None and self._optimiser is not None
         batch, clip = self._weights.finish(*draft), self.recipe.weights.clip
-        result: Evaluated = self.objective(self._network, batch.images, batch.labels)
-        parameters = list(self._network.parameters())
-        gradients = torch.autograd.grad(result.loss, parameters, allow_unused=True)
-        apply_gradients(self._optimiser, parameters, gradients, self.world, clip)
+        parameters, norms = list(self._network.parameters()), self.recipe.norms
+        with norms_of(norms):
+            result: Evaluated = self.objective(self._network, batch.images, batch.labels)
+            also = running_statistics([self._network]) if norms == "local" and self.world.size > 1 else []
+            found = gradients_of(result.loss, parameters, self.world, also=also)
+        apply_gradients(self._optimiser, parameters, found.means, self.world, clip, averaged=True)
         logits = None if result.logits is None else result.logits.detach()
         self._tally.update(result.loss.detach(), logits, batch.labels)
 
@@ -202,7 +207,9 @@ class IndependentTask:
             weight_decay=w.weight_decay,
         )
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
-        self._run = prepare_step(learn, self.recipe.engine, self.world, self._notify_once)
+        self._run = prepare_step(
+            learn, self.recipe.engine, self.world, self._notify_once, divides=self.recipe.norms == "local"
+        )
         self._genotypes.append(genotype)
         self._numbers.append(number)
 

@@ -1,7 +1,7 @@
 """The three step regimes: single-level, bilevel, unrolled. Each is one small function.
 
 Weights w belong to the supernet (and to an objective's own modules), architecture parameters α to the method. Under
-several processes every gradient is the mean over ranks, so all of them stay identical.
+several processes every gradient is the mean over ranks, so all of them stay identical (`softcell.engine.reduce`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from torch.func import functional_call
 from softcell.arch import Mix
 from softcell.engine.distributed import World, average_
 from softcell.engine.optim import apply_gradients
+from softcell.engine.reduce import gradients_of
+from softcell.kernels.shared import Norms
 from softcell.methods import Method
+from softcell.nn.norm import running_statistics
 from softcell.nn.objective import Evaluated, Objective
 from softcell.nn.stochastic import SharedDraws
 from softcell.search.hypergradient import Unrolling, hypergradient
@@ -37,6 +40,7 @@ class StepState:
     clip_weights: float
     clip_architecture: float
     resource: ResourcePenalty | None = None
+    norms: Norms = "shared"
 
     def weights(self) -> list[nn.Parameter]:
         modules: Iterable[nn.Module] = (self.supernet, self.objective)
@@ -44,6 +48,11 @@ class StepState:
 
     def architecture(self) -> list[nn.Parameter]:
         return [p for p in self.method.parameters() if p.requires_grad]
+
+    def unequal(self) -> list[Tensor]:
+        """What a step leaves different on the ranks, to be averaged: running statistics of local norms."""
+        several = self.norms == "local" and self.world.size > 1
+        return running_statistics((self.supernet, self.objective)) if several else []
 
     def penalty(self, mix: Mix) -> Tensor | None:
         """A term [] in the loss of the architecture: the method's own and that of resources."""
@@ -62,18 +71,14 @@ class StepState:
         if self.method.observer is not None:
             self.method.observer.observe(mix, gradients)
 
-    def learn_weights(self, gradients: Sequence[Tensor | None]) -> None:
-        apply_gradients(self.weight_optimiser, self.weights(), gradients, self.world, self.clip_weights)
+    def learn_weights(self, means: Sequence[Tensor | None]) -> None:
+        """One step of the weights; means: gradients, averaged over the ranks."""
+        optimiser, clip = self.weight_optimiser, self.clip_weights
+        apply_gradients(optimiser, self.weights(), means, self.world, clip, averaged=True)
 
-    def learn_architecture(self, gradients: Sequence[Tensor | None], *, averaged: bool = False) -> None:
-        apply_gradients(
-            self.architecture_optimiser,
-            self.architecture(),
-            gradients,
-            self.world,
-            self.clip_architecture,
-            averaged=averaged,
-        )
+    def learn_architecture(self, means: Sequence[Tensor | None]) -> None:
+        optimiser, clip = self.architecture_optimiser, self.clip_architecture
+        apply_gradients(optimiser, self.architecture(), means, self.world, clip, averaged=True)
 
 
 def single_level(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
@@ -83,11 +88,10 @@ def single_level(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
     penalty = state.penalty(mix)
     total = result.loss if penalty is None else result.loss + penalty
     weights, architecture, watched = state.weights(), state.architecture(), state.watched(mix)
-    gradients = torch.autograd.grad(total, [*weights, *architecture, *watched], allow_unused=True)
-    learned = len(weights) + len(architecture)
-    state.learn_weights(gradients[: len(weights)])
-    state.learn_architecture(gradients[len(weights) : learned])
-    state.observe(mix, gradients[learned:])
+    found = gradients_of(total, [*weights, *architecture], state.world, watched=watched, also=state.unequal())
+    state.learn_weights(found.means[: len(weights)])
+    state.learn_architecture(found.means[len(weights) :])
+    state.observe(mix, found.watched)
     return _detached(result)
 
 
@@ -104,10 +108,9 @@ def bilevel(
     total = held.loss if penalty is None else held.loss + penalty
     architecture, watched = state.architecture(), state.watched(mix)
     # Gradients of α only: the backward pass then never computes those of the convolutions' weights.
-    wanted = [*architecture, *watched]
-    gradients = torch.autograd.grad(total, wanted, allow_unused=True) if wanted else ()
-    state.learn_architecture(gradients[: len(architecture)])
-    state.observe(mix, gradients[len(architecture) :])
+    found = gradients_of(total, architecture, state.world, watched=watched)
+    state.learn_architecture(found.means)
+    state.observe(mix, found.watched)
     return weight_step(state, *train), _detached(held)
 
 
@@ -145,9 +148,10 @@ def unrolled(
         momenta=momenta,
         weight_decay=group["weight_decay"],
         settings=settings,
+        differentiate=lambda loss, by, again: gradients_of(loss, by, state.world, create_graph=again)[:2],
         average=lambda tensors: average_(tensors, state.world),
     )
-    state.learn_architecture(gradients, averaged=True)
+    state.learn_architecture(gradients)
     return weight_step(state, *train), _detached(held[0])
 
 
@@ -156,9 +160,8 @@ def weight_step(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
     with torch.no_grad():  # α does not learn here, so the mix keeps nothing for its gradient
         mix = state.method.relax()
     result = state.objective(Bound(state.supernet, mix), images, labels)
-    weights = state.weights()
-    gradients = torch.autograd.grad(result.loss, weights, allow_unused=True)
-    state.learn_weights(gradients)
+    found = gradients_of(result.loss, state.weights(), state.world, also=state.unequal())
+    state.learn_weights(found.means)
     return _detached(result)
 
 

@@ -19,6 +19,7 @@ from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.metrics import Failure, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import computing_in, in_precision
+from softcell.kernels.shared import norms_of
 from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
@@ -90,7 +91,7 @@ class SearchTask:
         self._cells, engine = _cells_and_engine(recipe, supernet, method, world, notify)
         notify_once = once(notify)
         learn = in_precision(self._learn, recipe.precision, world.device)
-        self._run = prepare_step(learn, engine, world, notify_once)
+        self._run = prepare_step(learn, engine, world, notify_once, divides=_divides(recipe))
         measured = [
             Validation(supernet, split, recipe.engine, world, self.in_step, notify_once)
             for split in ([held] if selecting is held else [held, selecting])
@@ -167,7 +168,7 @@ class SearchTask:
         """
         batch, other = self.pair(drafts)
         others: list[Tensor] = []
-        with self._cells():
+        with self._cells(), norms_of(self.recipe.norms):
             if self._weights_only:
                 result = weight_step(self.step_state, batch.images, batch.labels)
             elif other is None:
@@ -358,7 +359,17 @@ def _step_state(
     own = [p for module in (supernet, objective) for p in module.parameters() if p.requires_grad]
     weight_optimiser = sgd(own, world.device, lr=w.lr, momentum=w.momentum, weight_decay=w.weight_decay)
     optimiser = _architecture_optimiser(recipe, method, world)
-    return StepState(supernet, method, objective, weight_optimiser, optimiser, world, w.clip, a.clip, resource)
+    return StepState(
+        supernet, method, objective, weight_optimiser, optimiser, world, w.clip, a.clip, resource, recipe.norms
+    )
+
+
+def _divides(recipe: SearchRecipe) -> bool:
+    """Whether gradients are all that the ranks exchange in a step, each after a backward pass.
+
+    Norms exchange their statistics in the middle of it, and the unrolled regime averages in between.
+    """
+    return recipe.norms == "local" and recipe.regime != "unrolled"
 
 
 def _cells_and_engine(
@@ -379,7 +390,7 @@ def _cells_and_engine(
 
 def warn_if_unfused(recipe: SearchRecipe, supernet: Supernet, world: World, notify: Callable[[str], None]) -> None:
     """Warns where cells could be fused on this GPU and only Triton is missing."""
-    wanted = recipe.fused and recipe.precision != "float64" and world.size == 1
+    wanted = recipe.fused and recipe.precision != "float64"
     if not wanted or world.device.type != "cuda" or can_fuse():
         return
     if any(isinstance(module, MixedCell) and module.has_fused_form() for module in supernet.modules()):

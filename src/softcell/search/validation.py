@@ -49,7 +49,7 @@ class Validation:
         self._meter = Meter(world.device)
         self._mix: Mix | None = None
         self._kept: dict[Hashable, Mix] = {}
-        self._run = prepare_step(self._forward, engine, world, notify)
+        self._run = prepare_step(self._forward, engine, world, notify, divides=True)  # it has no collectives
 
     @torch.no_grad()
     def __call__(self, mix: Mix) -> Measured:
@@ -60,7 +60,7 @@ class Validation:
         self._mix, key = mix, mix.signature()
         if isinstance(self._run, CapturedStep) and key is not None:
             captured = self._copy_into_buffers(mix, key)
-        size = self._held.batch_size
+        size = self._held.batch_size // self._world.size
         for draft in self._held.drafts(0):
             if captured and draft[0].shape[0] == size:
                 self._run(*draft, key=key)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from softcell.kernels.cell import Program, mixed_cell
 from softcell.kernels.compose import Recipe, compose, compose_gradient, flat_kernels
+from softcell.kernels.shared import SharedRows, shares_norms
 from softcell.nn.stack import as_vector, owned
 
 
@@ -66,10 +67,16 @@ class FusedCell:
             running = None if training else running_statistics(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # not read then, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
-            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states)
+            n, _, height, width = states[0].shape
+            stride = self.program.stride
+            own_rows = n * -(-height // stride) * -(-width // stride)
+            shared = SharedRows(own_rows) if training and shares_norms() else None
+            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states, shared=shared)
             if training:
-                rows = nodes[0].numel() // c
-                if rows <= 1:
+                rows: int | Tensor = own_rows
+                if shared is not None and shared.total is not None:
+                    rows = shared.total.clamp(min=2)  # a check would stall the device
+                elif own_rows <= 1:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
                 unbiased = moments[2] * (rows / (rows - 1))
                 planes = [plane for plane, _ in self.norms]

@@ -18,11 +18,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
 from softcell.kernels.backend import has_triton
+from softcell.kernels.shared import shares_norms
 from softcell.nn.stack import stacking_pays
 from softcell.nn.stack_attention import grouping_blocks_pays
 from softcell.nn.stack_calibrations import grouping_calibrations_pays
@@ -98,13 +98,19 @@ def plan_layer(mix: Mix, site: int, layer: int, x: Tensor) -> LayerExecution:
 
 
 def plan_network(x: Tensor) -> bool:
-    """Whether cells of derived networks on inputs like `x` are fused, where they have a fused form."""
-    return _NETWORKS.get() and kernels_serve(x)
+    """Whether cells of derived networks on inputs like `x` are fused, where they have a fused form.
+
+    Their kernels finish statistics themselves, so they cannot merge them over several ranks.
+    """
+    return _NETWORKS.get() and kernels_serve(x) and not shares_norms()
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, in one process."""
-    if x.device.type != "cuda" or runs_one_by_one():
+    """Whether cells on inputs like `x` are fused: on a GPU with Triton, in float32 or bfloat16, unless it is empty.
+
+    A rank may have no share of the last batch of an evaluation.
+    """
+    if x.device.type != "cuda" or is_modules_only() or not x.numel():
         return False
     return can_fuse() and compute_type(x) in (torch.float32, torch.bfloat16)
 
@@ -115,18 +121,16 @@ def can_fuse() -> bool:
 
 
 def runs_one_by_one() -> bool:
-    """Whether modules must run one by one: within `modules_only`, or where several processes share a batch."""
-    return is_modules_only() or is_distributed()
+    """Whether modules must run one by one: within `modules_only`, or where ranks merge the statistics of norms.
+
+    Modules that are grouped share one norm of torch's, which does not merge them.
+    """
+    return is_modules_only() or shares_norms()
 
 
 def is_modules_only() -> bool:
     """Whether `modules_only` holds here."""
     return _MODULES_ONLY.get()
-
-
-def is_distributed() -> bool:
-    """Whether several processes share a batch; their norms must then merge statistics, which only the modules do."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager

@@ -1,0 +1,242 @@
+"""`python -m benchmarks.scaling`: expected efficiency of a search step on several GPUs. A model, not measured.
+
+Counted on this machine: the collectives of one search step and their bytes, at the paper's size of the space. Given:
+the time of a step on one GPU (recorded ones by default, with their source), bandwidths and latencies of the links. From
+these, ring all-reduces of n ranks take
+
+    t(bytes) = 2 (n − 1) / n · bytes / bandwidth + 2 (n − 1) · latency
+
+and the efficiency is step time / (step time + exposed communication). Every GPU has the batch of the recorded step.
+Without overlap all communication is exposed. With overlap the buckets that are sent during the backward pass of the
+weights are hidden by it as far as they fit; the last bucket of a pass and the exchange of norm statistics never are.
+
+python -m benchmarks.scaling
+python -m benchmarks.scaling --method darts --space darts --step-ms 27 --norms local --bucket-mb 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.steps import Case, batch, step, step_state
+from softcell.engine import reduce
+from softcell.engine.distributed import World
+from softcell.kernels.shared import Norms, norms_of
+from softcell.search import resolve
+from softcell.spaces import execution
+from studies.runs import write_record
+
+RECORDS = Path(__file__).parent / "records"
+SEARCHES = (("darts", "darts"), ("snas", "darts"), ("entrannas-dst", "darts"), ("darts", "nb201"))
+"""Methods and spaces with a recorded time of a step on one GPU."""
+BACKWARD_SHARE = {"bilevel": 1 / 3, "single-level": 2 / 3}
+"""Assumed share of the backward pass of the weights in a step: two thirds of a pass; bilevel steps have two passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One sum over ranks of `num_bytes`; `hidden`: it is sent while a backward pass still runs."""
+
+    num_bytes: int
+    kind: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects `ranks` ranks: the slowest link of the ring, in bytes per second each way, and seconds per hop."""
+
+    name: str
+    ranks: int
+    bandwidth: float
+    latency: float
+
+
+def links(nvlink_gb: float, nvlink_us: float, network_gbit: float, network_us: float, per_machine: int) -> list[Link]:
+    inside = [Link(f"{n} GPUs, NVLink", n, nvlink_gb * 1e9, nvlink_us * 1e-6) for n in (2, 4, 8)]
+    name = f"2 machines x {per_machine} GPUs, {network_gbit:g} Gb/s"
+    return [*inside, Link(name, 2 * per_machine, network_gbit / 8 * 1e9, network_us * 1e-6)]
+
+
+def ring_seconds(num_bytes: int, link: Link) -> float:
+    """Seconds of a ring all-reduce."""
+    n = link.ranks
+    return 2 * (n - 1) / n * num_bytes / link.bandwidth + 2 * (n - 1) * link.latency
+
+
+def efficiency(
+    collectives: Sequence[Collective], seconds: float, backward: float, link: Link, *, overlap: bool
+) -> float:
+    """Expected share of the ideal speed; seconds: of a step on one GPU, backward: of the weights' backward pass."""
+    exposed = sum(ring_seconds(one.num_bytes, link) for one in collectives if not (overlap and one.hidden))
+    if overlap:
+        exposed += max(0.0, sum(ring_seconds(one.num_bytes, link) for one in collectives if one.hidden) - backward)
+    return seconds / (seconds + exposed)
+
+
+def paper_case(method: str, space: str) -> Case:
+    """A search of the paper's size on two small images: the bytes of a step do not depend on its batch."""
+    recipe = resolve({"method": method, "space": space, "scale": "paper", "data": "cifar10"})
+    return Case(space, recipe.space_settings, (3, 16, 16), 2, method, recipe.method_settings, recipe.regime)
+
+
+def counted(case: Case, norms: Norms, bucket_bytes: int) -> list[Collective]:
+    """The collectives of one search step.
+
+    Cells run as fused programs, by the kernels' plain twins. The group is torch's fake one: it has two ranks, and its
+    collectives do nothing.
+    """
+    state = step_state(case, torch.device("cpu"), plain=False)
+    state.world, state.norms = World(0, 2, 0, torch.device("cpu")), norms
+    found: list[Collective] = []
+    original = reduce.GRADIENT_BUCKET_BYTES
+    reduce.GRADIENT_BUCKET_BYTES = bucket_bytes
+    try:
+        with _two_ranks(found), norms_of(norms):
+            step(state, batch(case, torch.device("cpu")), case.regime)
+    finally:
+        reduce.GRADIENT_BUCKET_BYTES = original
+    return found
+
+
+@contextmanager
+def _two_ranks(found: list[Collective]) -> Iterator[None]:
+    """Within this context there are two ranks, cells are fused, and collectives are listed in `found`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    all_reduce, serve, finish = dist.all_reduce, execution.kernels_serve, reduce._Buckets.finish
+    ending = False
+
+    def listed(tensor: Tensor, *given: Any, **options: Any) -> Any:
+        of_gradients = bool(options.get("async_op"))
+        size = tensor.numel() * tensor.element_size()
+        found.append(Collective(size, "gradients" if of_gradients else "norms", of_gradients and not ending))
+        return all_reduce(tensor, *given, **options)
+
+    def last(self: Any, also: Sequence[Tensor]) -> Any:
+        nonlocal ending
+        ending = True
+        result = finish(self, also)
+        ending = False
+        return result
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.all_reduce, reduce._Buckets.finish = listed, last  # type: ignore[method-assign]
+    execution.kernels_serve = lambda x: True
+    try:
+        yield
+    finally:
+        dist.all_reduce, reduce._Buckets.finish = all_reduce, finish  # type: ignore[method-assign]
+        execution.kernels_serve = serve
+        dist.destroy_process_group()
+
+
+def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
+    """The recorded time of a step on one GPU, fused, recorded and in bfloat16, and where it is from."""
+    file = "methods-h200-2026-11-16.json"
+    for row in json.loads((RECORDS / file).read_text())["rows"]:
+        if (row["method"], row["space"]) == (method, space):
+            return row["ways"]["recorded bf16"]["ms"], file
+    file = "h200-2026-11-15-all.json"
+    for row in json.loads((RECORDS / file).read_text())["steps"]:
+        if method == "darts" and (row["space"], row["variant"]) == (space, "fused bf16"):
+            return row["ms"], file
+    return None
+
+
+def modelled(
+    method: str, space: str, norms: Norms, step_ms: float, source: str, connected: Sequence[Link], bucket_bytes: int
+) -> dict[str, Any]:
+    """One search in numbers: bytes and collectives of a step, and the efficiency over every link."""
+    case, seconds = paper_case(method, space), step_ms / 1e3
+    collectives = counted(case, norms, bucket_bytes)
+    backward = seconds * BACKWARD_SHARE["single-level" if case.regime == "single-level" else "bilevel"]
+    sums = {
+        kind: {
+            "collectives": sum(one.kind == kind for one in collectives),
+            "bytes": sum(one.num_bytes for one in collectives if one.kind == kind),
+        }
+        for kind in ("gradients", "norms")
+    }
+    return {
+        "method": method, "space": space, "norms": norms, "step_ms": step_ms, "source": source, **sums,
+        "efficiency": {
+            link.name: {
+                "without overlap": efficiency(collectives, seconds, backward, link, overlap=False),
+                "with overlap": efficiency(collectives, seconds, backward, link, overlap=True),
+            }
+            for link in connected
+        },
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--method", help="with --space: one search instead of all with a recorded time")
+    parser.add_argument("--space")
+    parser.add_argument("--step-ms", type=float, help="time of a step on one GPU instead of the recorded one")
+    parser.add_argument("--norms", choices=get_args(Norms), help="one of both")
+    parser.add_argument("--bucket-mb", type=float, default=reduce.GRADIENT_BUCKET_BYTES / 2**20, help="of gradients")
+    parser.add_argument("--nvlink-gb", type=float, default=450.0, help="GB/s each way; the data sheet of an H200")
+    parser.add_argument("--nvlink-us", type=float, default=3.0, help="assumed microseconds per hop")
+    parser.add_argument("--network-gbit", type=float, default=100.0, help="Gb/s between machines")
+    parser.add_argument("--network-us", type=float, default=10.0, help="assumed microseconds per hop")
+    parser.add_argument("--gpus-per-machine", type=int, default=8)
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    options = parser.parse_args(arguments)
+    numbers = ("step_ms", "bucket_mb", "nvlink_gb", "nvlink_us", "network_gbit", "network_us", "gpus_per_machine")
+    for name in numbers:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, but is {value}")
+    if (options.method is None) != (options.space is None):
+        parser.error("--method and --space must be given together")
+    searches = SEARCHES if options.method is None else ((options.method, options.space),)
+    network = (options.network_gbit, options.network_us, options.gpus_per_machine)
+    connected = links(options.nvlink_gb, options.nvlink_us, *network)
+    table = Table(title="MODEL, NOT MEASURED: expected efficiency, without and with overlap", title_justify="left")
+    columns = ("search", "norms", "step, ms", "gradients", "norms' sums", *(link.name for link in connected))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < 2 else "right")
+    rows = []
+    for method, space in searches:
+        known = (options.step_ms, "given") if options.step_ms is not None else recorded_ms(method, space)
+        if known is None:
+            parser.error(f"no time of a step of {method} in {space} is recorded; measure it and give --step-ms")
+        for norms in get_args(Norms) if options.norms is None else (options.norms,):
+            step_ms, source = known
+            row = modelled(method, space, norms, step_ms, source, connected, int(options.bucket_mb * 2**20))
+            rows.append(row)
+            table.add_row(
+                f"{method}, {space}",
+                norms,
+                f"{row['step_ms']:.1f}",
+                *(
+                    f"{row[kind]['bytes'] / 1e6:.2f} MB in {row[kind]['collectives']}"
+                    for kind in ("gradients", "norms")
+                ),
+                *(" ".join(f"{100 * share:.0f} %" for share in found.values()) for found in row["efficiency"].values()),
+            )
+    console = Console()
+    console.print(table)
+    sources = ", ".join(sorted({row["source"] for row in rows}))
+    console.print(f"bytes counted here; step times: {sources}; links and latencies as given; same batch per GPU")
+    if options.out is not None:
+        assumed = {"links": [asdict(link) for link in connected], "backward_share": BACKWARD_SHARE}
+        write_record(options.out, "benchmarks.scaling", what="model, not measured", **assumed, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
