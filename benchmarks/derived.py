@@ -53,7 +53,7 @@ CHANGES: dict[str, dict[str, int]] = {
     "gather rows 32": {"gather_rows": 32},
     "16 channels, gather rows 128": {"channels": 16, "gather_rows": 128},
 }  # fmt: skip
-"""Fields of `derived_triton.Blocks` that differ from the chosen ones, by what they say."""
+"""Fields of `derived_layout_triton.Blocks` that differ from the chosen ones, by what they say."""
 
 CASES = {"36": (36, 32, 1), "72": (72, 16, 7), "144": (144, 8, 14), "reduce": (72, 32, 6)}
 """Channels, size of the input, number of the cell in the network."""
@@ -92,7 +92,7 @@ def made_network() -> DartsNetwork:
 
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:
     """Microseconds by kernel and case."""
-    kernels = triton_kernels("derived")
+    kernels = triton_kernels("derived_layout")
     kernels.OVERRIDES = settings  # type: ignore[attr-defined]
     network = made_network()
     found: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def _compile(job: tuple[dict[str, int], str, int]) -> str:
 
 def validation(rounds: int, batch: int) -> dict[str, float]:
     """Milliseconds of a pass without gradients in evaluation mode, not recorded, by way and precision."""
-    triton_kernels("derived").OVERRIDES = {}  # type: ignore[attr-defined]
+    triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
     network = made_network().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     images = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     found = {}
@@ -159,7 +159,7 @@ def main() -> None:
     given = parser.parse_args()
     changes: dict[str, dict[str, int]] = CHANGES if given.settings is None else given.settings
     record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "batch": given.batch, "changes": changes}
-    kernels = triton_kernels("derived")
+    kernels = triton_kernels("derived_layout")
     record["chosen"] = {case: asdict(kernels.blocks_for(CASES[case][0])) for case in given.cases}
 
     def keep() -> None:

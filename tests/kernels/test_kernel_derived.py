@@ -138,14 +138,14 @@ class TestBlocks:
         torch.manual_seed(0)
         cell = Cell(20, 1, older_is_larger=True, pool_norm=True).to(DEVICE)
         given = states(2, (8, 8), older_is_larger=True)
-        monkeypatch.setattr(triton_kernels("derived"), "OVERRIDES", settings)
+        monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", settings)
         mine = outcomes(cell.plan(), given, torch.float32, plain=False, training=True)
         theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=True)
         for a, b in zip(mine, theirs, strict=True):
             assert relative(a, b) <= 1e-5
 
     def test_sides_of_blocks_cover_columns_with_little_waste(self) -> None:
-        side_for = triton_kernels("derived").side_for
+        side_for = triton_kernels("derived_layout").side_for
         # 9 taps of 40 channels are 3 × 128; 144 columns are 3 × 64, since 2 × 128 would be a third more.
         assert [side_for(length, 128) for length in (5, 36, 72, 144, 360, 648)] == [16, 64, 128, 64, 128, 128]
         assert side_for(360, 64) == 64

@@ -11,7 +11,7 @@ depthwise result lives in registers between the two. With the gradient g of a va
 
 is linear in g and y, so the gradient of a norm, too, is applied wherever a plane's gradient is read.
 
-`derived_cell_reference` is the literal twin by plain autograd. The kernels are in `derived_triton`.
+`derived_cell_reference` is the literal twin by plain autograd. The passes by Triton are in `derived_triton`.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class _DerivedCell(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kernels = triton_kernels("derived")
         inputs = [_rows_last(state, dtype) for state in states]
-        run = kernels.Run(program, parameters, running, factors, inputs)
+        run = kernels.Forward(program, parameters, running, factors, inputs)
         run.forward()
         ctx.program, ctx.dtype = program, dtype
         ctx.save_for_backward(
@@ -276,7 +276,7 @@ class _DerivedCell(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         kernels = triton_kernels("derived")
-        run = kernels.Run(ctx.program, parameters, running, factors, inputs)
+        run = kernels.Backward(ctx.program, parameters, running, factors, inputs)
         run.given, run.buffer, run.winners, run.depths = given, buffer, winners, depths
         run.set_state(state)
         parameter_gradient, state_gradients = run.backward(_rows_last(gradient, ctx.dtype))

@@ -1,0 +1,213 @@
+# mypy: ignore-errors
+"""Sizes of blocks of the kernels of `derived`, and where its maps lie."""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+
+from softcell.kernels.backend import padded, table
+from softcell.kernels.derived import NONE
+from softcell.kernels.derived_forward_triton import _activate
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of blocks and warps, by kernel; `blocks_for` chooses them by width."""
+
+    channels: int = 64  # most channels of an elementwise block
+    pitch: int = 8  # what windows are read from has a multiple of it as channels: 8 values of 2 bytes are one load
+    stage_rows: int = 128
+    stage_depth: int = 32  # channels that are convolved at a time
+    input_depth: int = 64
+    stage_warps: int = 8
+    product_sums: bool = True  # statistics by tensor cores
+    lower_rows: int = 128
+    lower_depth: int = 32
+    lower_columns: int = 64
+    lower_warps: int = 8
+    weight_rows: int = 64
+    weight_side: int = 128  # most columns of either side
+    weight_stages: int = 3
+    weight_programs: int = 1056
+    gather_rows: int = 64
+    gather_warps: int = 4
+    sums_elements: int = 1024
+    add_elements: int = 2048
+
+
+OVERRIDES: dict[str, int] = {}
+"""Fields of `Blocks` that are measured instead of the chosen ones (`benchmarks.derived`)."""
+
+
+def blocks_for(channels):
+    """The rule behind the sizes: 3/4 of a block should be used, and a program should not need all registers.
+
+    A depth of 32 pads 36 channels to 64, one of 16 to 48; four warps then have as much to do per load of weights as
+    eight have with 32. From 65 channels on a block has 128 columns, for which 64 rows are enough.
+    """
+    if channels <= 48 and -channels % 32 > channels // 3:
+        found = Blocks(stage_depth=16, stage_warps=4, lower_depth=16)
+    elif channels <= 64:
+        found = Blocks()
+    else:
+        found = Blocks(stage_rows=64, lower_rows=128 if channels <= 128 else 64)
+    return replace(found, **OVERRIDES)
+
+
+def side_for(length, most):
+    """The side of a block that covers `length`: the largest that pads at most 15 % more than the best."""
+    sides = [side for side in (64, 128) if side <= most]
+    if length <= 64 or not sides:
+        return min(most, padded(length))
+    least = min(triton.cdiv(length, side) * side for side in sides)
+    return max(side for side in sides if triton.cdiv(length, side) * side <= 1.15 * least)
+
+
+def by_size(stages):
+    """Stages in groups of one window size, whose loops the compiler then knows."""
+    return [tuple(s for s in stages if s.size == size) for size in sorted({s.size for s in stages}, reverse=True)]
+
+
+@functools.cache
+def _stages_of(program):
+    return (*program.preprocess, *(s for r in program.rounds for s in (*r.first, *r.second)))
+
+
+@functools.cache
+def _units(program):
+    """What divides all offsets of matrices (at most 16), and all columns and widths of what stages write."""
+    stages = _stages_of(program)
+    widths = [n for s in stages for n in (s.column, s.width)]
+    return math.gcd(16, *(s.matrix for s in stages)), math.gcd(program.channels, *widths)
+
+
+@functools.cache
+def _first_depth(program):
+    """Where depthwise kernels begin in the flat parameters; they lie side by side."""
+    return min((s.depth for s in _stages_of(program) if s.depth != NONE), default=0)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Maps that stages read, by source: `tall` × `wide` pixels of `pitch` values with a border, `size` values each."""
+
+    tensor: torch.Tensor
+    size: int
+    pitch: int
+    tall: int
+    wide: int
+    border: int
+    sources: dict[int, int]
+
+    def window(self, stage):
+        """Which map, dilation, distance from a pixel of the output to its window's first, padding."""
+        shift = (self.border - stage.padding) * (self.wide + 1)
+        return self.sources[stage.source], stage.dilation, shift, stage.padding
+
+
+class Lowered(NamedTuple):
+    """∂ of depthwise results within a border of zeros, `size` elements each."""
+
+    tensor: torch.Tensor
+    size: int
+    border: int
+
+
+class Pass:
+    """What a forward and a backward pass of a program share: sizes, where planes lie, and what stages read."""
+
+    def __init__(self, program, parameters, running, factors, inputs):
+        self.program, self.parameters, self.running, self.factors, self.inputs = (
+            program, parameters, running, factors, inputs,
+        )  # fmt: skip
+        self.dtype, self.device = inputs[-1].dtype, inputs[-1].device
+        n, height, width = inputs[-1].shape[:3]
+        self.n, self.height, self.width = n, height, width
+        self.out_height, self.out_width = -(-height // program.stride), -(-width // program.stride)
+        self.rows_in, self.rows = n * height * width, n * self.out_height * self.out_width
+        self.c = program.channels
+        self.precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
+        self.blocks = blocks_for(self.c)
+        self.block_c = min(self.blocks.channels, padded(self.c))
+        self.tile = self.blocks.stage_rows
+        self.pitch = triton.cdiv(self.c, self.blocks.pitch) * self.blocks.pitch
+        self.norms = {norm.plane: norm for norm in program.norms}
+        self.weights_unit, self.columns_unit = _units(program)
+        self.given = self.buffer = self.winners = self.depths = None
+
+    def unit(self, plane):
+        p = self.program
+        if p.is_node(plane):
+            return 0
+        if plane < p.inputs:
+            return p.nodes + plane if p.stride == 1 else plane
+        return plane if p.stride == 1 else plane - p.inputs
+
+    def view(self, plane):
+        """(unit, column, distance of rows) of a plane; the latter two in multiples of c, which kernels then know."""
+        p = self.program
+        if p.is_node(plane):
+            return 0, plane - p.inputs, p.nodes
+        return self.unit(plane), 0, 1
+
+    def units(self):
+        p = self.program
+        return p.planes if p.stride == 1 else p.planes - p.inputs
+
+    def allocate(self):
+        """A buffer of all planes of the output's resolution, and one of the inputs' (the same where none strides)."""
+        p, c = self.program, self.c
+        buffer = torch.empty(self.units() * self.rows * c, dtype=self.dtype, device=self.device)
+        given = (
+            buffer if p.stride == 1 else torch.empty(p.inputs * self.rows_in * c, dtype=self.dtype, device=self.device)
+        )
+        return given, buffer
+
+    def set_state(self, state):
+        self.state, self.moments, self.coefficients, self.slopes = state, state[:3], state[3:5], state[5:]
+
+    def _depth_at(self, stage):
+        """Offset of its depthwise kernel among those, in multiples of c."""
+        return NONE if stage.depth == NONE else (stage.depth - _first_depth(self.program)) // self.c
+
+    def _activated(self, stages, x):
+        """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
+        sources = tuple(sorted({s.source for s in stages}))
+        border = max(max(s.padding, -s.padding) for s in stages)
+        height, width = self._size_of(stages[0])
+        tall, wide = height + 2 * border, width + 2 * border
+        rows = self.n * tall * wide
+        size = rows * self.pitch
+        to = torch.empty(len(sources) * size, dtype=self.dtype, device=self.device)
+        jobs = tuple((*self.view(source), source) for source in sources)
+        block = max(1, self.blocks.add_elements // self.block_c)
+        _activate[(triton.cdiv(rows, block), len(sources), triton.cdiv(self.pitch, self.block_c))](
+            x, self.coefficients, to, table(jobs, self.device), rows, height, width, border, self._plane_size(x), size,
+            self.program.planes, C=self.c, PITCH=self.pitch, CB=self.block_c, BLOCK=block,
+        )  # fmt: skip
+        return Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
+
+    def _external(self, x):
+        """An input tensor: it has no border."""
+        return Read(
+            x, x.numel(), x.shape[3], x.shape[1], x.shape[2], 0, {-1 - i: 0 for i in range(self.program.inputs)}
+        )
+
+    def _plane_size(self, buffer):
+        return (self.rows_in if buffer is self.given and self.program.stride != 1 else self.rows) * self.c
+
+    def _size_of(self, stage):
+        """Height and width of what a stage reads."""
+        if stage.source < self.program.inputs:
+            return self.height, self.width
+        return self.out_height, self.out_width
+
+    def _drops(self):
+        return {"AREA": self.out_height * self.out_width, "samples": self.n, "DROPS": self.factors is not None}
+
+    def _scales(self):
+        return self.parameters if self.factors is None else self.factors
