@@ -130,13 +130,16 @@ def _stages(
         tl.store(to + tl.num_programs(0) * measured * C, squares, mask=n_ok)
 
 
-@triton.jit(do_not_specialize=["begin", "end", "rows", "samples", "planes", "column", "distance"])
+@triton.jit(do_not_specialize=["rows", "samples", "planes", "distance"])
 def _add_up(
-    buffer_ptr, coefficients_ptr, factors_ptr, jobs_ptr, begin, end, rows, AREA: tl.constexpr, samples, size, planes,
-    column, distance, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    buffer_ptr, coefficients_ptr, factors_ptr, nodes_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples, size, planes,
+    distance, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
+    """Sums into nodes: a node is the sum of its jobs `begin` to `end`, and a column of the buffer."""
+    node = nodes_ptr + tl.program_id(1) * 3
+    begin, end, column = tl.load(node), tl.load(node + 1), tl.load(node + 2)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    c = tl.program_id(2) * CB + tl.arange(0, CB)
     c_ok = c < C
     m_ok = m < rows
     ok = m_ok[:, None] & c_ok[None, :]

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from softcell.kernels.backend import padded, table
+from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _activate
+from softcell.kernels.schedule import Name
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ def blocks_for(channels):
     return replace(found, **OVERRIDES)
 
 
+def overridden():
+    """What distinguishes plans of one program with different `OVERRIDES`."""
+    return tuple(sorted(OVERRIDES.items()))
+
+
 def side_for(length, most):
     """The side of a block that covers `length`: the largest that pads at most 15 % more than the best."""
     sides = [side for side in (64, 128) if side <= most]
@@ -95,7 +101,7 @@ def _first_depth(program):
 class Read:
     """Maps that stages read, by source: `tall` × `wide` pixels of `pitch` values with a border, `size` values each."""
 
-    tensor: torch.Tensor
+    tensor: Name
     size: int
     pitch: int
     tall: int
@@ -112,20 +118,26 @@ class Read:
 class Lowered(NamedTuple):
     """∂ of depthwise results within a border of zeros, `size` elements each."""
 
-    tensor: torch.Tensor
+    tensor: Name
     size: int
     border: int
+
+
+class Partial(NamedTuple):
+    """Two kinds of partial sums, [2, splits, terms, c]."""
+
+    tensor: Name
+    splits: int
+    terms: int
 
 
 class Pass:
     """What a forward and a backward pass of a program share: sizes, where planes lie, and what stages read."""
 
-    def __init__(self, program, parameters, running, factors, inputs):
-        self.program, self.parameters, self.running, self.factors, self.inputs = (
-            program, parameters, running, factors, inputs,
-        )  # fmt: skip
-        self.dtype, self.device = inputs[-1].dtype, inputs[-1].device
-        n, height, width = inputs[-1].shape[:3]
+    def __init__(self, program, form, schedule):
+        self.program, self.form, self.schedule = program, form, schedule
+        self.dtype = form.dtype
+        n, height, width = form.shapes[-1][:3]
         self.n, self.height, self.width = n, height, width
         self.out_height, self.out_width = -(-height // program.stride), -(-width // program.stride)
         self.rows_in, self.rows = n * height * width, n * self.out_height * self.out_width
@@ -137,7 +149,12 @@ class Pass:
         self.pitch = triton.cdiv(self.c, self.blocks.pitch) * self.blocks.pitch
         self.norms = {norm.plane: norm for norm in program.norms}
         self.weights_unit, self.columns_unit = _units(program)
-        self.given = self.buffer = self.winners = self.depths = None
+        self.parameters, self.running, self.factors = Name("parameters"), Name("running"), Name("factors")
+        self.inputs = tuple(Name(f"input{i}") for i in range(program.inputs))
+        self.buffer, self.winners, self.depths = Name("buffer"), Name("winners"), Name("depths")
+        self.given = self.buffer if program.stride == 1 else Name("given")
+        self.moments, self.coefficients, self.slopes = Name("moments"), Name("coefficients"), Name("slopes")
+        self._temporaries = 0
 
     def unit(self, plane):
         p = self.program
@@ -158,17 +175,27 @@ class Pass:
         p = self.program
         return p.planes if p.stride == 1 else p.planes - p.inputs
 
-    def allocate(self):
+    def allocate(self, suffix=""):
         """A buffer of all planes of the output's resolution, and one of the inputs' (the same where none strides)."""
         p, c = self.program, self.c
-        buffer = torch.empty(self.units() * self.rows * c, dtype=self.dtype, device=self.device)
-        given = (
-            buffer if p.stride == 1 else torch.empty(p.inputs * self.rows_in * c, dtype=self.dtype, device=self.device)
-        )
-        return given, buffer
+        buffer = self.schedule.new("buffer" + suffix, self.units() * self.rows * c, self.dtype)
+        if p.stride == 1:
+            return buffer, buffer
+        return self.schedule.new("given" + suffix, p.inputs * self.rows_in * c, self.dtype), buffer
 
-    def set_state(self, state):
-        self.state, self.moments, self.coefficients, self.slopes = state, state[:3], state[3:5], state[5:]
+    def temporary(self, size, dtype=torch.float32):
+        """A tensor for a few launches, which must be freed."""
+        self._temporaries += 1
+        return self.schedule.new(f"temporary{self._temporaries}", size, dtype)
+
+    def _partial(self, splits, terms):
+        return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)
+
+    def split_state(self, state):
+        """Views of the planes' state [8, planes, c]: moments [3, …], coefficients [2, …] and slopes [3, …]."""
+        size = self.program.planes * self.c
+        for name, start in (("moments", 0), ("coefficients", 3), ("slopes", 5)):
+            self.schedule.view(name, state, start * size)
 
     def _depth_at(self, stage):
         """Offset of its depthwise kernel among those, in multiples of c."""
@@ -182,23 +209,24 @@ class Pass:
         tall, wide = height + 2 * border, width + 2 * border
         rows = self.n * tall * wide
         size = rows * self.pitch
-        to = torch.empty(len(sources) * size, dtype=self.dtype, device=self.device)
+        to = self.temporary(len(sources) * size, self.dtype)
         jobs = tuple((*self.view(source), source) for source in sources)
         block = max(1, self.blocks.add_elements // self.block_c)
-        _activate[(triton.cdiv(rows, block), len(sources), triton.cdiv(self.pitch, self.block_c))](
-            x, self.coefficients, to, table(jobs, self.device), rows, height, width, border, self._plane_size(x), size,
+        self.schedule.launch(
+            _activate, (triton.cdiv(rows, block), len(sources), triton.cdiv(self.pitch, self.block_c)), x,
+            self.coefficients, to, self.schedule.table(jobs), rows, height, width, border, self._plane_size(x), size,
             self.program.planes, C=self.c, PITCH=self.pitch, CB=self.block_c, BLOCK=block,
         )  # fmt: skip
         return Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
 
-    def _external(self, x):
+    def _external(self, number):
         """An input tensor: it has no border."""
-        return Read(
-            x, x.numel(), x.shape[3], x.shape[1], x.shape[2], 0, {-1 - i: 0 for i in range(self.program.inputs)}
-        )
+        shape = self.form.shapes[number]
+        sources = {-1 - i: 0 for i in range(self.program.inputs)}
+        return Read(self.inputs[number], math.prod(shape), shape[3], shape[1], shape[2], 0, sources)
 
     def _plane_size(self, buffer):
-        return (self.rows_in if buffer is self.given and self.program.stride != 1 else self.rows) * self.c
+        return (self.rows_in if buffer == self.given and self.program.stride != 1 else self.rows) * self.c
 
     def _size_of(self, stage):
         """Height and width of what a stage reads."""
@@ -207,7 +235,7 @@ class Pass:
         return self.out_height, self.out_width
 
     def _drops(self):
-        return {"AREA": self.out_height * self.out_width, "samples": self.n, "DROPS": self.factors is not None}
+        return {"AREA": self.out_height * self.out_width, "samples": self.n, "DROPS": self.form.drops}
 
     def _scales(self):
-        return self.parameters if self.factors is None else self.factors
+        return self.factors if self.form.drops else self.parameters

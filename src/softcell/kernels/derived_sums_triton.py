@@ -15,21 +15,21 @@ def _finish_moments(
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     c_ok = c < C
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    for start in range(0, tiles, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        ok = (t < tiles)[:, None] & c_ok[None, :]
-        total += tl.load(partial_ptr + ((t * measured + plane) * C)[:, None] + c[None, :], mask=ok, other=0.0)
-    mean = tl.sum(total, 0) / rows
     square = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    # Squares are taken around the mean of the first tile, which is near that of all: one pass, little cancellation.
+    near = tl.load(partial_ptr + plane * C + c, mask=c_ok, other=0.0) / tl.minimum(rows, TILE)
     for start in range(0, tiles, BLOCK):
         t = start + tl.arange(0, BLOCK)
         ok = (t < tiles)[:, None] & c_ok[None, :]
         at = partial_ptr + ((t * measured + plane) * C)[:, None] + c[None, :]
-        count = tl.maximum(tl.minimum(rows - t * TILE, TILE), 1).to(tl.float32)[:, None]
-        off = tl.load(at, mask=ok, other=0.0) / count - mean[None, :]
+        sums = tl.load(at, mask=ok, other=0.0)
         inner = tl.load(at + tiles * measured * C, mask=ok, other=0.0)
+        count = tl.maximum(tl.minimum(rows - t * TILE, TILE), 1).to(tl.float32)[:, None]
+        off = sums / count - near[None, :]
+        total += sums
         square += tl.where(ok, inner + count * off * off, 0.0)
-    variance = tl.sum(square, 0) / rows
+    mean = tl.sum(total, 0) / rows
+    variance = tl.maximum(tl.sum(square, 0) / rows - (mean - near) * (mean - near), 0.0)
     rstd = 1.0 / tl.sqrt(variance + eps)
     to = moments_ptr + plane * C + c
     tl.store(to, mean, mask=c_ok)

@@ -1,58 +1,66 @@
 # mypy: ignore-errors
 """The passes of `derived` by Triton: which kernel runs when, on which rows of its tables."""
 
+import functools
+import math
+
 import torch
 import triton
 
-from softcell.kernels.backend import padded, table
+from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _stages, _start
 from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
-from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, by_size
+from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, by_size, overridden
 from softcell.kernels.derived_sums_triton import _arrival_sums, _finish_moments, _finish_slopes, _known_moments
 from softcell.kernels.derived_weights_triton import WeightGradients
+from softcell.kernels.schedule import Name, Schedule
 
 
 class Forward(Pass):
     """One forward pass of a program: the order in which kernels fill its planes."""
 
-    def output(self):
-        """The nodes side by side, [n, nodes · c, h', w']."""
-        p = self.program
-        size = self.rows * p.nodes * self.c
-        nodes = self.buffer[:size].view(self.n, self.out_height, self.out_width, p.nodes * self.c)
-        return nodes.permute(0, 3, 1, 2)
-
     def tiles(self, rows):
         return triton.cdiv(rows, self.tile)
 
-    def forward(self):
+    def plan(self):
         p, c = self.program, self.c
-        self.given, self.buffer = self.allocate()
-        self.winners = torch.empty(p.slots * self.rows * c, dtype=torch.uint8, device=self.device)
+        self.allocate()
+        self.schedule.new("winners", p.slots * self.rows * c, torch.uint8)
         self.begin()
-        partial = self.parameters.new_empty(2, self.tiles(self.rows), p.planes, c) if self.running is None else None
-        early = self.parameters.new_empty(2, self.tiles(self.rows_in), p.inputs, c) if self.running is None else None
-        for number, x in enumerate(self.inputs):
+        early = partial = None
+        if not self.form.known:
+            early = self._partial(self.tiles(self.rows_in), p.inputs)
+            partial = self._partial(self.tiles(self.rows), p.planes)
+        for number in range(p.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            self._run_stages(stages, self._external(x), self.given, early, (self.height, self.width), self.rows_in)
+            self._run_stages(stages, self._external(number), self.given, early, (self.height, self.width), self.rows_in)
         self._measure(early, tuple(range(p.inputs)), self.rows_in)
+        size = (self.out_height, self.out_width)
+        waiting = []  # nodes that nobody has read yet
         for plane in (p.inputs - 1, *p.node_planes):
             if p.is_node(plane):
-                self._add_up(plane)
+                waiting.append(plane)
             found = p.round_of(plane)
             if found is None:
                 continue
+            self._add_up(waiting)
+            waiting = []
             x = self.given if plane < p.inputs else self.buffer
-            size = (self.out_height, self.out_width)
             if found.first:
-                self._run_stages(found.first, self._activated(found.first, x), self.buffer, partial, size, self.rows)
+                read = self._activated(found.first, x)
+                self._run_stages(found.first, read, self.buffer, partial, size, self.rows)
+                self.schedule.free(read.tensor)
             self._pool(found.pools, x, partial)
             self._measure(partial, found.measured, self.rows)
             if found.second:
                 read = self._activated(found.second, self.buffer)
                 self._run_stages(found.second, read, self.buffer, partial, size, self.rows)
+                self.schedule.free(read.tensor)
             self._measure(partial, found.measured_second, self.rows)
+        self._add_up(waiting)
+        if partial is not None:
+            self.schedule.free(early.tensor, partial.tensor)
 
     def begin(self):
         """Depthwise kernels in the kernels' order, and the planes' state [8, planes, c].
@@ -63,18 +71,19 @@ class Forward(Pass):
         p, c = self.program, self.c
         deep = [s for s in _stages_of(p) if s.depth != NONE]
         jobs = tuple((s.depth, self._depth_at(s), s.taps) for s in deep)
-        self.depths = self.parameters.new_empty(sum(s.taps for s in deep) * c)
-        self.set_state(self.parameters.new_empty(8, p.planes, c))
+        self.schedule.new("depths", sum(s.taps for s in deep) * c, torch.float32)
+        state = self.schedule.new("state", 8 * p.planes * c, torch.float32)
+        self.split_state(state)
         longest = max(p.planes, *(s.taps for s in deep), 1) * c
-        _start[(len(jobs) + 8, triton.cdiv(longest, 1024))](
-            self.parameters, self.depths, self.state, table(jobs or ((0,) * 3,), self.device), len(jobs), p.planes * c,
-            C=c, BLOCK=1024,
+        self.schedule.launch(
+            _start, (len(jobs) + 8, triton.cdiv(longest, 1024)), self.parameters, self.depths, state,
+            self.schedule.table(jobs or ((0,) * 3,)), len(jobs), p.planes * c, C=c, BLOCK=1024,
         )  # fmt: skip
-        if self.running is not None:
+        if self.form.known:
             jobs = tuple((norm.plane, norm.scale, norm.shift) for norm in p.norms)
-            _known_moments[(len(jobs), triton.cdiv(c, 128))](
-                self.running, self.parameters, self.moments, self.coefficients, table(jobs, self.device), p.planes,
-                p.eps, C=c, BLOCK=128,
+            self.schedule.launch(
+                _known_moments, (len(jobs), triton.cdiv(c, 128)), self.running, self.parameters, self.moments,
+                self.coefficients, self.schedule.table(jobs), p.planes, p.eps, C=c, BLOCK=128,
             )  # fmt: skip
 
     def _run_stages(self, stages, read, y, partial, size, rows):
@@ -94,15 +103,14 @@ class Forward(Pass):
             for stage in stages
             for first in range(0, stage.width, block_n)
         )  # fmt: skip
-        _stages[(triton.cdiv(rows, self.tile), len(jobs))](
-            read.tensor, self.parameters, self.depths, y, y if partial is None else partial, table(jobs, self.device),
-            rows, read.tall, read.wide, size[0], size[1], read.size, self._plane_size(y),
-            p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in, PITCH=read.pitch,
-            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size, STRIDE=stages[0].stride,
-            BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)), EXTERNAL=external,
-            STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums), EVEN=rows % self.tile == 0,
-            PRECISION=self.precision,
-            num_warps=8 if external else self.blocks.stage_warps,
+        self.schedule.launch(
+            _stages, (triton.cdiv(rows, self.tile), len(jobs)), read.tensor, self.parameters, self.depths, y,
+            y if partial is None else partial.tensor, self.schedule.table(jobs), rows, read.tall, read.wide, size[0],
+            size[1], read.size, self._plane_size(y), p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in,
+            PITCH=read.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size,
+            STRIDE=stages[0].stride, BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)),
+            EXTERNAL=external, STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums),
+            EVEN=rows % self.tile == 0, PRECISION=self.precision, num_warps=8 if external else self.blocks.stage_warps,
         )  # fmt: skip
 
     def _measure(self, partial, planes, rows):
@@ -110,23 +118,28 @@ class Forward(Pass):
             return
         p, c = self.program, self.c
         jobs = tuple((plane, self.norms[plane].scale, self.norms[plane].shift) for plane in planes)
-        block_c = min(16, padded(c))
-        _finish_moments[(len(jobs), triton.cdiv(c, block_c))](
-            partial, self.parameters, self.moments, self.coefficients, table(jobs, self.device), rows, partial.shape[1],
-            p.planes, partial.shape[2], p.eps, C=c, CB=block_c, TILE=self.tile,
-            BLOCK=min(256, triton.next_power_of_2(partial.shape[1])),
+        self.schedule.launch(
+            _finish_moments, (len(jobs), triton.cdiv(c, 4)), partial.tensor, self.parameters, self.moments,
+            self.coefficients, self.schedule.table(jobs), rows, partial.splits, p.planes, partial.terms, p.eps, C=c,
+            CB=4, TILE=self.tile, BLOCK=min(1024, triton.next_power_of_2(partial.splits)),
         )  # fmt: skip
 
-    def _add_up(self, plane):
+    def _add_up(self, planes):
+        """Sums into nodes, of several at a time: one node alone would not occupy a GPU."""
+        if not planes:
+            return
         p, c = self.program, self.c
-        node_inputs = p.node_inputs[plane - p.inputs]
-        jobs = tuple((*self.view(a.plane), a.plane, a.path) for a in node_inputs) or ((0, 0, 0, 0, NONE),)
-        _, column, distance = self.view(plane)
+        nodes, jobs = [], []
+        for plane in planes:
+            begin = len(jobs)
+            jobs += [(*self.view(a.plane), a.plane, a.path) for a in p.node_inputs[plane - p.inputs]]
+            nodes.append((begin, len(jobs), plane - p.inputs))
         block = max(1, self.blocks.add_elements // self.block_c)
-        _add_up[(triton.cdiv(self.rows, block), triton.cdiv(c, self.block_c))](
-            self.buffer, self.coefficients, self._scales(), table(jobs, self.device), 0, len(node_inputs), self.rows,
-            size=self.rows * c, planes=p.planes, column=column, distance=distance, C=c, CB=self.block_c, BLOCK=block,
-            **self._drops(),
+        self.schedule.launch(
+            _add_up, (triton.cdiv(self.rows, block), len(nodes), triton.cdiv(c, self.block_c)), self.buffer,
+            self.coefficients, self._scales(), self.schedule.table(nodes),
+            self.schedule.table(jobs or ((0, 0, 0, 0, NONE),)), self.rows, size=self.rows * c, planes=p.planes,
+            distance=p.nodes, C=c, CB=self.block_c, BLOCK=block, **self._drops(),
         )  # fmt: skip
 
     def _pool(self, pools, x, partial):
@@ -137,34 +150,40 @@ class Forward(Pass):
         height, width = (self.height, self.width) if first else (self.out_height, self.out_width)
         jobs = tuple((*self.view(q.source), q.source, q.plane, self.unit(q.plane), q.slot) for q in pools)
         stats = partial is not None and any(q.plane in self.norms for q in pools)
-        _pools[(self.tiles(self.rows), len(jobs), triton.cdiv(c, self.block_c))](
-            x, self.coefficients, self.buffer, self.winners, partial if stats else self.parameters,
-            table(jobs, self.device), self.rows, height, width, self.out_height, self.out_width, self._plane_size(x),
-            self.rows * c, p.planes, C=c, CB=self.block_c, STRIDE=pools[0].stride, BLOCK=self.tile, STATS=stats,
-            num_warps=8,
+        self.schedule.launch(
+            _pools, (self.tiles(self.rows), len(jobs), triton.cdiv(c, self.block_c)), x, self.coefficients, self.buffer,
+            self.winners, partial.tensor if stats else self.parameters, self.schedule.table(jobs), self.rows, height,
+            width, self.out_height, self.out_width, self._plane_size(x), self.rows * c, p.planes, C=c, CB=self.block_c,
+            STRIDE=pools[0].stride, BLOCK=self.tile, STATS=stats, num_warps=8,
         )  # fmt: skip
 
 
 class Backward(Pass):
     """One backward pass of a program, from the gradient of its output to those of parameters and input tensors."""
 
-    def backward(self, arrived):
-        """arrived: the output's gradient, [n, h', w', nodes · c]; returns those of the parameters and input tensors."""
-        p, c = self.program, self.c
-        self.given_gradient, self.gradient = self.allocate()
-        size = self.rows * p.nodes * c
-        self.gradient[:size].copy_(arrived.view(-1))
-        self.parameter_gradient = torch.empty_like(self.parameters)  # kernels write all of it
+    def __init__(self, program, form, schedule):
+        super().__init__(program, form, schedule)
+        self.gradient = Name("buffer_gradient")
+        self.given_gradient = self.gradient if program.stride == 1 else Name("given_gradient")
+        self.parameter_gradient = Name("parameter_gradient")
+
+    def plan(self):
+        """The first nodes · c columns of `buffer_gradient` are the output's gradient, which a run copies there."""
+        p = self.program
+        self.split_state(Name("state"))
+        self.schedule.new("parameter_gradient", self.form.num_parameters, torch.float32)  # kernels write all of it
         self.weights = WeightGradients(self)
+        arrived = []
         for plane in reversed((p.inputs - 1, *p.node_planes)):
             found = p.round_of(plane)
             if found is not None:
+                self._arrive(arrived)
+                arrived = []
                 self._leave(found)
             if p.is_node(plane):
-                self._arrive(plane)
-        found = self._leave_inputs()
+                arrived.append(plane)
+        self._leave_inputs()
         self.weights.finish(self.parameter_gradient)
-        return self.parameter_gradient, found
 
     def _pull_fields(self, plane, column=0):
         """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
@@ -175,10 +194,11 @@ class Backward(Pass):
         j, i = place
         return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
 
-    def _arrive(self, node):
-        """Sums over the gradient of a finished node, for the norms of all that arrives there."""
+    def _arrive(self, nodes):
+        """Sums over the gradients of finished nodes, for the norms of all that arrives there."""
         p, c = self.program, self.c
-        planes = tuple(a.plane for a in p.node_inputs[node - p.inputs] if a.plane in self.norms and a.plane >= p.inputs)
+        inputs = [a.plane for node in nodes for a in p.node_inputs[node - p.inputs]]
+        planes = tuple(plane for plane in inputs if plane in self.norms and plane >= p.inputs)
         if not planes:
             return
         jobs = tuple(self._pull_fields(plane) for plane in planes)
@@ -187,11 +207,11 @@ class Backward(Pass):
         splits = max(1, min(triton.cdiv(self.rows, block), triton.cdiv(1056, len(jobs) * blocks)))
         each = triton.cdiv(triton.cdiv(self.rows, splits), block) * block
         splits = triton.cdiv(self.rows, each)
-        partial = self.parameters.new_empty(2, splits, len(jobs), c)
-        _arrival_sums[(splits, len(jobs), blocks)](
-            self.buffer, self.gradient, self.moments, self._scales(), partial, table(jobs, self.device), self.rows,
-            each, size=self.rows * c, planes=p.planes, terms=len(jobs), C=c, CB=self.block_c, BLOCK=block,
-            **self._drops(),
+        partial = self._partial(splits, len(jobs))
+        self.schedule.launch(
+            _arrival_sums, (splits, len(jobs), blocks), self.buffer, self.gradient, self.moments, self._scales(),
+            partial.tensor, self.schedule.table(jobs), self.rows, each, size=self.rows * c, planes=p.planes,
+            terms=len(jobs), C=c, CB=self.block_c, BLOCK=block, **self._drops(),
         )  # fmt: skip
         self._finish_slopes(partial, planes, self.rows)
 
@@ -199,12 +219,12 @@ class Backward(Pass):
         p, c = self.program, self.c
         norms = self.norms
         jobs = tuple((i, plane, norms[plane].scale, norms[plane].shift) for i, plane in enumerate(planes))
-        block_c = min(16, padded(c))
-        _finish_slopes[(len(jobs), triton.cdiv(c, block_c))](
-            partial, self.parameters, self.moments, self.slopes, self.parameter_gradient, table(jobs, self.device),
-            partial.shape[1], partial.shape[2], p.planes, 1.0 / rows if self.running is None else 0.0, C=c,
-            CB=block_c, BLOCK=min(256, triton.next_power_of_2(partial.shape[1])),
+        self.schedule.launch(
+            _finish_slopes, (len(jobs), triton.cdiv(c, 4)), partial.tensor, self.parameters, self.moments, self.slopes,
+            self.parameter_gradient, self.schedule.table(jobs), partial.splits, partial.terms, p.planes,
+            0.0 if self.form.known else 1.0 / rows, C=c, CB=4, BLOCK=min(1024, triton.next_power_of_2(partial.splits)),
         )  # fmt: skip
+        self.schedule.free(partial.tensor)
 
     def _leave(self, found):
         """From the gradients of all that leaves a round's sources to those of the sources."""
@@ -225,8 +245,8 @@ class Backward(Pass):
         read = self._activated(stages, x)
         pixels = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border)
         size, block = pixels * self.pitch, self.blocks.lower_rows
-        to = torch.empty(len(stages) * size, dtype=self.dtype, device=self.device)
-        dy = torch.empty(len(stages) * self.rows * self.pitch, dtype=self.dtype, device=self.device)
+        to = self.temporary(len(stages) * size, self.dtype)
+        dy = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
         block_k = min(self.blocks.lower_columns, padded(c))
         jobs = tuple(
             (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
@@ -235,16 +255,17 @@ class Backward(Pass):
             for first in range(0, s.fan_in, block_k)
         )  # fmt: skip
         border = triton.cdiv(pixels - self.rows, block)
-        _lower[(triton.cdiv(self.rows, block) + border, len(jobs))](
-            self.gradient, self.buffer, self.parameters, self._scales(), self.slopes, to, to, dy,
-            table(jobs, self.device), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
-            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=read.border, to_size=size,
-            dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch, DY_PITCH=self.pitch,
-            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
-            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False,
-            PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
+        self.schedule.launch(
+            _lower, (triton.cdiv(self.rows, block) + border, len(jobs)), self.gradient, self.buffer, self.parameters,
+            self._scales(), self.slopes, to, to, dy, self.schedule.table(jobs), self.rows, size=self.rows * c,
+            planes=p.planes, HEIGHT=0, WIDTH=0, OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width,
+            BORDER=read.border, to_size=size, dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch,
+            DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
+            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision,
+            num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
         )  # fmt: skip
         self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
+        self.schedule.free(read.tensor, dy)
         return Lowered(to, size, read.border)
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
@@ -273,18 +294,21 @@ class Backward(Pass):
         size = sizes.pop() if len(sizes) == 1 else 0
         block = self.blocks.gather_rows // (2 if pools else 1)
         tiles = triton.cdiv(rows, block)
-        partial = self.parameters.new_empty(2, tiles, len(sources), c) if stats else None
-        _gather[(tiles, len(own), triton.cdiv(c, self.block_c))](
-            x, self.coefficients, self.moments, self.depths, lowered.tensor, self.gradient,
-            x if pulled is None else pulled, dx, self._scales(), self.winners,
-            self.parameters if partial is None else partial, table(tuple(own), self.device),
-            table(tuple(jobs) or ((0,) * 5,), self.device), table(tuple(others) or ((0,) * 6,), self.device), rows,
-            height, width, self.out_height, self.out_width, lowered.border, self.n,
-            self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources), C=c, PITCH=self.pitch,
-            CB=self.block_c, SIZE=size, STEP=size or 3, STRIDE=stride, BLOCK=block, DROPS=self.factors is not None,
-            POOLED=bool(pools),
-            STATS=partial is not None, num_warps=self.blocks.gather_warps,
+        partial = self._partial(tiles, len(sources)) if stats else None
+        self.schedule.launch(
+            _gather, (tiles, len(own), triton.cdiv(c, self.block_c)), x, self.coefficients, self.moments, self.depths,
+            lowered.tensor, self.gradient, x if pulled is None else pulled, dx, self._scales(), self.winners,
+            self.parameters if partial is None else partial.tensor, self.schedule.table(own),
+            self.schedule.table(jobs or ((0,) * 5,)), self.schedule.table(others or ((0,) * 6,)), rows, height, width,
+            self.out_height, self.out_width, lowered.border, self.n, self._plane_size(x), self.rows * c, lowered.size,
+            p.planes, len(sources), C=c, PITCH=self.pitch, CB=self.block_c, SIZE=size, STEP=size or 3, STRIDE=stride,
+            BLOCK=block, DROPS=self.form.drops, POOLED=bool(pools), STATS=partial is not None,
+            num_warps=self.blocks.gather_warps,
         )  # fmt: skip
+        if stages:
+            self.schedule.free(lowered.tensor)
+        if pulled is not None:
+            self.schedule.free(pulled)
         if partial is not None:
             self._finish_slopes(partial, sources, rows)
 
@@ -292,23 +316,24 @@ class Backward(Pass):
         if not pools:
             return None
         p, c = self.program, self.c
-        to = torch.empty(len(pools) * self.rows * c, dtype=self.dtype, device=self.device)
+        to = self.temporary(len(pools) * self.rows * c, self.dtype)
         jobs = tuple(self._pull_fields(q.plane) for q in pools)
         block = max(1, self.blocks.add_elements // self.block_c)
-        _pulls[(triton.cdiv(self.rows, block), len(jobs), triton.cdiv(c, self.block_c))](
-            self.gradient, self.buffer, self._scales(), self.slopes, to, table(jobs, self.device), self.rows,
-            size=self.rows * c, planes=p.planes, C=c, CB=self.block_c, BLOCK=block, **self._drops(),
+        self.schedule.launch(
+            _pulls, (triton.cdiv(self.rows, block), len(jobs), triton.cdiv(c, self.block_c)), self.gradient,
+            self.buffer, self._scales(), self.slopes, to, self.schedule.table(jobs), self.rows, size=self.rows * c,
+            planes=p.planes, C=c, CB=self.block_c, BLOCK=block, **self._drops(),
         )  # fmt: skip
         return to
 
     def _leave_inputs(self):
-        """Gradients of the input tensors, [n, c_i, h_i, w_i]."""
+        """Gradients of the input tensors, [n, h_i, w_i, c_i]."""
         p, c = self.program, self.c
-        found = []
         for number, x in enumerate(self.inputs):
+            shape = self.form.shapes[number]
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
             stride = stages[0].stride
-            to = torch.zeros_like(x) if stride != 1 else torch.empty_like(x)
+            to = self.schedule.new(f"input{number}_gradient", math.prod(shape), self.dtype, zeroed=stride != 1)
             block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
             jobs = tuple(
                 (
@@ -322,17 +347,44 @@ class Backward(Pass):
                 for i, s in enumerate(stages)
                 for first in range(0, s.fan_in, block_k)
             )
-            dy = torch.empty(len(stages) * self.rows_in * self.pitch, dtype=self.dtype, device=self.device)
+            dy = self.temporary(len(stages) * self.rows_in * self.pitch, self.dtype)
             fan_in, block = stages[0].fan_in, self.blocks.lower_rows
-            _lower[(triton.cdiv(self.rows_in, block), len(jobs))](
-                self.given_gradient, self.given, self.parameters, self._scales(), self.slopes, x, to, dy,
-                table(jobs, self.device), self.rows_in, self.height * self.width, self.n, self._plane_size(self.given),
-                p.planes, x.shape[1], x.shape[2], self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c,
-                FAN_IN=fan_in, PITCH=fan_in, DY_PITCH=self.pitch,
-                WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
+            self.schedule.launch(
+                _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
+                self._scales(), self.slopes, x, to, dy, self.schedule.table(jobs), self.rows_in,
+                self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
+                self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
+                DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
                 BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, EXTERNAL=True,
                 PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
             )  # fmt: skip
-            self.weights.add(stages, self._external(x), dy, (self.height, self.width), self.rows_in)
-            found.append(to.permute(0, 3, 1, 2))
-        return found
+            self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
+            self.schedule.free(dy)
+
+
+def forward_schedule(program, form, device):
+    """The schedule of a forward pass.
+
+    Given: parameters, input0…, running where it is known, factors of drop-path where there are any. Results: buffer
+    and given, state, winners and depths.
+    """
+    return _scheduled(Forward, program, form, device, overridden())
+
+
+def backward_schedule(program, form, device):
+    """The schedule of a backward pass.
+
+    Given: what the forward pass was given and gave, and buffer_gradient and given_gradient. Results:
+    parameter_gradient, input0_gradient….
+    """
+    return _scheduled(Backward, program, form, device, overridden())
+
+
+@functools.lru_cache(maxsize=512)
+def _scheduled(kind, program, form, device, _):
+    names = ("parameters", "running", "factors", "state", "depths")
+    given = {"winners": torch.uint8, **dict.fromkeys(names, torch.float32)}
+    own = ("given", "buffer", "given_gradient", "buffer_gradient", *(f"input{i}" for i in range(program.inputs)))
+    schedule = Schedule(device, given | dict.fromkeys(own, form.dtype))
+    kind(program, form, schedule).plan()
+    return schedule

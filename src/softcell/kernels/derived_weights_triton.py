@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from softcell.kernels.backend import padded, table
+from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE
 from softcell.kernels.derived_layout_triton import by_size, side_for
 
@@ -144,7 +144,7 @@ class WeightGradients:
     def __init__(self, run):
         self.run = run
         self.plans = self._plan()
-        self.sums = run.parameters.new_empty(sum(group.splits * group.length for group in self.plans.values()))
+        self.sums = run.temporary(sum(group.splits * group.length for group in self.plans.values()))
 
     def add(self, stages, read, dy, size, rows):
         """Partial sums of the gradients of the stages' dense kernels; dy [stages, rows, pitch]."""
@@ -156,19 +156,20 @@ class WeightGradients:
             aligned = size[0] * size[1] % b.weight_rows == 0 and b.weight_rows % size[1] == 0
             aligned = aligned and not (external and group[0].stride > 1)  # those need a mask
             jobs = tuple(
-                (numbered[s], s.column // run.columns_unit, s.width // run.columns_unit, *read.window(s), at,
-                 n // 16, k // 16)
+                (numbered[s], s.column // run.columns_unit, s.width // run.columns_unit, *read.window(s),
+                 plan.start + at, n // 16, k // 16)
                 for s, at in zip(group, plan.at, strict=True)
                 for n in range(0, s.width, plan.block_n)
                 for k in range(0, s.taps * read.pitch, plan.block_k)
             )  # fmt: skip
-            _weight_gradient[(len(jobs), plan.splits)](
-                dy, read.tensor, self.sums[plan.start :], table(jobs, run.device), rows, plan.rows_each, read.tall,
-                read.wide, size[0], size[1], rows * run.pitch, read.size, plan.length, DY_PITCH=run.pitch,
-                FAN_IN=group[0].fan_in, X_PITCH=read.pitch, COLUMNS=run.columns_unit, SIZE=group[0].size,
-                STRIDE=group[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-                EXTERNAL=external, WHOLE=run.columns_unit == run.c, ALIGNED=aligned, PRECISION=run.precision,
-                num_warps=4 if plan.block_n * plan.block_k <= 2**13 else 8, num_stages=b.weight_stages,
+            run.schedule.launch(
+                _weight_gradient, (len(jobs), plan.splits), dy, read.tensor, self.sums, run.schedule.table(jobs), rows,
+                plan.rows_each, read.tall, read.wide, size[0], size[1], rows * run.pitch, read.size, plan.length,
+                DY_PITCH=run.pitch, FAN_IN=group[0].fan_in, X_PITCH=read.pitch, COLUMNS=run.columns_unit,
+                SIZE=group[0].size, STRIDE=group[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=plan.block_n,
+                BLOCK_K=plan.block_k, EXTERNAL=external, WHOLE=run.columns_unit == run.c, ALIGNED=aligned,
+                PRECISION=run.precision, num_warps=4 if plan.block_n * plan.block_k <= 2**13 else 8,
+                num_stages=b.weight_stages,
             )  # fmt: skip
 
     def _plan(self):
@@ -207,11 +208,15 @@ class WeightGradients:
                 ]
                 if s.size > 1:
                     deep.append((plan.start + at, s.matrix, s.depth, run._depth_at(s), s.taps))
-        _sum_splits[(len(adding),)](self.sums, to, table(tuple(adding), run.device), SPLITS=8, BLOCK=block)
+        run.schedule.launch(
+            _sum_splits, (len(adding),), self.sums, to, run.schedule.table(adding), SPLITS=8, BLOCK=block,
+        )  # fmt: skip
         if not deep:
+            run.schedule.free(self.sums)
             return
         block_k = 16 if c <= 64 else 8
-        _finish_weights[(len(deep), triton.cdiv(c, block_k))](
-            self.sums, run.parameters, run.depths, to, table(tuple(deep), run.device), C=c,
-            BLOCK_N=padded(c), BLOCK_K=block_k,
+        run.schedule.launch(
+            _finish_weights, (len(deep), triton.cdiv(c, block_k)), self.sums, run.parameters, run.depths, to,
+            run.schedule.table(deep), C=c, BLOCK_N=padded(c), BLOCK_K=block_k,
         )  # fmt: skip
+        run.schedule.free(self.sums)
