@@ -122,7 +122,7 @@ def _reduced(specialization: str) -> str:
     """Without the key of Triton's cache in memory, which says the same again."""
     given = json.loads(specialization)
     del given["key"]
-    return json.dumps(given, sort_keys=True)
+    return json.dumps(given)  # the order of a signature matters
 
 
 def _marks() -> Path:
