@@ -25,17 +25,20 @@ class Blocks:
     stage_depth: int = 32  # channels that are convolved at a time
     input_depth: int = 64
     stage_warps: int = 8
+    stage_registers: int = 0  # at most that many for a thread, so that more programs fit; 0: as many as it takes
     product_sums: bool = True  # statistics by tensor cores
     lower_rows: int = 128
     lower_depth: int = 32
     lower_columns: int = 64
     lower_warps: int = 8
+    lower_registers: int = 0
     weight_rows: int = 64
     weight_side: int = 128  # most columns of either side
     weight_stages: int = 3
     weight_programs: int = 1056
-    gather_rows: int = 64
+    gather_rows: int = 32
     gather_warps: int = 4
+    gather_registers: int = 0
     sums_elements: int = 1024
     add_elements: int = 2048
 
@@ -45,18 +48,24 @@ OVERRIDES: dict[str, int] = {}
 
 
 def blocks_for(channels):
-    """The rule behind the sizes: 3/4 of a block should be used, and a program should not need all registers.
+    """The rule behind the sizes: 3/4 of a block should be used, and at least 16 warps should fit a multiprocessor.
 
-    A depth of 32 pads 36 channels to 64, one of 16 to 48; four warps then have as much to do per load of weights as
-    eight have with 32. From 65 channels on a block has 128 columns, for which 64 rows are enough.
+    A depth of 32 pads 36 channels to 64, one of 16 to 48. Blocks of 64 rows for four warps need 76 registers a thread
+    forward where 128 rows need 132: twice as many warps wait for loads at a time. From 65 channels on a block has 128
+    columns, for which eight warps take 64 rows.
     """
     if channels <= 48 and -channels % 32 > channels // 3:
-        found = Blocks(stage_depth=16, stage_warps=4, lower_depth=16)
+        found = Blocks(stage_rows=64, stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4)
     elif channels <= 64:
         found = Blocks()
     else:
         found = Blocks(stage_rows=64, lower_rows=128 if channels <= 128 else 64)
     return replace(found, **OVERRIDES)
+
+
+def at_most(registers):
+    """The compiler's option for a number of registers."""
+    return {"maxnreg": registers} if registers else {}
 
 
 def overridden():

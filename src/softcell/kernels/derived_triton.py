@@ -11,7 +11,7 @@ from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _stages, _start
 from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
-from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, by_size, overridden
+from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, by_size, overridden
 from softcell.kernels.derived_sums_triton import _arrival_sums, _finish_moments, _finish_slopes, _known_moments
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
@@ -111,6 +111,7 @@ class Forward(Pass):
             STRIDE=stages[0].stride, BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)),
             EXTERNAL=external, STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums),
             EVEN=rows % self.tile == 0, PRECISION=self.precision, num_warps=8 if external else self.blocks.stage_warps,
+            **at_most(0 if external else self.blocks.stage_registers),
         )  # fmt: skip
 
     def _measure(self, partial, planes, rows):
@@ -262,7 +263,7 @@ class Backward(Pass):
             BORDER=read.border, to_size=size, dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch,
             DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
             BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision,
-            num_warps=self.blocks.lower_warps, num_stages=1, **self._drops(),
+            num_warps=self.blocks.lower_warps, num_stages=1, **at_most(self.blocks.lower_registers), **self._drops(),
         )  # fmt: skip
         self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
         self.schedule.free(read.tensor, dy)
@@ -292,7 +293,7 @@ class Backward(Pass):
         pulled = self._pulls(pools)
         sizes = {s.size for s in stages}
         size = sizes.pop() if len(sizes) == 1 else 0
-        block = self.blocks.gather_rows // (2 if pools else 1)
+        block = self.blocks.gather_rows
         tiles = triton.cdiv(rows, block)
         partial = self._partial(tiles, len(sources)) if stats else None
         self.schedule.launch(
@@ -303,7 +304,7 @@ class Backward(Pass):
             self.out_height, self.out_width, lowered.border, self.n, self._plane_size(x), self.rows * c, lowered.size,
             p.planes, len(sources), C=c, PITCH=self.pitch, CB=self.block_c, SIZE=size, STEP=size or 3, STRIDE=stride,
             BLOCK=block, DROPS=self.form.drops, POOLED=bool(pools), STATS=partial is not None,
-            num_warps=self.blocks.gather_warps,
+            num_warps=self.blocks.gather_warps, **at_most(self.blocks.gather_registers),
         )  # fmt: skip
         if stages:
             self.schedule.free(lowered.tensor)
@@ -357,6 +358,7 @@ class Backward(Pass):
                 DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
                 BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, EXTERNAL=True,
                 PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
+                **at_most(self.blocks.lower_registers),
             )  # fmt: skip
             self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
             self.schedule.free(dy)
