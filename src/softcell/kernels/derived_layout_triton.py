@@ -35,7 +35,8 @@ class Blocks:
     weight_rows: int = 64
     weight_side: int = 128  # most columns of either side
     weight_stages: int = 3
-    weight_programs: int = 1056
+    weight_waves: int = 2  # programs are that many times what a GPU holds at a time
+    weight_programs: int = 0  # instead, if not 0
     gather_rows: int = 32
     gather_warps: int = 4
     gather_registers: int = 0

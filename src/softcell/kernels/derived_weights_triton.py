@@ -126,6 +126,21 @@ def _finish_weights(
     tl.store(to_ptr + matrix + inner, total, mask=ok)
 
 
+MULTIPROCESSORS, SHARED_MEMORY = 132, 227 * 1024
+"""Of an H100 or H200; elsewhere the last wave of programs is less full."""
+
+
+def warps_for(block_n, block_k):
+    return 4 if block_n * block_k <= 2**13 else 8
+
+
+def fitting(blocks, block_n, block_k, itemsize):
+    """Programs of `_weight_gradient` that a GPU holds: by shared memory, and by 16 warps of 128 registers a thread."""
+    shared = blocks.weight_stages * blocks.weight_rows * (block_n + block_k) * itemsize
+    each = min(SHARED_MEMORY // shared, 16 // warps_for(block_n, block_k))
+    return MULTIPROCESSORS * max(1, each)
+
+
 class WeightSums(NamedTuple):
     """Partial sums of weight gradients of a group of stages, [splits, length] from `start`; `at`: those of a stage."""
 
@@ -168,7 +183,7 @@ class WeightGradients:
                 DY_PITCH=run.pitch, FAN_IN=group[0].fan_in, X_PITCH=read.pitch, COLUMNS=run.columns_unit,
                 SIZE=group[0].size, STRIDE=group[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=plan.block_n,
                 BLOCK_K=plan.block_k, EXTERNAL=external, WHOLE=run.columns_unit == run.c, ALIGNED=aligned,
-                PRECISION=run.precision, num_warps=4 if plan.block_n * plan.block_k <= 2**13 else 8,
+                PRECISION=run.precision, num_warps=warps_for(plan.block_n, plan.block_k),
                 num_stages=b.weight_stages,
             )  # fmt: skip
 
@@ -186,7 +201,8 @@ class WeightGradients:
                 block_n = side_for(max(s.width for s in group), most)
                 block_k = side_for(columns, most)
                 jobs = sum(triton.cdiv(s.width, block_n) for s in group) * triton.cdiv(columns, block_k)
-                splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), triton.cdiv(b.weight_programs, jobs)))
+                programs = b.weight_programs or b.weight_waves * fitting(b, block_n, block_k, self.run.dtype.itemsize)
+                splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), programs // jobs))
                 each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
                 splits = triton.cdiv(rows, each)
                 at = tuple(accumulate((s.taps * s.width * fan_in for s in group), initial=0))
