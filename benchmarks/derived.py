@@ -1,23 +1,31 @@
 """`python -m benchmarks.derived`: what each choice in the kernels of fused derived cells is worth, on one GPU.
 
-A forward and backward pass of DARTS_V2's normal and reduction cells at the widths of 20 cells × 36 channels, batch 96,
-by kernel: with the chosen sizes of blocks, and with each of `CHANGES` to them. Kernels of all settings are compiled
-first, by as many processes as there are cores; then each is timed. With `--steps`, whole training steps and validation
-passes follow, module by module and fused.
+What decides comes first: `--cold` compiles the kernels of a training step into an empty cache, `--steps` times whole
+training steps and validation passes, module by module and fused. Then a forward and backward pass of DARTS_V2's normal
+and reduction cells at the widths of 20 cells × 36 channels, batch 96, by kernel: with the chosen sizes of blocks, and
+with each of `CHANGES` to them, until `--minutes` have passed. Kernels of all settings are compiled first, by as many
+processes as there are cores. `--host` needs no GPU: the time that Python takes for a pass whose launches do nothing.
+
+python -m benchmarks.derived --cold --steps --settings chosen --minutes 5 --out derived.json
+python -m benchmarks.derived --settings chosen "gather rows 64" '{"gather_rows": 128, "gather_warps": 8}'
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import math
 import os
 import statistics
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,35 +33,42 @@ from torch import Tensor
 from benchmarks.training import cases, measured
 from softcell.arch import notation
 from softcell.kernels.backend import triton_kernels
-from softcell.spaces import build_space
+from softcell.kernels.warm_up import compilations, compile_all, current_target, warm_up
+from softcell.spaces import build_space, execution
 from softcell.spaces.darts import DartsNetwork
 from softcell.spaces.execution import fused_networks, modules_only
+from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # what differs from the first is noise
-    "as before": {  # but for 144 channels, which had 64 rows
-        "pitch": 1, "product_sums": 0, "stage_rows": 128, "stage_depth": 32, "stage_warps": 8, "lower_rows": 128,
-        "lower_depth": 32, "weight_side": 64,
+    "as before": {  # at 36 channels; wider ones had other sizes forward
+        "stage_rows": 128,
+        "lower_rows": 128,
+        "lower_depth": 16,
+        "lower_warps": 8,
+        "gather_rows": 64,
+        "weight_programs": 1056,
     },
-    "no pitch": {"pitch": 1},
-    "sums by shuffles": {"product_sums": 0},
-    "stage depth 16": {"stage_depth": 16, "stage_warps": 4},
-    "stage depth 32": {"stage_depth": 32, "stage_warps": 8},
-    "stage rows 64": {"stage_rows": 64},
-    "stage rows 128": {"stage_rows": 128},
-    "lower depth 16, rows 64": {"lower_depth": 16, "lower_rows": 64},
+    "weight stages 1": {"weight_stages": 1},  # loads pass through the L1 cache, where neighbouring taps meet
+    "weight waves 1": {"weight_waves": 1},
+    "weight programs 1056": {"weight_programs": 1056},
+    "lower depth 16": {"lower_depth": 16},
     "lower depth 64": {"lower_depth": 64},
-    "lower warps 4": {"lower_warps": 4},
-    "weight side 64": {"weight_side": 64},
+    "lower registers 96": {"lower_registers": 96},
+    "16 channels, gather rows 64": {"channels": 16, "gather_rows": 64},  # 48 channels are read for 40, not 64
+    "gather registers 80": {"gather_registers": 80},
+    "gather rows 64": {"gather_rows": 64},
+    "stage warps 8": {"stage_warps": 8},
+    "stage rows 128": {"stage_rows": 128},
+    "stage depth 32": {"stage_depth": 32, "stage_warps": 8},
     "weight rows 128": {"weight_rows": 128},
-    "weight programs 528": {"weight_programs": 528},
-    "weight programs 2112": {"weight_programs": 2112},
-    "gather rows 32": {"gather_rows": 32},
-    "16 channels, gather rows 128": {"channels": 16, "gather_rows": 128},
-}  # fmt: skip
-"""Fields of `derived_triton.Blocks` that differ from the chosen ones, by what they say."""
+    "weight side 64": {"weight_side": 64},
+    "sums by shuffles": {"product_sums": 0},
+    "no pitch": {"pitch": 1},
+}
+"""Fields of `derived_layout_triton.Blocks` that differ from the chosen ones, by what they say; the likeliest first."""
 
 CASES = {"36": (36, 32, 1), "72": (72, 16, 7), "144": (144, 8, 14), "reduce": (72, 32, 6)}
 """Channels, size of the input, number of the cell in the network."""
@@ -87,22 +102,23 @@ def made_network() -> DartsNetwork:
     network = space.network(genotype, (3, 32, 32), 10, auxiliary=False)
     assert isinstance(network, DartsNetwork)
     network.drop_path.probability = 0.2
-    return network.cuda().train()
+    return network.train()
 
 
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:
-    """Microseconds by kernel and case."""
-    kernels = triton_kernels("derived")
-    kernels.OVERRIDES = settings  # type: ignore[attr-defined]
-    network = made_network()
+    """Microseconds by kernel and case; of a case that does not fit the device, why."""
+    triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+    network = made_network().cuda()
     found: dict[str, Any] = {}
     for case in cases:
         _, size, number = CASES[case]
         step = cell_step(network, number, size, batch)
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        if not rounds:
+        try:
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+        except Exception as error:  # such a setting is reported, not fatal
+            found[case] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(rounds):
@@ -116,19 +132,61 @@ def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> 
     return found
 
 
-def _compile(job: tuple[dict[str, int], str, int]) -> str:
-    settings, case, batch = job
-    try:
-        run(settings, [case], batch, 0)
-    except Exception as error:  # a setting that does not fit the device is reported, not fatal
-        return f"{settings} {case}: {type(error).__name__}: {str(error)[:200]}"
-    return ""
+def compile_settings(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> int:
+    """Compile the kernels of all settings and cases side by side; returns how many."""
+    network, jobs = made_network(), []
+    for settings in changes.values():
+        triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+        for case in cases:
+            _, size, number = CASES[case]
+            cell = network._fused(number)
+            assert cell is not None
+            shapes = [(batch, width, size, size) for width in network.plans[number].widths]
+            jobs += compilations(cell.schedules(shapes, torch.bfloat16, torch.device("cpu"), training=True))
+    return compile_all(dict.fromkeys(jobs), current_target())
+
+
+def cold_start(batch: int) -> dict[str, float]:
+    """Seconds to compile the kernels of training and validation into an empty cache, and to find them there."""
+    network = made_network()
+    schedules = network.schedules(batch, torch.bfloat16, training=True)
+    schedules += network.schedules(batch, torch.float32, training=False)
+    found: dict[str, float] = {}
+    with TemporaryDirectory() as folder, patch.dict(os.environ, {"TRITON_CACHE_DIR": folder}):
+        for when in ("cold", "warm"):
+            began = time.perf_counter()
+            found[f"{when}_kernels"] = warm_up(schedules)
+            found[f"{when}_s"] = time.perf_counter() - began
+    return found
+
+
+def host_time(rounds: int, batch: int = 2) -> dict[str, float]:
+    """Milliseconds of processor time of a validation pass on a CPU with launches that do nothing, the least of all."""
+
+    class Nothing:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *given, **options: self
+
+    network = made_network().eval()
+    schedules = network.schedules(batch, torch.float32, training=False)
+    for schedule in schedules:
+        for launch in schedule.launches:
+            launch.kernel = Nothing()
+    images = torch.randn(batch, 3, 32, 32)
+    times = []
+    serves = patch.object(execution, "kernels_serve", lambda x: True)
+    with torch.no_grad(), serves, fused_networks():
+        for _ in range(rounds + 1):
+            began = time.process_time()
+            network(images)
+            times.append(1e3 * (time.process_time() - began))
+    return {"ms": min(times[1:]), "launches": sum(len(schedule.launches) for schedule in schedules)}
 
 
 def validation(rounds: int, batch: int) -> dict[str, float]:
     """Milliseconds of a pass without gradients in evaluation mode, not recorded, by way and precision."""
-    triton_kernels("derived").OVERRIDES = {}  # type: ignore[attr-defined]
-    network = made_network().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
+    network = made_network().cuda().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     images = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
     found = {}
     for half, way in product((False, True), ("modules", "fused")):
@@ -146,48 +204,61 @@ def validation(rounds: int, batch: int) -> dict[str, float]:
     return found
 
 
+def chosen_changes(given: list[str] | None) -> dict[str, dict[str, int]]:
+    """Settings by name, or written as JSON objects; all of `CHANGES` without any."""
+    if given is None:
+        return CHANGES
+    return {one: CHANGES[one] if one in CHANGES else json.loads(one) for one in given}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--settings", type=json.loads, help="a JSON object of changes to the chosen blocks by name, instead of CHANGES"
-    )
+    parser.add_argument("--settings", nargs="*", help="names of CHANGES or JSON objects, instead of all")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", action="store_true", help="then whole training steps and validation passes")
-    parser.add_argument("--out", help="a JSON file for the figures")
+    parser.add_argument("--steps", action="store_true", help="first whole training steps and validation passes")
+    parser.add_argument("--cold", action="store_true", help="first compile into an empty cache")
+    parser.add_argument("--host", action="store_true", help="only the time that Python takes, without a GPU")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no further setting after this time")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     given = parser.parse_args()
-    changes: dict[str, dict[str, int]] = CHANGES if given.settings is None else given.settings
-    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "batch": given.batch, "changes": changes}
-    kernels = triton_kernels("derived")
-    record["chosen"] = {case: asdict(kernels.blocks_for(CASES[case][0])) for case in given.cases}
+    if given.host:
+        print(host_time(given.rounds))
+        return
+    began = time.monotonic()
+    changes = chosen_changes(given.settings)
+    record: dict[str, Any] = {"batch": given.batch, "changes": changes, "microseconds": {}}
+    blocks_for = triton_kernels("derived_layout").blocks_for
+    record["chosen"] = {case: asdict(blocks_for(CASES[case][0])) for case in given.cases}
 
     def keep() -> None:
         if given.out:
-            with open(given.out, "w", encoding="utf-8") as file:
-                json.dump(record, file, indent=1)
+            write_record(given.out, "benchmarks.derived", **record)
 
-    if given.steps:  # first: it decides, and its kernels are those of the chosen sizes
-        record["steps"] = measured(cases()["darts"], ["modules", "fused"], 2 * given.rounds, print)
-        for kernel in record["steps"][-1]["longest"]:
-            print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel']}")
+    if given.cold:
+        record["cold_start"] = cold_start(given.batch)
+        print("cold start: " + ", ".join(f"{name} {value:.1f}" for name, value in record["cold_start"].items()))
+        keep()
+    if given.steps:
+        record["steps"] = measured(cases()["darts"], ["fused", "modules"], 2 * given.rounds, print)
+        for kernel in record["steps"][0]["longest"]:
+            print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel']}", flush=True)
+        keep()
         record["validation_ms"] = validation(given.rounds, given.batch)
         print("validation, ms: " + ", ".join(f"{way} {ms:.1f}" for way, ms in record["validation_ms"].items()))
         keep()
-    jobs = [(settings, case, given.batch) for settings in changes.values() for case in given.cases]
-    bad: set[tuple[str, str]] = set()
-    with multiprocessing.get_context("spawn").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for (settings, case, _), failure in zip(jobs, pool.imap(_compile, jobs), strict=True):
-            if failure:
-                print(failure, file=sys.stderr)
-                bad.add((json.dumps(settings), case))
-    record["microseconds"] = {}
+    if changes:
+        print(f"{compile_settings(changes, given.cases, given.batch)} kernels compiled", flush=True)
     for name, settings in changes.items():
-        fitting = [case for case in given.cases if (json.dumps(settings), case) not in bad]
-        record["microseconds"][name] = found = run(settings, fitting, given.batch, given.rounds)
+        if time.monotonic() - began > 60 * given.minutes:
+            print(f"{given.minutes} minutes have passed: {name} and what follows were not measured", file=sys.stderr)
+            break
+        record["microseconds"][name] = found = run(settings, given.cases, given.batch, given.rounds)
         print(f"{name} {json.dumps(settings)}")
         for case, spent in found.items():
-            print(f"  {case}: " + "  ".join(f"{kernel} {us:.0f}" for kernel, us in spent.items()), flush=True)
+            line = spent if isinstance(spent, str) else "  ".join(f"{kernel} {us:.0f}" for kernel, us in spent.items())
+            print(f"  {case}: {line}", flush=True)
         keep()
 
 

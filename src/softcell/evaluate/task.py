@@ -32,12 +32,13 @@ from softcell.engine.timing import TimeBudget
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
 from softcell.kernels.shared import norms_of
+from softcell.kernels.warm_up import warm_up
 from softcell.nn.classifiers import Classifier
 from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
 from softcell.settings import MOST_EPOCHS
 from softcell.spaces import Network
-from softcell.spaces.execution import fused_networks
+from softcell.spaces.execution import can_fuse, fused_networks, runs_one_by_one
 from softcell.text import clock
 
 FEWEST_EPOCHS = 5
@@ -115,9 +116,27 @@ class TrainTask:
     def step(self, batch: Draft) -> None:
         if self.recipe.follows_steps:
             self._follow_schedules()
+        if not self._stepped:
+            self._warm_up()
         self._run(*batch)
         self._step += 1
         self._stepped = True
+
+    def _warm_up(self) -> None:
+        """Compile the kernels of fused cells side by side, before the first step would compile them one by one."""
+        recipe = self.recipe
+        if not recipe.fused or self.world.device.type != "cuda" or runs_one_by_one() or not can_fuse():
+            return
+        if recipe.precision == "float64" or not isinstance(self.network, Network):
+            return
+        dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
+        schedules = self.network.schedules(self._train.batch_size, dtype, training=True)
+        if self._held is not None:  # accuracy is measured in full precision
+            schedules += self.network.schedules(self._held.batch_size, torch.float32, training=False)
+        began = time.perf_counter()
+        compiled = warm_up(schedules)
+        if compiled:
+            self._notify(f"compiled {compiled} kernels in {time.perf_counter() - began:.0f} s")
 
     @property
     def _epochs_done(self) -> float:

@@ -91,12 +91,12 @@ def triton_kernels(family: str) -> ModuleType:
 
 def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """Rows of numbers as int32 on the device; kept, since copying them each step would cost more than using them."""
-    kept = _kept(rows, device)
+    kept = kept_table(rows, device)
     kept.await_copy()
     return kept.tensor
 
 
-class _Kept:
+class KeptTable:
     """A small tensor on its way to the device: the host does not wait for it, streams that use it do."""
 
     def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
@@ -119,4 +119,6 @@ class _Kept:
             self._copied.wait()
 
 
-_kept = functools.lru_cache(maxsize=4096)(_Kept)
+@functools.lru_cache(maxsize=4096)
+def kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> KeptTable:
+    return KeptTable(rows, device)

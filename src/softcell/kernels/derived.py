@@ -11,14 +11,14 @@ depthwise result lives in registers between the two. With the gradient g of a va
 
 is linear in g and y, so the gradient of a norm, too, is applied wherever a plane's gradient is read.
 
-`derived_cell_reference` is the literal twin by plain autograd. The kernels are in `derived_triton`.
+`derived_cell_reference` is the literal twin by plain autograd. The passes by Triton are in `derived_triton`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -119,6 +119,15 @@ class Derived:
     node_inputs: tuple[tuple[NodeInput, ...], ...]
     norms: tuple[Norm, ...]
     eps: float
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Every pass looks its schedule up by the program, and hashing hundreds of numbers takes as long as a kernel.
+        values = tuple(getattr(self, one.name) for one in fields(self) if one.init)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def is_node(self, plane: int) -> bool:
         return self.inputs <= plane < self.inputs + self.nodes
@@ -130,6 +139,25 @@ class Derived:
     def round_of(self, plane: int) -> Round | None:
         """The round that follows `plane`: that of the inputs follows the last of them."""
         return next((r for r in self.rounds if plane == r.sources[-1]), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What decides about the launches of a pass besides the program.
+
+    shapes: of the input tensors, [n, h_i, w_i, c_i]. known: norms use given statistics. drops: drop-path is active.
+    """
+
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    num_parameters: int
+    known: bool
+    drops: bool
+
+    @staticmethod
+    def of(parameters: Tensor, running: Tensor | None, factors: Tensor | None, inputs: Sequence[Tensor]) -> Form:
+        shapes = tuple(tuple(x.shape) for x in inputs)
+        return Form(inputs[-1].dtype, shapes, parameters.numel(), running is not None, factors is not None)
 
 
 def derived_cell(
@@ -247,45 +275,65 @@ class _DerivedCell(torch.autograd.Function):
         factors: Tensor | None,
         *states: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        kernels = triton_kernels("derived")
         inputs = [_rows_last(state, dtype) for state in states]
-        run = kernels.Run(program, parameters, running, factors, inputs)
-        run.forward()
-        ctx.program, ctx.dtype = program, dtype
-        ctx.save_for_backward(
-            parameters,
-            running,
-            factors,
-            run.given,
-            run.buffer,
-            run.state,
-            run.winners,
-            run.depths,
-            *inputs,
-        )
-        ctx.mark_non_differentiable(run.moments)
+        form = Form.of(parameters, running, factors, inputs)
+        tensors = _named(parameters, running, factors, inputs)
+        triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
+        kept = [tensors[name] for name in _KEPT if name != "given" or program.stride != 1]
+        ctx.program, ctx.form = program, form
+        ctx.save_for_backward(parameters, running, factors, *inputs, *kept)
         ctx.set_materialize_grads(False)
-        return run.output(), run.moments
+        moments = tensors["state"].view(8, program.planes, program.channels)[:3]
+        ctx.mark_non_differentiable(moments)
+        n, height, width, _ = inputs[-1].shape
+        height, width = -(-height // program.stride), -(-width // program.stride)
+        nodes = program.nodes * program.channels
+        out = tensors["buffer"][: n * height * width * nodes].view(n, height, width, nodes)
+        return out.permute(0, 3, 1, 2), moments
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        program: Derived = ctx.program
         parameters, running, factors, *kept = ctx.saved_tensors
-        given, buffer, state, winners, depths, *inputs = kept
+        inputs, kept = kept[: program.inputs], kept[program.inputs :]
         if gradient is None:
             return (None,) * (5 + len(inputs))
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
-        kernels = triton_kernels("derived")
-        run = kernels.Run(ctx.program, parameters, running, factors, inputs)
-        run.given, run.buffer, run.winners, run.depths = given, buffer, winners, depths
-        run.set_state(state)
-        parameter_gradient, state_gradients = run.backward(_rows_last(gradient, ctx.dtype))
-        return None, None, parameter_gradient, None, None, *state_gradients
+        tensors = _named(parameters, running, factors, inputs)
+        tensors |= zip((name for name in _KEPT if name != "given" or program.stride != 1), kept, strict=True)
+        tensors |= {
+            f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
+        }
+        arrived = _rows_last(gradient, ctx.form.dtype).view(-1)
+        tensors["buffer_gradient"][: arrived.numel()].copy_(arrived)
+        triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
+        states = (tensors[f"input{i}_gradient"].view(x.shape).permute(0, 3, 1, 2) for i, x in enumerate(inputs))
+        return None, None, tensors["parameter_gradient"], None, None, *states
+
+
+_KEPT = ("given", "buffer", "state", "winners", "depths")
+"""What a forward pass leaves for the backward pass; without strides `given` is part of `buffer`."""
+
+
+def _named(
+    parameters: Tensor, running: Tensor | None, factors: Tensor | None, inputs: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """What a schedule is given, by name; kernels rely on addresses that are multiples of 16."""
+    named = {"parameters": parameters, "running": running, "factors": factors}
+    named |= {f"input{i}": x for i, x in enumerate(inputs)}
+    return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in named.items() if x is not None}
 
 
 def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [n, c, h, w] as a dense [n, h, w, c] of `dtype`; a view where it is channels-last already."""
     return x.permute(0, 2, 3, 1).to(dtype).contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def interned(program: Derived) -> Derived:
+    """The first program that equals this one: cells of one width share it, and are found without a comparison."""
+    return program
 
 
 @functools.cache

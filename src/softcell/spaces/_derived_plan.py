@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softcell.kernels.derived import NONE, Derived, NodeInput, Norm, Pooling, Round, Stage, derived_cell
+from softcell.kernels.backend import triton_kernels
+from softcell.kernels.derived import NONE, Derived, Form, NodeInput, Norm, Pooling, Round, Stage, derived_cell, interned
+from softcell.kernels.schedule import Schedule
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
@@ -41,12 +43,31 @@ class DerivedCell:
         """Matrices [c_out, c_in, 1, 1]; depthwise kernels [c · k², 1, 1, 1]; norms: scales, shifts [c, 1, 1, 1]."""
         return [_four_dimensional(getattr(module, name)) for module, name in self.owners]
 
+    def flat_parameters(self) -> Tensor:
+        """All parameters one after the other, [size]."""
+        if torch.is_grad_enabled():
+            return flat(self.parameters())
+        # Kernels of one pixel or one channel are stored in that order; a validation pass has nothing to run backward.
+        return torch.cat([getattr(module, name).flatten() for module, name in self.owners])
+
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
         """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
         alone = DerivedPass([self], states[-1])
         out = alone.run(self, states)
         alone.finish()
         return out
+
+    def schedules(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, *, training: bool
+    ) -> list[Schedule]:
+        """The launches of a training step, or of a pass in evaluation mode, for inputs [n, c_i, h_i, w_i]."""
+        kernels, program = triton_kernels("derived"), self.program
+        rows_last = tuple((n, height, width, c) for n, c, height, width in shapes)
+        size = sum(w.numel() for w in self.parameters())
+        drops = training and self.drop_path.probability > 0.0 and program.paths > 0
+        form = Form(dtype, rows_last, size, not training, drops)
+        found = [kernels.forward_schedule(program, form, device)]
+        return [*found, kernels.backward_schedule(program, form, device)] if training else found
 
 
 class DerivedPass:
@@ -71,7 +92,7 @@ class DerivedPass:
         training = cell.norms[0][1].training
         dtype = compute_type(newest)
         with torch.autocast(newest.device.type, enabled=False):
-            parameters = flat(cell.parameters())
+            parameters = cell.flat_parameters()
             running = None if training else running_statistics(cell.norms, program.planes, program.channels)
             out, moments = derived_cell(program, dtype, parameters, running, self._factors.get(id(cell)), *states)
         if training:
@@ -175,7 +196,7 @@ class _Planner:
             tuple(norms),
             self.norms[0][1].eps,
         )
-        return DerivedCell(program, tuple(owners), tuple(self.norms), self.drop_path)
+        return DerivedCell(interned(program), tuple(owners), tuple(self.norms), self.drop_path)
 
     def _rounds(self) -> list[tuple[int, ...]]:
         """All inputs are one round; each inner node with leaving edges is another."""

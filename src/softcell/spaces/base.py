@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix
+from softcell.kernels.schedule import Schedule
 from softcell.nn.conv import dense_gradient
 from softcell.nn.stochastic import DropPath
 from softcell.spaces.cell import MixedCell
@@ -175,6 +176,10 @@ class Network(nn.Module, ABC):
     def forward_with_auxiliary(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits, and those of the auxiliary tower; spaces that have a tower override this."""
         return self(x), None
+
+    def schedules(self, batch: int, dtype: torch.dtype, *, training: bool) -> list[Schedule]:
+        """What fused cells launch for a batch of images; empty in spaces whose networks have no fused form."""
+        return []
 
 
 class Space(ABC):

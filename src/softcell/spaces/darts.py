@@ -12,6 +12,7 @@ batch-norm behind pools; `vanished="zeros"` with `pool_norm=True` builds their n
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Choice, Genotype, Layout, Mix, Table, TopInputs
 from softcell.arch.genotype import alive
 from softcell.errors import UserError
+from softcell.kernels.schedule import Schedule
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
 from softcell.nn.norm import BatchNorm2d
@@ -327,6 +329,22 @@ class DartsNetwork(Network):
                 middle = newer
         shared.finish()
         return [*stages, newer], middle
+
+    def schedules(self, batch: int, dtype: torch.dtype, *, training: bool) -> list[Schedule]:
+        """What fused cells launch for a batch of images, so that kernels can be compiled before the first step."""
+        device = self.classifier.weight.device
+        with torch.device("meta"), torch.no_grad():
+            stem = copy.deepcopy(self.stem).to("meta")
+            older, newer = (tuple(x.shape) for x in stem(torch.empty(batch, *self.shape)))
+        found: list[Schedule] = []
+        for i, plan in enumerate(self.plans):
+            fused = self._fused(i)
+            if fused is not None:
+                found += fused.schedules((older, newer), dtype, device, training=training)
+            stride = 2 if plan.reduces else 1
+            size = (-(-length // stride) for length in newer[2:])
+            older, newer = newer, (batch, plan.width * len(self._outputs[plan.table]), *size)
+        return found
 
     def _fused(self, number: int) -> DerivedCell | None:
         plan, pre, cell = self.plans[number], self.pre[number], self.cells[number]

@@ -1,0 +1,263 @@
+# mypy: ignore-errors
+"""Triton kernels of `derived` that compute gradients of planes.
+
+Jobs that read a gradient begin with the seven numbers of `_pull_rows`. Gradients of depthwise results are written
+within a border of zeros, as activations are (`derived_forward_triton`).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _pull_rows(
+    job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, area, samples, C: tl.constexpr, COLUMNS: tl.constexpr,
+    DROPS: tl.constexpr,
+):  # fmt: skip
+    """What `_pull` reads rows m from: gradients, values, slopes; and drop-path's factors. Once, before its loop."""
+    g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+    y_unit, plane, column = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6) * COLUMNS
+    g_rows = g_ptr + g_unit.to(tl.int64) * size + (g_column + column) + m * distance
+    y_rows = y_ptr + y_unit.to(tl.int64) * size + column + m * C
+    factor = tl.full(m.shape, 1.0, dtype=tl.float32)
+    if DROPS:
+        factor = tl.load(factors_ptr + path * samples + m // area, mask=m_ok & (path >= 0), other=1.0)
+    return g_rows, y_rows, slopes_ptr + plane * C + column, factor
+
+
+@triton.jit
+def _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C: tl.constexpr, DROPS: tl.constexpr):
+    """∂y [rows, n] in float32: the gradient of a plane before its norm."""
+    ok = m_ok[:, None] & n_ok[None, :]
+    g = tl.load(g_rows[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
+    if DROPS:
+        g *= factor[:, None]
+    y = tl.load(y_rows[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
+    slope = tl.load(slopes + n, mask=n_ok, other=0.0)
+    back = tl.load(slopes + planes * C + n, mask=n_ok, other=0.0)
+    level = tl.load(slopes + 2 * planes * C + n, mask=n_ok, other=0.0)
+    return tl.where(ok, g * slope[None, :] + y * back[None, :] + level[None, :], 0.0)
+
+
+@triton.jit
+def _clear_border(
+    base, first, samples, k, k_ok, kind: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
+    PITCH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeros into pixels `first`… of the borders of all maps, which begin at `base`."""
+    wide: tl.constexpr = WIDTH + 2 * BORDER
+    ring: tl.constexpr = wide * (HEIGHT + 2 * BORDER) - HEIGHT * WIDTH
+    pixel = first + tl.arange(0, BLOCK)
+    image = pixel // ring
+    inside = pixel - image * ring
+    # First the lines above and below, then what is left and right of the others.
+    line, column = inside // wide, inside % wide
+    beside = inside - 2 * BORDER * wide
+    side = beside % (2 * BORDER)
+    outer = beside < 0
+    h = tl.where(outer, line + tl.where(line >= BORDER, HEIGHT, 0), BORDER + beside // (2 * BORDER))
+    w = tl.where(outer, column, side + tl.where(side >= BORDER, WIDTH, 0))
+    row = (image * (HEIGHT + 2 * BORDER) + h) * wide + w
+    at = base + row[:, None].to(tl.int64) * PITCH + k[None, :]
+    zeros = tl.zeros((BLOCK, k.shape[0]), dtype=kind)
+    tl.store(at, zeros, mask=(pixel < samples * ring)[:, None] & k_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "samples", "planes"])
+def _lower(
+    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples,
+    size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr, FAN_IN: tl.constexpr, PITCH: tl.constexpr,
+    DY_PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr, EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER of zeros.
+
+    EXTERNAL: the latter is the gradient of the input tensor itself, where that is positive.
+    """
+    job = jobs_ptr + tl.program_id(1) * 12
+    matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
+    unit, first, shift = tl.load(job + 9), tl.load(job + 10) * 16, tl.load(job + 11)
+    column = tl.load(job + 6) * COLUMNS
+    k = first + tl.arange(0, BLOCK_K)
+    k_ok = k < FAN_IN
+    kind = to_ptr.dtype.element_ty
+    if BORDER > 0:
+        tiles = (rows + BLOCK_M - 1) // BLOCK_M
+        if tl.program_id(0) >= tiles:
+            base = to_ptr + unit.to(tl.int64) * to_size
+            pixel = (tl.program_id(0) - tiles) * BLOCK_M
+            _clear_border(base, pixel, samples, k, k < PITCH, kind, OUT_HEIGHT, OUT_WIDTH, BORDER, PITCH, BLOCK_M)
+            return
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m_ok = m < rows
+    g_rows, y_rows, slopes, factor = _pull_rows(
+        job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, AREA, samples, C, COLUMNS, DROPS
+    )
+    total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+    for n0 in range(0, columns, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        n_ok = n < columns
+        dy = _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C, DROPS).to(kind)
+        at = dy_ptr + unit.to(tl.int64) * dy_size + (m * DY_PITCH)[:, None] + (column + n)[None, :]
+        tl.store(at, dy, mask=m_ok[:, None] & n_ok[None, :] & (first == 0))
+        weight = tl.load(
+            w_ptr + matrix + (n * FAN_IN)[:, None] + k[None, :], mask=n_ok[:, None] & k_ok[None, :], other=0.0
+        )
+        total = tl.dot(dy, weight.to(kind), total, input_precision=PRECISION)
+    ok = m_ok[:, None] & k_ok[None, :]
+    if EXTERNAL and STRIDE == 1:
+        row = m
+    else:
+        image = m // AREA
+        inside = m - image * AREA
+        h = (inside // OUT_WIDTH) * STRIDE + shift
+        w = (inside % OUT_WIDTH) * STRIDE + shift
+        if EXTERNAL:
+            ok = ok & ((h < HEIGHT) & (w < WIDTH))[:, None]
+            row = (image * HEIGHT + h) * WIDTH + w
+        else:
+            row = (image * (OUT_HEIGHT + 2 * BORDER) + h) * (OUT_WIDTH + 2 * BORDER) + w
+    at = row[:, None].to(tl.int64) * PITCH + k[None, :]
+    if EXTERNAL:
+        x = tl.load(x_ptr + at, mask=ok, other=0.0)
+        tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(kind), mask=ok)
+    else:
+        whole = m_ok[:, None] & (k < PITCH)[None, :]  # what is beyond the channels is zero: so are the weights there
+        tl.store(to_ptr + unit.to(tl.int64) * to_size + at, total.to(kind), mask=whole)
+
+
+@triton.jit(do_not_specialize=["rows", "samples", "planes"])
+def _pulls(
+    g_ptr, y_ptr, factors_ptr, slopes_ptr, to_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples, size, planes,
+    C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
+    """∂y of pools, dense."""
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(2) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    m_ok = m < rows
+    job = jobs_ptr + tl.program_id(1) * 7
+    g_rows, y_rows, slopes, factor = _pull_rows(
+        job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, AREA, samples, C, C, DROPS
+    )
+    dy = _pull(g_rows, y_rows, slopes, factor, m_ok, c, c_ok, planes, C, DROPS)
+    to = to_ptr + tl.program_id(1).to(tl.int64) * size + (m * C)[:, None] + c[None, :]
+    tl.store(to, dy.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & c_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "samples", "planes", "terms"])
+def _gather(
+    x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
+    winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size,
+    planes, terms, C: tl.constexpr, PITCH: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    STRIDE: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a plane's value: of all convolutions, identities and pools that read it.
+
+    SIZE: that of all windows, 0 where they differ. STEP: taps of a line that are read at a time.
+    """
+    own = sources_ptr + tl.program_id(1) * 10
+    unit, column, distance, source = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C, tl.load(own + 3)
+    begin, end, other, last = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
+    adds, place = tl.load(own + 8), tl.load(own + 9)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(2) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    m_ok = m < rows
+    ok = m_ok[:, None] & c_ok[None, :]
+    area = HEIGHT * WIDTH
+    within = tl.minimum(m, rows - 1)  # a row that exists: windows are read without a mask of rows
+    image = within // area
+    inside = within - image * area
+    i = inside // WIDTH
+    j = inside % WIDTH
+    tall = OUT_HEIGHT + 2 * BORDER
+    wide = OUT_WIDTH + 2 * BORDER
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for number in range(begin, end):
+        job = jobs_ptr + number * 5
+        size, dilation, padding = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+        depth, lowered = tl.load(job + 3) * C, tl.load(job + 4)
+        base = lowered_ptr + lowered.to(tl.int64) * lowered_size
+        if SIZE > 0:
+            size = SIZE
+        for r in range(size):
+            h = i + padding - r * dilation
+            if STRIDE == 1:
+                start = (image * tall + h + BORDER) * wide + BORDER
+            else:
+                h_ok = (h & 1) == 0
+                start = (image * tall + (h >> 1) + BORDER) * wide + BORDER
+            for left in range(0, size, STEP):
+                for step in tl.static_range(STEP):  # that many loads are under way at a time
+                    s = left + step
+                    w = j + padding - s * dilation
+                    here = (c < PITCH)[None, :]
+                    if STRIDE == 2:
+                        here = here & (h_ok & ((w & 1) == 0))[:, None]
+                        w = w >> 1
+                    if SIZE == 0:
+                        here = here & (s < size)
+                    d = tl.load(base + (start + w)[:, None] * PITCH + c[None, :], mask=here, other=0.0).to(tl.float32)
+                    if SIZE > 1:  # what is beyond the channels is not stored
+                        weight = tl.load(depth_ptr + depth + (r * size + s) * C + c, mask=c_ok)
+                    else:
+                        weight = tl.load(
+                            depth_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
+                        )
+                    total += d * weight[None, :]
+    at = unit.to(tl.int64) * x_size + column + m[:, None] * distance + c[None, :]
+    y = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
+    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
+    total = tl.where(y * a[None, :] + b[None, :] > 0, total, 0.0)
+    total += tl.load(dx_ptr + at, mask=ok & (adds > 0), other=0.0).to(tl.float32)
+    for number in range(other, last):
+        # Of an identity where its gradient lies and its path; of a pool its number and slot (-1: an average).
+        job = others_ptr + number * 6
+        if tl.load(job + 5) == -2:
+            g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+            g = tl.load(
+                dy_ptr + g_unit.to(tl.int64) * dy_size + g_column + m[:, None] * apart + c[None, :],
+                mask=ok,
+                other=0.0,
+            ).to(tl.float32)
+            if DROPS:
+                factor = tl.load(factors_ptr + path * samples + image, mask=m_ok & (path >= 0), other=1.0)
+                g *= factor[:, None]
+            total += g
+        elif POOLED:
+            pool, slot = tl.load(job + 4), tl.load(job + 5)
+            for tap in range(9):
+                h = i + 1 - tap // 3
+                w = j + 1 - tap % 3
+                here = m_ok & (h >= 0) & (w >= 0)
+                if STRIDE == 2:
+                    here = here & ((h & 1) == 0) & ((w & 1) == 0)
+                    h = h >> 1
+                    w = w >> 1
+                here = here & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
+                inner = (((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C)[:, None] + c[None, :]
+                seen = here[:, None] & c_ok[None, :]
+                dy = tl.load(pulled_ptr + pool.to(tl.int64) * dy_size + inner, mask=seen, other=0.0).to(tl.float32)
+                if slot >= 0:
+                    won = tl.load(winners_ptr + slot.to(tl.int64) * dy_size + inner, mask=seen, other=9).to(tl.int32)
+                    total += tl.where(won == tap, dy, 0.0)
+                else:
+                    top = h * STRIDE - 1
+                    left = w * STRIDE - 1
+                    high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
+                    broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
+                    total += dy / tl.maximum(high * broad, 1).to(tl.float32)[:, None]
+    g = total.to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + at, g, mask=ok)
+    if STATS:
+        mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)
+        rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
+        g = tl.where(ok, g.to(tl.float32), 0.0)
+        to = partial_ptr + (tl.program_id(0) * terms + place) * C + c
+        tl.store(to, tl.sum(g, 0), mask=c_ok)
+        normed = (y - mean[None, :]) * rstd[None, :]
+        tl.store(to + tl.num_programs(0) * terms * C, tl.sum(g * normed, 0), mask=c_ok)

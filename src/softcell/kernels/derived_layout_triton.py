@@ -1,0 +1,251 @@
+# mypy: ignore-errors
+"""Sizes of blocks of the kernels of `derived`, and where its maps lie."""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+
+from softcell.kernels.backend import padded
+from softcell.kernels.derived import NONE
+from softcell.kernels.derived_forward_triton import _activate
+from softcell.kernels.schedule import Name
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of blocks and warps, by kernel; `blocks_for` chooses them by width."""
+
+    channels: int = 64  # most channels of an elementwise block
+    pitch: int = 8  # what windows are read from has a multiple of it as channels: 8 values of 2 bytes are one load
+    stage_rows: int = 128
+    stage_depth: int = 32  # channels that are convolved at a time
+    input_depth: int = 64
+    stage_warps: int = 8
+    stage_registers: int = 0  # at most that many for a thread, so that more programs fit; 0: as many as it takes
+    product_sums: bool = True  # statistics by tensor cores
+    lower_rows: int = 128
+    lower_depth: int = 32
+    lower_columns: int = 64
+    lower_warps: int = 8
+    lower_registers: int = 0
+    weight_rows: int = 64
+    weight_side: int = 128  # most columns of either side
+    weight_stages: int = 3
+    weight_waves: int = 2  # programs are that many times what a GPU holds at a time
+    weight_programs: int = 0  # instead, if not 0
+    gather_rows: int = 32
+    gather_warps: int = 4
+    gather_registers: int = 0
+    sums_elements: int = 1024
+    add_elements: int = 2048
+
+
+OVERRIDES: dict[str, int] = {}
+"""Fields of `Blocks` that are measured instead of the chosen ones (`benchmarks.derived`)."""
+
+
+def blocks_for(channels):
+    """The rule behind the sizes: 3/4 of a block should be used, and at least 16 warps should fit a multiprocessor.
+
+    A depth of 32 pads 36 channels to 64, one of 16 to 48. Blocks of 64 rows for four warps need 76 registers a thread
+    forward where 128 rows need 132: twice as many warps wait for loads at a time. From 65 channels on a block has 128
+    columns, for which eight warps take 64 rows.
+    """
+    if channels <= 48 and -channels % 32 > channels // 3:
+        found = Blocks(stage_rows=64, stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4)
+    elif channels <= 64:
+        found = Blocks()
+    else:
+        found = Blocks(stage_rows=64, lower_rows=128 if channels <= 128 else 64)
+    return replace(found, **OVERRIDES)
+
+
+def at_most(registers):
+    """The compiler's option for a number of registers."""
+    return {"maxnreg": registers} if registers else {}
+
+
+def overridden():
+    """What distinguishes plans of one program with different `OVERRIDES`."""
+    return tuple(sorted(OVERRIDES.items()))
+
+
+def side_for(length, most):
+    """The side of a block that covers `length`: the largest that pads at most 15 % more than the best."""
+    sides = [side for side in (64, 128) if side <= most]
+    if length <= 64 or not sides:
+        return min(most, padded(length))
+    least = min(triton.cdiv(length, side) * side for side in sides)
+    return max(side for side in sides if triton.cdiv(length, side) * side <= 1.15 * least)
+
+
+def by_size(stages):
+    """Stages in groups of one window size, whose loops the compiler then knows."""
+    return [tuple(s for s in stages if s.size == size) for size in sorted({s.size for s in stages}, reverse=True)]
+
+
+@functools.cache
+def _stages_of(program):
+    return (*program.preprocess, *(s for r in program.rounds for s in (*r.first, *r.second)))
+
+
+@functools.cache
+def _units(program):
+    """What divides all offsets of matrices (at most 16), and all columns and widths of what stages write."""
+    stages = _stages_of(program)
+    widths = [n for s in stages for n in (s.column, s.width)]
+    return math.gcd(16, *(s.matrix for s in stages)), math.gcd(program.channels, *widths)
+
+
+@functools.cache
+def _first_depth(program):
+    """Where depthwise kernels begin in the flat parameters; they lie side by side."""
+    return min((s.depth for s in _stages_of(program) if s.depth != NONE), default=0)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Maps that stages read, by source: `tall` × `wide` pixels of `pitch` values with a border, `size` values each."""
+
+    tensor: Name
+    size: int
+    pitch: int
+    tall: int
+    wide: int
+    border: int
+    sources: dict[int, int]
+
+    def window(self, stage):
+        """Which map, dilation, distance from a pixel of the output to its window's first, padding."""
+        shift = (self.border - stage.padding) * (self.wide + 1)
+        return self.sources[stage.source], stage.dilation, shift, stage.padding
+
+
+class Lowered(NamedTuple):
+    """∂ of depthwise results within a border of zeros, `size` elements each."""
+
+    tensor: Name
+    size: int
+    border: int
+
+
+class Partial(NamedTuple):
+    """Two kinds of partial sums, [2, splits, terms, c]."""
+
+    tensor: Name
+    splits: int
+    terms: int
+
+
+class Pass:
+    """What a forward and a backward pass of a program share: sizes, where planes lie, and what stages read."""
+
+    def __init__(self, program, form, schedule):
+        self.program, self.form, self.schedule = program, form, schedule
+        self.dtype = form.dtype
+        n, height, width = form.shapes[-1][:3]
+        self.n, self.height, self.width = n, height, width
+        self.out_height, self.out_width = -(-height // program.stride), -(-width // program.stride)
+        self.rows_in, self.rows = n * height * width, n * self.out_height * self.out_width
+        self.c = program.channels
+        self.precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
+        self.blocks = blocks_for(self.c)
+        self.block_c = min(self.blocks.channels, padded(self.c))
+        self.tile = self.blocks.stage_rows
+        self.pitch = triton.cdiv(self.c, self.blocks.pitch) * self.blocks.pitch
+        self.norms = {norm.plane: norm for norm in program.norms}
+        self.weights_unit, self.columns_unit = _units(program)
+        self.parameters, self.running, self.factors = Name("parameters"), Name("running"), Name("factors")
+        self.inputs = tuple(Name(f"input{i}") for i in range(program.inputs))
+        self.buffer, self.winners, self.depths = Name("buffer"), Name("winners"), Name("depths")
+        self.given = self.buffer if program.stride == 1 else Name("given")
+        self.moments, self.coefficients, self.slopes = Name("moments"), Name("coefficients"), Name("slopes")
+        self._temporaries = 0
+
+    def unit(self, plane):
+        p = self.program
+        if p.is_node(plane):
+            return 0
+        if plane < p.inputs:
+            return p.nodes + plane if p.stride == 1 else plane
+        return plane if p.stride == 1 else plane - p.inputs
+
+    def view(self, plane):
+        """(unit, column, distance of rows) of a plane; the latter two in multiples of c, which kernels then know."""
+        p = self.program
+        if p.is_node(plane):
+            return 0, plane - p.inputs, p.nodes
+        return self.unit(plane), 0, 1
+
+    def units(self):
+        p = self.program
+        return p.planes if p.stride == 1 else p.planes - p.inputs
+
+    def allocate(self, suffix=""):
+        """A buffer of all planes of the output's resolution, and one of the inputs' (the same where none strides)."""
+        p, c = self.program, self.c
+        buffer = self.schedule.new("buffer" + suffix, self.units() * self.rows * c, self.dtype)
+        if p.stride == 1:
+            return buffer, buffer
+        return self.schedule.new("given" + suffix, p.inputs * self.rows_in * c, self.dtype), buffer
+
+    def temporary(self, size, dtype=torch.float32):
+        """A tensor for a few launches, which must be freed."""
+        self._temporaries += 1
+        return self.schedule.new(f"temporary{self._temporaries}", size, dtype)
+
+    def _partial(self, splits, terms):
+        return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)
+
+    def split_state(self, state):
+        """Views of the planes' state [8, planes, c]: moments [3, …], coefficients [2, …] and slopes [3, …]."""
+        size = self.program.planes * self.c
+        for name, start in (("moments", 0), ("coefficients", 3), ("slopes", 5)):
+            self.schedule.view(name, state, start * size)
+
+    def _depth_at(self, stage):
+        """Offset of its depthwise kernel among those, in multiples of c."""
+        return NONE if stage.depth == NONE else (stage.depth - _first_depth(self.program)) // self.c
+
+    def _activated(self, stages, x):
+        """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
+        sources = tuple(sorted({s.source for s in stages}))
+        border = max(max(s.padding, -s.padding) for s in stages)
+        height, width = self._size_of(stages[0])
+        tall, wide = height + 2 * border, width + 2 * border
+        rows = self.n * tall * wide
+        size = rows * self.pitch
+        to = self.temporary(len(sources) * size, self.dtype)
+        jobs = tuple((*self.view(source), source) for source in sources)
+        block = max(1, self.blocks.add_elements // self.block_c)
+        self.schedule.launch(
+            _activate, (triton.cdiv(rows, block), len(sources), triton.cdiv(self.pitch, self.block_c)), x,
+            self.coefficients, to, self.schedule.table(jobs), rows, height, width, border, self._plane_size(x), size,
+            self.program.planes, C=self.c, PITCH=self.pitch, CB=self.block_c, BLOCK=block,
+        )  # fmt: skip
+        return Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
+
+    def _external(self, number):
+        """An input tensor: it has no border."""
+        shape = self.form.shapes[number]
+        sources = {-1 - i: 0 for i in range(self.program.inputs)}
+        return Read(self.inputs[number], math.prod(shape), shape[3], shape[1], shape[2], 0, sources)
+
+    def _plane_size(self, buffer):
+        return (self.rows_in if buffer == self.given and self.program.stride != 1 else self.rows) * self.c
+
+    def _size_of(self, stage):
+        """Height and width of what a stage reads."""
+        if stage.source < self.program.inputs:
+            return self.height, self.width
+        return self.out_height, self.out_width
+
+    def _drops(self):
+        return {"AREA": self.out_height * self.out_width, "samples": self.n, "DROPS": self.form.drops}
+
+    def _scales(self):
+        return self.factors if self.form.drops else self.parameters

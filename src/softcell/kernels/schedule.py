@@ -1,0 +1,148 @@
+"""Launches of kernels that are planned once and run often.
+
+Planning a launch (tables of jobs, sizes of blocks, the checks of Triton's launcher) takes Python longer than most
+kernels run. A `Schedule` is planned from sizes alone: it names its tensors instead of holding them, so the same
+schedule runs on any tensors of these sizes, and its kernels can be compiled before there are any (`warm_up`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softcell.kernels.backend import KeptTable, kept_table
+
+Tensors = dict[str, Tensor]
+
+
+class Name(str):
+    """The name of a tensor in a schedule, where a kernel's argument stands for it."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What Triton's compiler looks at in a tensor."""
+
+    dtype: torch.dtype
+    offset: int
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+
+class Launch:
+    """One kernel launch: a grid, and arguments of which some are names of tensors.
+
+    After the first call the compiled kernel is called directly. Triton's launcher would look at every argument again
+    only to find the same kernel: sizes are constants here, and pointers must be multiples of 16 in every call.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: dict[str, int]) -> None:
+        self.kernel, self.options, self.arguments = kernel, options, tuple(arguments)
+        self.grid = (*grid, 1, 1)[:3]
+        self._tables = [a for a in arguments if isinstance(a, KeptTable)]
+        self._template = [a.tensor if isinstance(a, KeptTable) else a for a in arguments]
+        self._names = [(i, str(a)) for i, a in enumerate(arguments) if isinstance(a, Name)]
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, tensors: Tensors) -> None:
+        arguments = self._template.copy()
+        for i, name in self._names:
+            arguments[i] = tensors[name]
+        for kept in self._tables:
+            kept.await_copy()
+        if self._compiled is not None:
+            self._compiled(*arguments)
+            return
+        found = self.kernel[self.grid](*arguments, **self.options)
+        if found is not None:  # the interpreter compiles nothing
+            self._compiled = found[self.grid]
+
+
+class Schedule:
+    """Steps on named tensors: allocations, launches of kernels, and the end of a tensor's use.
+
+    given: the dtypes of the tensors that a run receives, by name.
+
+    Example:
+        >>> import torch
+        >>> schedule = Schedule(torch.device("cpu"), {"x": torch.float32})
+        >>> y = schedule.new("y", 4, torch.float32, zeroed=True)
+        >>> head = schedule.view("head", y, 2)
+        >>> tensors = {"x": torch.ones(4)}
+        >>> schedule.run(tensors)
+        >>> tensors["head"]
+        tensor([0., 0.])
+    """
+
+    def __init__(self, device: torch.device, given: dict[str, torch.dtype]) -> None:
+        self.device = device
+        self.types = dict(given)
+        self.offsets = dict.fromkeys(given, 0)
+        """Of a tensor's first element from an address that is a multiple of 16, in bytes."""
+        self.launches: list[Launch] = []
+        self._steps: list[Callable[[Tensors], None]] = []
+
+    def new(self, name: str, size: int, dtype: torch.dtype, *, zeroed: bool = False) -> Name:
+        """Allocate `size` values; they are not initialised unless `zeroed`."""
+        make, device = torch.zeros if zeroed else torch.empty, self.device
+
+        def step(tensors: Tensors) -> None:
+            tensors[name] = make(size, dtype=dtype, device=device)
+
+        return self._add(name, dtype, 0, step)
+
+    def view(self, name: str, of: Name, start: int) -> Name:
+        """What follows element `start` of a tensor."""
+        dtype = self.types[of]
+
+        def step(tensors: Tensors) -> None:
+            tensors[name] = tensors[of][start:]
+
+        return self._add(name, dtype, self.offsets[of] + start * dtype.itemsize, step)
+
+    def free(self, *names: Name) -> None:
+        """No later step reads these: their memory can be used again."""
+
+        def step(tensors: Tensors) -> None:
+            for name in names:
+                del tensors[name]
+
+        self._steps.append(step)
+
+    def table(self, rows: Sequence[tuple[int, ...]]) -> KeptTable:
+        return kept_table(tuple(rows), self.device)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+        """Launch `kernel` with arguments as in its definition; what else is named are options of the compiler."""
+        left = kernel.arg_names[len(arguments) :]
+        values = (*arguments, *(named.pop(name) for name in left))
+        launch = Launch(kernel, grid, values, named)
+        self.launches.append(launch)
+        self._steps.append(launch)
+
+    def stand_ins(self, launch: Launch) -> list[Any]:
+        """Arguments of a launch with types and alignments in place of tensors."""
+        found: list[Any] = []
+        for a in launch.arguments:
+            if isinstance(a, Name):
+                found.append(StandIn(self.types[a], self.offsets[a]))
+            else:
+                found.append(StandIn(torch.int32, 0) if isinstance(a, KeptTable) else a)
+        return found
+
+    def run(self, tensors: Tensors) -> None:
+        """Run all steps; `tensors` has what was given and receives what is allocated."""
+        for step in self._steps:
+            step(tensors)
+
+    def _add(self, name: str, dtype: torch.dtype, offset: int, step: Callable[[Tensors], None]) -> Name:
+        self.types[name], self.offsets[name] = dtype, offset
+        self._steps.append(step)
+        return Name(name)
