@@ -12,8 +12,7 @@ from softcell.app.cli import search as search_command
 from softcell.app.cli.main import run as softcell
 from softcell.app.reproduce import plan as plans
 from softcell.app.reproduce.papers import EPOCHS, PAPERS, RANDOM_CELLS, PaperTable
-from softcell.app.reproduce.plan import Job, Plan, chosen_rows, count_parameters, make_plan, random_cell
-from softcell.app.reproduce.published import CELLS
+from softcell.app.reproduce.plan import CELLS, Job, Plan, chosen_rows, count_parameters, make_plan, random_cell
 from softcell.app.reproduce.run import num_epochs
 from softcell.arch import notation
 from softcell.errors import UserError
