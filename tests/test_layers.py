@@ -20,7 +20,7 @@ ORDER = (
     {"search", "evaluate"},
     {"recipes"},
     {"app.report", "app.export"},
-    {"app.process", "app.drawings"},
+    {"app.process"},
     {"app.progress", "app.jobs"},
     {"app.baseline"},
     {"app.sweep", "app.pipeline"},

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 from softcell.app import jobs, pipeline
-from softcell.app.drawings import draw_search, draw_training
 from softcell.app.export import export
 from softcell.app.export import predict as predict_images
+from softcell.app.jobs import draw_search, draw_training
 from softcell.app.pipeline import Plan, RunRequest, parse_time
 from softcell.app.progress import Display, RunScreen, python_console
 from softcell.app.report import compare as comparisons

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from softcell.app import drawings
+from softcell.app import jobs
 from softcell.app.report.heatmaps import evenly
 from softcell.arch import Choice, Layout, StrongestEach, Table
 
@@ -20,7 +20,7 @@ def test_the_entropy_of_every_edge_is_drawn_over_the_epochs(tmp_path: Path) -> N
         for epoch, p in enumerate((0.5, 0.9, 1.0))
     ]
     (tmp_path / "architecture.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    drawings.draw_architecture(tmp_path, LAYOUT, "title")
+    jobs.draw_architecture(tmp_path, LAYOUT, "title")
     text = (tmp_path / "entropy-cell.svg").read_text()
     second = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
     for part in ("in → 1", "in → out", "epoch 1", "epoch 3", f"{math.log(2):.2f}", f"{second:.2f}"):
@@ -28,9 +28,9 @@ def test_the_entropy_of_every_edge_is_drawn_over_the_epochs(tmp_path: Path) -> N
 
 
 def test_a_long_search_is_shown_by_epochs_spread_evenly() -> None:
-    assert evenly(3, drawings.MOST_COLUMNS) == [0, 1, 2]
-    spread = evenly(150, drawings.MOST_COLUMNS)
-    assert (spread[0], spread[-1], len(spread)) == (0, 149, drawings.MOST_COLUMNS)
+    assert evenly(3, jobs.MOST_COLUMNS) == [0, 1, 2]
+    spread = evenly(150, jobs.MOST_COLUMNS)
+    assert (spread[0], spread[-1], len(spread)) == (0, 149, jobs.MOST_COLUMNS)
     assert spread == sorted(set(spread))
 
 
@@ -39,11 +39,11 @@ def test_children_and_temperature_are_drawn_where_they_were_measured(tmp_path: P
         {"epoch": e, "train_accuracy": 0.5, "val_accuracy": 0.4, "val_split": "validation", "train_loss": 1.0}
         for e in range(2)
     ]
-    drawings.draw_curves(tmp_path, rows, "title")
+    jobs.draw_curves(tmp_path, rows, "title")
     assert "child" not in (tmp_path / "curves.svg").read_text()
     assert not (tmp_path / "temperature.svg").exists()
     more = [{**row, "child_accuracy": 0.3, "temperature": 1.0, "expected_parameters": 5.0} for row in rows]
-    drawings.draw_curves(tmp_path, more, "title")
+    jobs.draw_curves(tmp_path, more, "title")
     assert "child, validation" in (tmp_path / "curves.svg").read_text()
     assert (tmp_path / "temperature.svg").exists()
     assert (tmp_path / "cost.svg").exists()

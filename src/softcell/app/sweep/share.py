@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from softcell.app.drawings import draw_search
+from softcell.app.jobs import draw_search
 from softcell.app.process import explain_failure
 from softcell.engine import resolve_device
 from softcell.engine.capture import MAX_SHARING_RUNS
