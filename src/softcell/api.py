@@ -26,10 +26,10 @@ from softcell.app.progress import Display, RunScreen, python_console
 from softcell.app.report import compare as comparisons
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.compare import Comparison
-from softcell.app.report.html import el, join
 from softcell.app.report.notebook import Drawing, Report, report_html
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.report.runs import check_intact, find_runs, read_runs
+from softcell.app.report.theme import el, join
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.data.arrays import KeptArrays

@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 from softcell.app.report.heatmaps import shade
-from softcell.app.report.html import Html, el, join
 from softcell.app.report.images import overlay
 from softcell.app.report.page import report, write_report
 from softcell.app.report.runs import find_runs, labels, read_run, table_names
 from softcell.app.report.sections import changed
+from softcell.app.report.theme import Html, el, join
 from softcell.arch import derive
 from softcell.engine import RunFolder
 from softcell.errors import UserError

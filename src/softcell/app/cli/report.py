@@ -25,10 +25,10 @@ from softcell.app.report.compare import (
     runs_csv,
 )
 from softcell.app.report.compare import compare as compare_runs
-from softcell.app.report.html import clean
 from softcell.app.report.live import LivePage, LiveServer
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.report.runs import check_intact, find_runs, read_runs
+from softcell.app.report.theme import clean
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
 from softcell.text import count_of

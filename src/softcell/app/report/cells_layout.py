@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from softcell.app.report.cells_graph import Graph, Kind, graph_of, input_nodes
-from softcell.app.report.html import columns, shorten
-from softcell.app.report.theme import CHAR, family
+from softcell.app.report.theme import CHAR, columns, family, shorten
 from softcell.arch import Cell, Pick
 
 Point = tuple[float, float]

@@ -5,8 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from softcell.app.report.cells_layout import Drawing, Edge, Node, Point, lay_out
-from softcell.app.report.html import clean, columns, escape, shorten, wrap
-from softcell.app.report.theme import CHAR, FAMILIES, MARGIN, TITLES, Family, family, mark, num, page, sheet, text
+from softcell.app.report.theme import (
+    CHAR,
+    FAMILIES,
+    MARGIN,
+    TITLES,
+    Family,
+    clean,
+    columns,
+    escape,
+    family,
+    mark,
+    num,
+    page,
+    sheet,
+    shorten,
+    text,
+    wrap,
+)
 from softcell.arch import Cell, Genotype
 
 SANS_CHAR = 7.2  # a generous advance of 12 px sans-serif text

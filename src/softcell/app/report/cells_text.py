@@ -23,8 +23,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from softcell.app.report.cells_graph import input_label, input_nodes, node_numbers, output_label
-from softcell.app.report.html import clean, columns, shorten, wrap
-from softcell.app.report.theme import Family, family
+from softcell.app.report.theme import Family, clean, columns, family, shorten, wrap
 from softcell.arch import Cell, Genotype, Pick
 
 STYLES: dict[Family, str] = {

@@ -10,9 +10,24 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from softcell.app.report.html import Html, big, data, el, escape, percent, shorten
-from softcell.app.report.html import columns as cells
-from softcell.app.report.theme import CHAR, MARGIN, Family, mark, num, page, sheet, text
+from softcell.app.report.theme import (
+    CHAR,
+    MARGIN,
+    Family,
+    Html,
+    big,
+    data,
+    el,
+    escape,
+    mark,
+    num,
+    page,
+    percent,
+    sheet,
+    shorten,
+    text,
+)
+from softcell.app.report.theme import columns as cells
 from softcell.errors import UserError
 
 LOOKS: tuple[Family, ...] = ("conv", "dilated", "pool", "attention", "other", "skip")

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from softcell.app.report.html import big, clean
 from softcell.app.report.runs import DRAWN, Run, number
+from softcell.app.report.theme import big, clean
 from softcell.search.genotypes import WHERE
 from softcell.settings import flat
 from softcell.text import Shown, count_of

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app.report.charts import Cloud, scatter
-from softcell.app.report.html import Html, big, el, percent, table
 from softcell.app.report.overview import COSTS
 from softcell.app.report.runs import mapping
+from softcell.app.report.theme import Html, big, el, percent, table
 from softcell.errors import UserError
 from softcell.reading import read_json
 

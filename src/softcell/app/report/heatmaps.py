@@ -9,10 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.app.report.html import Html, data, el, join, percent, shorten, table
-from softcell.app.report.html import columns as cells
 from softcell.app.report.runs import Names, Run, is_table, mapping, number, table_names
-from softcell.app.report.theme import CHAR, MARGIN, num, page, sheet, text
+from softcell.app.report.theme import (
+    CHAR,
+    MARGIN,
+    Html,
+    data,
+    el,
+    join,
+    num,
+    page,
+    percent,
+    sheet,
+    shorten,
+    table,
+    text,
+)
+from softcell.app.report.theme import columns as cells
 from softcell.arch import StrongestEach, TopInputs
 from softcell.errors import UserError
 

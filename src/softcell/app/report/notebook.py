@@ -15,7 +15,7 @@ from typing import Any
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.charts import curves_svg
 from softcell.app.report.compare import HEADER, Comparison, group_row
-from softcell.app.report.html import Child, Html, el, join
+from softcell.app.report.theme import Child, Html, el, join
 from softcell.arch import Genotype
 from softcell.engine.files import atomic_write_text
 from softcell.evaluate import TrainResult

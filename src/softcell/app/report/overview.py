@@ -11,8 +11,8 @@ from typing import Any
 
 from softcell.app.report.charts import Cloud, scatter
 from softcell.app.report.compare import Comparison, Group, compare
-from softcell.app.report.html import Html, big, el, join, percent, table
 from softcell.app.report.runs import Run, mapping, number
+from softcell.app.report.theme import Html, big, el, join, percent, table
 from softcell.errors import UserError
 from softcell.reading import read_json
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from softcell.app.report.front import front_section, read_front
 from softcell.app.report.heatmaps import shade_rules
-from softcell.app.report.html import Html, el, join
 from softcell.app.report.overview import Outcome, in_order, list_of, outcome_section, overview, read_outcome
 from softcell.app.report.runs import Run, companions, labels, read_run
 from softcell.app.report.sections import headline, section
-from softcell.app.report.theme import page_sheet
+from softcell.app.report.theme import Html, el, join, page_sheet
 from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 

@@ -9,11 +9,10 @@ from typing import Any
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.charts import Series, line_chart, series
 from softcell.app.report.heatmaps import confusion, weights
-from softcell.app.report.html import Child, Html, big, el, facts, join, percent
 from softcell.app.report.images import most_wrong, reconstructions
 from softcell.app.report.overview import STATUS
 from softcell.app.report.runs import DRAWN, Run, mapping, number
-from softcell.app.report.theme import inside_page
+from softcell.app.report.theme import Child, Html, big, el, facts, inside_page, join, percent
 from softcell.arch import Genotype
 from softcell.errors import UserError
 from softcell.search.genotypes import best_so_far, genotype_of
