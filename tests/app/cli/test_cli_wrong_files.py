@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from softcell.app.report import page
 from softcell.app.report.live import LivePage
 from tests.helpers.cli_calls import CELL, TINY, Softcell
 from tests.helpers.unsealed import unseal
@@ -165,21 +166,19 @@ def test_a_bad_genotype_is_one_damaged_row_of_the_live_page(
     (tmp_path / "runs" / "bad" / "genotype.json").write_text(
         cell_json(lambda data: data.update(cells={"": {"edges": [], "output": [0]}}))
     )
-    page = LivePage([tmp_path / "runs"]).get()[0].decode()
-    assert "good" in page and "bad" in page
-    from softcell.app.report import sections
-
-    drawn = sections.cells
+    text = LivePage([tmp_path / "runs"]).get()[0].decode()
+    assert "good" in text and "bad" in text
+    drawn = page.cells
 
     def broken(run: Any) -> Any:
         if run.label == "bad" and run.genotype is not None:
             raise ZeroDivisionError("a drawing that fails")
         return drawn(run)
 
-    monkeypatch.setattr(sections, "cells", broken)
-    page = LivePage([tmp_path / "runs"]).get()[0].decode()
-    assert page.count("this run is damaged") == 1 and "a drawing that fails" in page
-    assert page.count("<svg") > 3, "the other one is drawn"
+    monkeypatch.setattr(page, "cells", broken)
+    text = LivePage([tmp_path / "runs"]).get()[0].decode()
+    assert text.count("this run is damaged") == 1 and "a drawing that fails" in text
+    assert text.count("<svg") > 3, "the other one is drawn"
 
 
 def test_a_plugin_that_is_not_a_python_file(call: Softcell, tmp_path: Path) -> None:
