@@ -20,8 +20,8 @@ from typing import Any
 
 from softcell.app.baseline import LEVEL
 from softcell.app.cli.demo import RECORD
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 from softcell.search.genotypes import read_genotype
 from studies.runs import entry, write_record
 

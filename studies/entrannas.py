@@ -22,7 +22,7 @@ from rich.table import Table
 
 from softcell.app.report import to_svg
 from softcell.arch import Genotype
-from softcell.engine.files import atomic_write_text
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from studies.gap import gap_or_not_measured
 from studies.options import recipe_settings, study_parser

@@ -20,7 +20,7 @@ from softcell.app.report import to_svg
 from softcell.arch import Genotype
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_text
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.search.genotypes import FILE as ARCHITECTURES
 from softcell.search.genotypes import genotype_of

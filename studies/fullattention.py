@@ -25,7 +25,7 @@ from typing import Any
 from softcell.app.report import curves_svg
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_text
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.search.run import FIRST
 from softcell.settings import assignments, layered

@@ -16,8 +16,8 @@ import torch
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.distributed import World
-from softcell.engine.files import atomic_write_text
 from softcell.engine.metrics import measure
+from softcell.files import atomic_write_text
 from softcell.search.restored import restore
 from softcell.search.validation import measure_child, recalibrated
 from studies.runs import NOT_MEASURED, Deadline

@@ -28,9 +28,9 @@ from softcell.api import compare_indicators
 from softcell.app.report import bench201
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import COLUMNS, OPERATIONS, Nb201Table, load_table
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered
 from studies.itnas_readings import FILE as READINGS

@@ -22,9 +22,9 @@ from typing import Any
 from softcell.app.report import curves_svg
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_text
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered
 from softcell.spaces import build_space

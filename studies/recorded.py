@@ -13,10 +13,10 @@ from typing import Any
 
 from softcell.app.report import to_svg
 from softcell.arch import Genotype
-from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running
 from softcell.errors import UserError
 from softcell.evaluate import resolve as resolve_training
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from studies.runs import (
     NOT_MEASURED,

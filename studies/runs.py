@@ -23,7 +23,6 @@ from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
-from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running, Steps, drain, interleave
 from softcell.engine.manifest import collect, now
 from softcell.engine.session import Interrupt
@@ -32,6 +31,7 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.train import train_steps
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, stored_recipe
 from softcell.search.run import search_steps
 from softcell.spaces.costs import Cost, count_genotype

@@ -27,7 +27,7 @@ from softcell.app.report import curves_svg, to_svg
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_text
+from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered
 from softcell.spaces.costs import count_genotype

@@ -31,7 +31,7 @@ ORDER = (
 CORE = {"arch", "nn", "kernels", "data", "engine", "spaces", "methods", "search", "evaluate", "recipes", "testing"}
 """What a researcher imports. It knows nothing of the shell: `softcell.app` and `softcell.api`, which uses both."""
 
-GROUND = {"errors", "settings", "registry", "trust", "reading", "text"}
+GROUND = {"errors", "settings", "registry", "trust", "files", "text"}
 """Known to everybody, and knowing only each other."""
 
 ALLOWED = {

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from softcell.errors import UserError, nearest
-from softcell.reading import parse_yaml
+from softcell.files import parse_yaml
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ import pytest
 import softcell
 from softcell.engine import checkpoint
 from softcell.engine import manifest as manifests
-from softcell.engine.files import FILE_LIST, atomic_write_text, listed_files
 from softcell.engine.manifest import VERSION, new_manifest
 from softcell.engine.runfolder import MANIFEST, RunFolder
 from softcell.errors import UserError
+from softcell.files import FILE_LIST, atomic_write_text, listed_files
 
 RECIPE = {"method": "x", "weights": {"learning_rate": 0.025}}
 

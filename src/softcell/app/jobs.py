@@ -17,7 +17,6 @@ from softcell.app.report.heatmaps import evenly
 from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, Table
 from softcell.engine.distributed import is_main_process
-from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import drain
 from softcell.engine.lock import locked
 from softcell.engine.runfolder import output_folder
@@ -25,7 +24,7 @@ from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.evaluate.train import finished_training, train_steps
-from softcell.reading import read_json_lines
+from softcell.files import atomic_write_text, read_json_lines
 from softcell.recipes import resumed_folder
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search.run import finished_search, search_steps

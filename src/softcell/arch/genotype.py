@@ -10,7 +10,7 @@ from typing import Any
 
 from softcell.arch.choice import Layout, Pick
 from softcell.errors import UserError
-from softcell.reading import parse_json, read_text
+from softcell.files import parse_json, read_text
 from softcell.text import Shown, count_of
 
 FORMAT = "softcell-genotype"

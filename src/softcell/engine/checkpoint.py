@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import softcell
-from softcell.engine.files import atomic_write_bytes, fsync_folder, write_temporary
 from softcell.engine.manifest import versions
 from softcell.errors import UserError
+from softcell.files import atomic_write_bytes, fsync_folder, write_temporary
 from softcell.settings import flat
 
 CURRENT = "checkpoint.bin"

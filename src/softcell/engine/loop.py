@@ -24,13 +24,13 @@ import torch
 from softcell.engine import checkpoint
 from softcell.engine.checkpoint import IDENTITY, check_identity
 from softcell.engine.distributed import World, agree, gather_objects, on_main, same_everywhere
-from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Steps
 from softcell.engine.metrics import DivergedError, redistributed
 from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
 from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 from softcell.settings import MOST_EPOCHS, at_most
 
 METRICS = "metrics"

@@ -17,7 +17,6 @@ from typing import Any, Literal, Self
 from softcell.engine import checkpoint
 from softcell.engine.checkpoint import check_data, identity_of
 from softcell.engine.distributed import World, broadcast_object, on_main, remember_folder
-from softcell.engine.files import FILE_LIST, HEADING, TEMPORARY, atomic_write_text, listed_files
 from softcell.engine.interleave import Running
 from softcell.engine.lock import LOCK, free_reserve
 from softcell.engine.loop import Outcome, steps_of
@@ -33,7 +32,7 @@ from softcell.engine.manifest import (
 from softcell.engine.task import Note, OnEvent, Task
 from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
-from softcell.reading import Fields, read_json
+from softcell.files import FILE_LIST, HEADING, TEMPORARY, Fields, atomic_write_text, listed_files, read_json
 
 MANIFEST = "run.json"
 _OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")

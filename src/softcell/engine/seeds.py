@@ -14,13 +14,12 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running, interleave
 from softcell.engine.lock import locked
 from softcell.engine.runfolder import entries
 from softcell.engine.session import Interrupt, exit_code
 from softcell.errors import UserError
-from softcell.reading import read_json
+from softcell.files import atomic_write_text, read_json
 
 SEEDS = "seeds.json"
 T = TypeVar("T")

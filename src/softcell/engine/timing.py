@@ -19,9 +19,9 @@ import torch
 
 from softcell.engine.capture import WARMUP
 from softcell.engine.distributed import World, agree
-from softcell.engine.files import atomic_write_text
 from softcell.engine.session import set_threads, usable_cores
 from softcell.engine.task import Task
+from softcell.files import atomic_write_text
 
 
 @dataclass(frozen=True, slots=True)

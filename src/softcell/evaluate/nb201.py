@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 
 from softcell.arch import Cell, Genotype, Layout, Pick, Rule, derive
 from softcell.arch.notation import from_nb201, to_nb201
-from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
+from softcell.files import atomic_write_bytes
 
 SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet-16-120"}
 COLUMNS = tuple(f"{name}_{split}" for name in SETS for split in ("valid", "test"))

@@ -21,10 +21,10 @@ from softcell.data import Batch
 from softcell.data.batches import Feeds
 from softcell.data.images import Images
 from softcell.engine.distributed import World, sum_
-from softcell.engine.files import atomic_write_bytes
 from softcell.engine.metrics import Measured, Meter, sum_dtype
 from softcell.errors import UserError
 from softcell.evaluate.gradcam import grad_cam
+from softcell.files import atomic_write_bytes
 from softcell.spaces import Network
 
 PREDICTIONS = "predictions.safetensors"

@@ -20,7 +20,6 @@ from softcell.data.dataset import content_of
 from softcell.data.guard import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, agree, barrier, on_main
-from softcell.engine.files import atomic_write_bytes
 from softcell.engine.interleave import PER_RUN_STATES, Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
@@ -35,9 +34,9 @@ from softcell.evaluate.predictions import Predictions, predict, write_prediction
 from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
+from softcell.files import atomic_write_bytes, read_json_lines
 from softcell.nn.classifiers import Classifier
 from softcell.nn.objective import ProxyNCA
-from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Inputs, Network, build_space

@@ -17,7 +17,7 @@ from softcell.arch.genotype import FORMAT, VERSION
 from softcell.engine import RunFolder
 from softcell.engine.seeds import SEEDS
 from softcell.errors import UserError
-from softcell.reading import MOST_BYTES_OF_LINES, parse_json, read_json, read_text
+from softcell.files import MOST_BYTES_OF_LINES, parse_json, read_json, read_text
 from softcell.search.recipe import resolve
 from softcell.settings import flat
 

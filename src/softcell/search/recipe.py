@@ -21,9 +21,9 @@ from softcell.data.folder import load_unlabelled
 from softcell.data.images import Images
 from softcell.engine.manifest import FORMAT, check_digest, check_types, migrate
 from softcell.errors import UserError
+from softcell.files import Fields, parse_json, parse_yaml, read_text
 from softcell.kernels.shared import Norms
 from softcell.methods import METHODS, Method, Sampler
-from softcell.reading import Fields, parse_json, parse_yaml, read_text
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict

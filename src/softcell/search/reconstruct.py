@@ -12,8 +12,8 @@ from torch import Tensor
 
 from softcell.data import Dataset
 from softcell.data.augment import normalise
-from softcell.engine.files import atomic_write_bytes
 from softcell.engine.session import Session, computing_in
+from softcell.files import atomic_write_bytes
 from softcell.nn.context import ContextAutoRegression, draw_masks
 from softcell.search.task import SearchTask
 from softcell.spaces import Bound

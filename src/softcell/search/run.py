@@ -24,7 +24,6 @@ from softcell.data.dataset import content_of
 from softcell.data.guard import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import barrier, broadcast_module, on_main
-from softcell.engine.files import FILE_LIST, atomic_write_bytes, atomic_write_text
 from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.loop import Outcome
@@ -32,8 +31,8 @@ from softcell.engine.runfolder import MANIFEST, clear, failure_recorded, notifie
 from softcell.engine.session import Session, seed_everything, session_of
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
+from softcell.files import FILE_LIST, atomic_write_bytes, atomic_write_text, read_json_lines
 from softcell.methods import Method
-from softcell.reading import read_json_lines
 from softcell.registry import load_plugins
 from softcell.search.budget import state_budget
 from softcell.search.build import AnyTask, build_task, with_precision

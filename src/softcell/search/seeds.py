@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from softcell.engine import resolve_device, set_deterministic
 from softcell.engine.checkpoint import CURRENT, PREVIOUS
-from softcell.engine.files import atomic_write_text
 from softcell.engine.interleave import Running
 from softcell.engine.seeds import run_seeds, seed_folder, seeds_folder, write_seeds
 from softcell.engine.task import OnEvent
+from softcell.files import atomic_write_text
 from softcell.search.recipe import SearchRecipe
 from softcell.search.run import FIRST, SearchResult, finished_search, search_steps
 from softcell.search.validation import RECALIBRATED

@@ -14,7 +14,7 @@ from softcell.engine import RunFolder
 from softcell.engine.manifest import MAPPING, TEXT, TEXTS, TYPES, check_types
 from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
-from softcell.reading import Fields, read_json
+from softcell.files import Fields, read_json
 from softcell.registry import load_plugins
 from softcell.spaces.base import Inputs, Network
 from softcell.spaces.registry import build_space

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 import softcell
-from softcell import api
+from softcell import api, files
 from softcell.app.cli.main import run
-from softcell.engine import files
 from softcell.engine.task import EpochEnded
 from softcell.errors import UserError
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell, process

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import softcell.engine.files
+import softcell.files
 from softcell.app.cli import main
 from softcell.app.cli.main import run
 from softcell.data.batches import SmallDataWarning
@@ -156,7 +156,7 @@ def test_a_full_disk_is_reported_in_one_line(call: Softcell, monkeypatch: pytest
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(softcell.engine.files.os, "fsync", full)
+    monkeypatch.setattr(softcell.files.os, "fsync", full)
     answer = call("search", *TINY, "--epochs", "1", "--out", "run")
     assert answer.code == 2
     assert "No space left on device" in answer.error
@@ -178,7 +178,7 @@ def test_errors_of_other_ranks_name_the_rank(call: Softcell, monkeypatch: pytest
 
 def test_own_warnings_are_one_line_and_those_of_others_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     passed: list[object] = []
-    ours = softcell.engine.files.__file__
+    ours = softcell.files.__file__
     main._show_warning(lambda *given: passed.append(given[0]), "too few images", SmallDataWarning, ours, 3)
     assert capsys.readouterr().err == "warning: too few images\n" and not passed
     main._show_warning(lambda *given: passed.append(given[0]), "of torch", UserWarning, "/elsewhere/torch/nn.py", 3)

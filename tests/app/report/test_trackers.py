@@ -14,7 +14,7 @@ from softcell import api
 from softcell.app.report.trackers import BOARD, IDS, TRACKERS, Tracker, Tracking, tag
 from softcell.engine.task import EpochEnded, Event, Finished, Note, Started, Stepped
 from softcell.errors import UserError
-from softcell.reading import read_json
+from softcell.files import read_json
 
 CELL = "|skip_connect~0|+|none~0|skip_connect~1|+|none~0|none~1|nor_conv_3x3~2|"
 TINY: dict[str, Any] = {"epochs": 3, "channels": 2, "threads": 1, "batch_size": 512}

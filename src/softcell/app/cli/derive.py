@@ -12,8 +12,8 @@ from softcell.app.cli import options as o
 from softcell.app.cli.console import check_absent, command, console, percent, print_fields
 from softcell.app.progress import counting
 from softcell.app.report.charts import front_svg
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 from softcell.search.budget import format_cost
 from softcell.search.front import OPTIONS, FrontPoint, Kind, derive_front
 from softcell.search.genotypes import run_in

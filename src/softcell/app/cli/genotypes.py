@@ -14,7 +14,7 @@ from softcell.app.cli import options as o
 from softcell.app.cli.console import console, write
 from softcell.arch import Genotype, notation, sample
 from softcell.errors import UserError
-from softcell.reading import read_text
+from softcell.files import read_text
 from softcell.search.genotypes import is_notation, named_in_file
 from softcell.settings import at_most, is_seed
 from softcell.spaces import build_space

@@ -21,9 +21,9 @@ from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import make_launcher
 from softcell.app.sweep.plan import PLAN, code_of, folders_of, is_finished, plain_options
 from softcell.app.sweep.share import LOG
-from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 from softcell.settings import assignments, merge
 from softcell.text import clock, count_of
 from softcell.trust import PASSED_ON, digests, is_trusted, trusted

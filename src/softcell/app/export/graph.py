@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
-from softcell.engine.files import atomic_write_bytes
 from softcell.errors import UserError
+from softcell.files import atomic_write_bytes
 from softcell.spaces import Shape
 
 INPUT = "pixels"

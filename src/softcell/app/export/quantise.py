@@ -26,12 +26,12 @@ from softcell.data import Dataset, load
 from softcell.data.dataset import content_of
 from softcell.data.images import Images
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_bytes, atomic_write_text
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
 from softcell.evaluate.measure_onnx import call_of, measure_calls, open_session
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.train import parts_of
+from softcell.files import atomic_write_bytes, atomic_write_text
 from softcell.settings import build
 
 CALIBRATION = 256

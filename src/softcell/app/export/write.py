@@ -27,10 +27,10 @@ from softcell.app.export.quantise import (
     check_quantisable,
     write_int8,
 )
-from softcell.engine.files import atomic_write_bytes, atomic_write_text, fsync_folder
 from softcell.engine.lock import locked
 from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
+from softcell.files import atomic_write_bytes, atomic_write_text, fsync_folder
 from softcell.spaces.pretrained import FORMAT, MODEL, VERSION, WEIGHTS, read_description
 from softcell.trust import trusting
 

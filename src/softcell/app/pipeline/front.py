@@ -30,8 +30,8 @@ from softcell.app.report.charts import front_svg
 from softcell.app.report.page import write_report
 from softcell.arch import Genotype
 from softcell.engine import resolve_device
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 from softcell.search.front import Kind, derive_front
 from softcell.search.resource import quantity
 from softcell.search.restored import restore

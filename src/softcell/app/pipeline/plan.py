@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from softcell.app.export.model import PLAN
 from softcell.data import datasets
 from softcell.data.images import check_memory
-from softcell.engine.files import atomic_write_text
 from softcell.engine.manifest import MAPPING, TEXT, check_types, collect, now
 from softcell.engine.runfolder import entries
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
-from softcell.reading import Fields, read_json
+from softcell.files import Fields, atomic_write_text, read_json
 from softcell.search import resolve
 from softcell.search.resource import quantity
 from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative, to_dict

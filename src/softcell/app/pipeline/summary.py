@@ -20,10 +20,10 @@ from softcell.app.report.page import write_report
 from softcell.data import load
 from softcell.data.images import Images
 from softcell.engine import resolve_device
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.evaluate.latency import measure_module
+from softcell.files import atomic_write_text
 from softcell.settings import build, to_dict
 from softcell.spaces import Network
 from softcell.text import count_of

@@ -11,7 +11,7 @@ from softcell.app.report.overview import COSTS
 from softcell.app.report.runs import mapping
 from softcell.app.report.theme import Html, big, el, percent, table
 from softcell.errors import UserError
-from softcell.reading import read_json
+from softcell.files import read_json
 
 FRONT = "front.json"
 

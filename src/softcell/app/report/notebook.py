@@ -17,9 +17,9 @@ from softcell.app.report.charts import curves_svg
 from softcell.app.report.compare import HEADER, Comparison, group_row
 from softcell.app.report.theme import Child, Html, el, join
 from softcell.arch import Genotype
-from softcell.engine.files import atomic_write_text
 from softcell.evaluate import TrainResult
 from softcell.evaluate.seeds import TrainedSeeds, figures
+from softcell.files import atomic_write_text
 from softcell.search import SearchResult
 from softcell.search.seeds import SearchedSeeds, figure, score
 from softcell.text import VIEWS, Shown, percent

@@ -14,7 +14,7 @@ from softcell.app.report.compare import Comparison, Group, compare
 from softcell.app.report.runs import Run, mapping, number
 from softcell.app.report.theme import Html, big, el, join, percent, table
 from softcell.errors import UserError
-from softcell.reading import read_json
+from softcell.files import read_json
 
 STATUS = {"finished": "✓ finished", "running": "▶ running", "interrupted": "❚❚ interrupted", "failed": "✕ failed"}
 SUMMARY = "summary.json"

@@ -26,8 +26,8 @@ from softcell.app.report.overview import STATUS, Outcome, in_order, list_of, out
 from softcell.app.report.runs import DRAWN, Run, companions, labels, mapping, number, read_run
 from softcell.app.report.theme import Child, Html, big, el, facts, inside_page, join, page_sheet, percent
 from softcell.arch import Genotype
-from softcell.engine.files import atomic_write_text
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 from softcell.search.genotypes import best_so_far, genotype_of
 
 REPORT = "report.html"

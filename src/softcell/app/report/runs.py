@@ -21,7 +21,7 @@ from softcell.arch import Genotype, Rule, Table
 from softcell.engine.runfolder import MANIFEST, RunFolder, mismatch
 from softcell.errors import UserError
 from softcell.evaluate.predictions import PREDICTIONS, read_predictions
-from softcell.reading import MOST_BYTES_OF_LINES, parse_json, read_text
+from softcell.files import MOST_BYTES_OF_LINES, parse_json, read_text
 from softcell.search.genotypes import was_read
 from softcell.search.run import FIRST
 from softcell.spaces import build_space

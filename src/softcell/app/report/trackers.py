@@ -15,11 +15,10 @@ from typing import Any, Self
 from softcell.app.report.runs import number
 from softcell.engine import RunFolder
 from softcell.engine.distributed import is_main_process
-from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import MANIFEST
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started
 from softcell.errors import UserError
-from softcell.reading import read_json
+from softcell.files import atomic_write_text, read_json
 from softcell.settings import flat
 
 BOARD = "tensorboard"

@@ -18,8 +18,8 @@ from softcell.app.reproduce.plan import Job, Plan, has_run
 from softcell.app.reproduce.run import epochs_done, is_finished, num_epochs, status, untrainable
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_text
 from softcell.engine.manifest import collect, now
+from softcell.files import atomic_write_text
 from softcell.spaces.costs import count_genotype
 from softcell.spaces.registry import evaluation_space
 from softcell.text import count_of

@@ -24,7 +24,7 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import TeacherRecipe, teacher_steps
 from softcell.evaluate.train import train_steps
-from softcell.reading import read_json_lines
+from softcell.files import read_json_lines
 from softcell.search import SearchRecipe
 from softcell.search.run import search_steps
 from softcell.settings import build, flat, to_dict

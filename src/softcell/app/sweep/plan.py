@@ -21,9 +21,9 @@ from typing import Any
 
 from softcell.arch import sample
 from softcell.engine import RunFolder
-from softcell.engine.files import atomic_write_text
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError, nearest
+from softcell.files import atomic_write_text
 from softcell.methods import METHODS
 from softcell.recipes import search_recipe, train_recipe
 from softcell.registry import load_plugins

@@ -1,9 +1,11 @@
-"""Text, JSON, JSON lines and YAML from untrusted files: bounded, plain data, or a `UserError`.
+"""Files: untrusted ones are read as bounded, plain data or give a `UserError`; ours are written atomically.
 
 The usual parsers raise many kinds of errors: `RecursionError` on deep nesting, `ValueError` on numbers of 5,000
 digits, anything on odd YAML. What they accept may break later code: lone surrogates cannot be printed, dates cannot be
 written as JSON, and YAML reads `12:30:45` as 45045 and `010` as 8. All files of settings, runs and genotypes are
 therefore read here.
+
+After an atomic write a reader, or a crash, finds the old content or the new one, never a part of it.
 """
 
 from __future__ import annotations
@@ -185,3 +187,76 @@ class Fields(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         raise UserError(f"{self.where} must have `{self.path}{key}`, but it is missing; the file is damaged or too old")
+
+
+TEMPORARY = ".tmp"
+FILE_LIST = "softcell-files.txt"
+"""In a run folder: the names of the files that Softcell wrote there, one per line. Only these are ever deleted."""
+HEADING = "# Files that Softcell made in this folder. --overwrite deletes these and no others."
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the renames done in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_temporary(path: Path, data: bytes) -> Path:
+    """Write `data` to a temporary file beside `path`, flush it to disk and return its path; the caller renames it.
+
+    The name is fixed, so the file of a killed run is overwritten. Only one process at a time may write a given path.
+    """
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    try:
+        list_file(path)
+        # Never through a link: a run folder may come from an untrusted source.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path} must be writable, but writing {len(data)} bytes failed: {error.strerror or error}; the previous "
+            f"content is untouched. Free some space or choose another folder, then resume."
+        ) from error
+    return temporary
+
+
+def list_file(path: Path) -> None:
+    """Add a file to the list of its run folder before it is written; does nothing in a folder without a list.
+
+    A line is appended, so several processes may do this at the same time.
+    """
+    known = listed_files(path.parent)
+    if not known or path.name in known:
+        return
+    with open(path.with_name(FILE_LIST), "ab") as stream:
+        stream.write(f"{path.name}\n".encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def listed_files(folder: Path) -> set[str]:
+    """The names in the list of a run folder; empty if there is no list."""
+    try:
+        lines = (folder / FILE_LIST).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {line for line in lines[1:] if line} if lines[:1] == [HEADING] else set()
+
+
+def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace the file at `path` by `data` in one step."""
+    path = Path(path)
+    os.replace(write_temporary(path, data), path)
+    fsync_folder(path.parent)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace the file at `path` by `text`, in UTF-8 and with the newlines as given, in one step."""
+    atomic_write_bytes(path, text.encode("utf-8"))

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from softcell.engine.files import atomic_write_bytes, atomic_write_text
 from softcell.engine.loop import History
 from softcell.errors import UserError
+from softcell.files import atomic_write_bytes, atomic_write_text
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:

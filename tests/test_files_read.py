@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from softcell import reading
+from softcell import files
 from softcell.errors import UserError
-from softcell.reading import Fields, parse_json, parse_yaml, read_json_lines, read_text
+from softcell.files import Fields, parse_json, parse_yaml, read_json_lines, read_text
 
 TEXT = st.text(st.characters(codec="utf-8"))
 PLAIN = st.recursive(
@@ -124,7 +124,7 @@ def test_large_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is larger"):
         read_text(tmp_path / "large", most_bytes=10)
     with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(reading.MOST_BYTES * 100)
+        file.truncate(files.MOST_BYTES * 100)
     with pytest.raises(UserError, match="at most 64 MiB"):
         read_text(tmp_path / "sparse")
 
