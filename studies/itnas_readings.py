@@ -24,8 +24,7 @@ from softcell.app.report.compare import summarise
 from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
-from softcell.evaluate.ranking import mean_tau, taus
+from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table, mean_tau, taus
 from softcell.methods.itnas.margins import AGGREGATES, SiteRows, aggregate
 from softcell.spaces import build_space
 from studies.runs import entry, write_record

@@ -17,8 +17,18 @@ from softcell.arch.notation import to_nb201
 from softcell.data import load
 from softcell.data.batches import first_images
 from softcell.engine.manifest import collect, now
-from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table
-from softcell.evaluate.ranking import PROXIES, RANKINGS, mean_tau, taus, zero_cost
+from softcell.evaluate.nb201 import (
+    COLUMNS,
+    EDGES,
+    OPERATIONS,
+    PROXIES,
+    RANKINGS,
+    SETS,
+    Nb201Table,
+    mean_tau,
+    taus,
+    zero_cost,
+)
 from softcell.search import SearchRecipe
 from softcell.spaces import build_space
 from studies.runs import NOT_MEASURED, Deadline

@@ -35,8 +35,7 @@ from softcell.app.report.compare import summarise
 from softcell.arch.notation import from_nb201
 from softcell.engine import RunFolder, resolve_device
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table, load_table
-from softcell.evaluate.ranking import mean_tau, taus
+from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, SETS, Nb201Table, load_table, mean_tau, taus
 from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered

@@ -24,11 +24,15 @@ from softcell.evaluate.nb201 import (
     Nb201Table,
     check_search,
     convert,
+    kendall,
     load_table,
+    mean_tau,
     notation,
+    score_supernet,
+    taus,
     write_table,
+    zero_cost,
 )
-from softcell.evaluate.ranking import kendall, mean_tau, score_supernet, taus, zero_cost
 from softcell.spaces import build_space
 from tests.helpers.bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 

@@ -13,6 +13,15 @@ Dong, Yang, ICLR 2020; NATS-Bench, TPAMI 2021 (topology space). A table is a CSV
 An accuracy is the mean over the seeds in the file, after the last of 200 epochs: `x-valid` for validation; for test
 `ori-test` on CIFAR-10, `x-test` on the other two. `convert` follows the layout of the published API and was never run
 on the official files themselves.
+
+`taus` compares indicators of importance with the table: Kendall's tau per edge (IT-NAS, A.7, Figures 6-8). Two rankings
+of accuracy, both of fully trained networks: `best`, the best network that has the operation on the edge (Eq 9), and
+`derived`, the derived network with the operation put there. Figure 3 uses a third, the accuracy of the supernet once an
+edge keeps one operation: that is `discretisation` in `softcell.search.indicators`.
+
+`zero_cost`: Zero-Cost-PT (Xiang et al., 2021, arXiv:2106.06799). The score of an untrained supernet without one
+operation, whose weight the others of its edge share. The lower that score, the more the operation matters, so the
+indicator is its negative. The scores are those of `softcell.nn.zero_cost`.
 """
 
 from __future__ import annotations
@@ -26,19 +35,23 @@ import math
 import pickle
 import statistics
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from softcell.arch import Cell, Genotype, Layout, Pick, Rule, derive
+from softcell.arch import Cell, Genotype, Layout, Pick, Rule, WeightMix, derive
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
+from softcell.nn.zero_cost import PROXIES, Proxy, naswot, synflow
+from softcell.settings import is_seed
+from softcell.spaces import Space, Supernet
 
 SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet-16-120"}
 COLUMNS = tuple(f"{name}_{split}" for name in SETS for split in ("valid", "test"))
@@ -335,3 +348,82 @@ def _row(where: str, info: Any) -> tuple[str, Accuracies]:
             f"{where}: the accuracies of 200 epochs are not where NAS-Bench-201 has them "
             f"({type(error).__name__}: {error})"
         ) from error
+
+
+__all__ = ["PROXIES", "RANKINGS", "Proxy", "Ranking", "kendall", "mean_tau", "score_supernet", "taus", "zero_cost"]
+
+Ranking = Literal["best", "derived"]
+RANKINGS: tuple[Ranking, ...] = ("best", "derived")
+
+
+def kendall(indicator: Sequence[float], accuracy: Sequence[float]) -> float:
+    """Kendall's tau-b of two lists; NaN where all entries of one are equal, or one entry is NaN."""
+    from scipy.stats import kendalltau
+
+    if any(math.isnan(value) for value in (*indicator, *accuracy)):
+        return math.nan
+    return float(kendalltau(indicator, accuracy).statistic)
+
+
+def taus(
+    table: Nb201Table, indicator: Sequence[Sequence[float]], genotype: Genotype, column: str
+) -> dict[Ranking, list[float]]:
+    """Tau-b for each of the six edges; indicator [6][5] in the order of `EDGES` and `OPERATIONS`."""
+    if len(indicator) != len(EDGES) or any(len(row) != len(OPERATIONS) for row in indicator):
+        raise UserError(
+            f"an indicator for NAS-Bench-201 has {len(EDGES)} edges with {len(OPERATIONS)} operations, got "
+            f"{[len(row) for row in indicator]}"
+        )
+    accuracies: Mapping[Ranking, list[list[float]]] = {
+        "best": table.best_accuracy(column),
+        "derived": table.with_each(genotype, column),
+    }
+    return {
+        name: [kendall(own, row) for own, row in zip(indicator, rows, strict=True)] for name, rows in accuracies.items()
+    }
+
+
+def mean_tau(values: Sequence[float]) -> float:
+    """The mean over the edges whose tau is not NaN."""
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def score_supernet(proxy: Proxy, supernet: Supernet, mix: WeightMix, images: Tensor) -> float:
+    """NASWOT: log |det K| over the images [n, c, h, w]. SynFlow: Σ θ · ∂R/∂θ, for which the supernet must hold |θ|.
+
+    SynFlow reads only the shape of the images.
+    """
+    if proxy == "naswot":
+        return naswot(lambda x: supernet(x, mix), images)
+    return synflow(lambda x: supernet(x, mix), supernet.parameters(), images)
+
+
+def zero_cost(space: Space, proxy: Proxy, images: Tensor, num_classes: int, seed: int = 0) -> dict[str, Tensor]:
+    """Per table the importance of each operation [choices, width], padding 0, in a supernet of random weights.
+
+    images: [n, c, h, w], normalised as for training.
+    """
+    is_seed("seed", seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        supernet = space.supernet((images.shape[1], images.shape[2], images.shape[3]), num_classes).double()
+    images = images.double()
+    supernet.train(proxy == "naswot")  # SynFlow's batch of ones has no useful statistics
+    if proxy == "synflow":
+        for parameter in supernet.parameters():
+            parameter.data.abs_()
+    layout = supernet.layout
+    uniform = {t.name: t.mask().double() / t.mask().sum(1, keepdim=True) for t in layout.tables}
+    found = {}
+    for table in layout.tables:
+        rows = torch.zeros(table.shape, dtype=torch.float64)
+        for i, choice in enumerate(table.choices):
+            for k in range(len(choice.candidates)):
+                without = uniform[table.name].clone()
+                without[i, k] = 0.0
+                without[i] /= without[i].sum().clamp(min=1e-12)
+                mix = WeightMix(layout, {**uniform, table.name: without})
+                rows[i, k] = -score_supernet(proxy, supernet, mix, images)
+        found[table.name] = rows
+    return found

@@ -11,7 +11,7 @@ import torch
 from softcell import api
 from softcell.engine import seed_everything
 from softcell.errors import UserError
-from softcell.evaluate.ranking import zero_cost
+from softcell.evaluate.nb201 import zero_cost
 from softcell.evaluate.recipe import resolve as resolve_training
 from softcell.evaluate.teacher import TeacherRecipe
 from softcell.search import resolve

@@ -32,14 +32,19 @@ from softcell.evaluate.nb201 import (
     COMPLETE,
     EDGES,
     OPERATIONS,
+    PROXIES,
+    RANKINGS,
     Accuracies,
     Nb201Table,
+    Proxy,
     check_search,
     load_table,
+    mean_tau,
     notation,
+    taus,
     write_table,
+    zero_cost,
 )
-from softcell.evaluate.ranking import PROXIES, RANKINGS, Proxy, mean_tau, taus, zero_cost
 from softcell.methods import METHODS, Method
 from softcell.recipes import search_seeds_recipe
 from softcell.spaces import build_space

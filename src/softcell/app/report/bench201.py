@@ -20,8 +20,18 @@ from softcell.app.report.runs import Run, check_intact, find_runs, is_table, rea
 from softcell.arch import Genotype
 from softcell.arch.notation import from_nb201
 from softcell.errors import UserError
-from softcell.evaluate.nb201 import COLUMNS, EDGES, OPERATIONS, Accuracies, Nb201Table, notation
-from softcell.evaluate.ranking import RANKINGS, Ranking, mean_tau, taus
+from softcell.evaluate.nb201 import (
+    COLUMNS,
+    EDGES,
+    OPERATIONS,
+    RANKINGS,
+    Accuracies,
+    Nb201Table,
+    Ranking,
+    mean_tau,
+    notation,
+    taus,
+)
 from softcell.search.genotypes import genotype_of, was_read
 
 SPACE = "nb201"
