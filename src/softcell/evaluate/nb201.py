@@ -49,7 +49,7 @@ from softcell.arch import Cell, Genotype, Layout, Pick, Rule, WeightMix, derive
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
-from softcell.nn.zero_cost import PROXIES, Proxy, naswot, synflow
+from softcell.nn.zero_cost import Proxy, naswot, synflow
 from softcell.settings import is_seed
 from softcell.spaces import Space, Supernet
 
@@ -349,8 +349,6 @@ def _row(where: str, info: Any) -> tuple[str, Accuracies]:
             f"({type(error).__name__}: {error})"
         ) from error
 
-
-__all__ = ["PROXIES", "RANKINGS", "Proxy", "Ranking", "kendall", "mean_tau", "score_supernet", "taus", "zero_cost"]
 
 Ranking = Literal["best", "derived"]
 RANKINGS: tuple[Ranking, ...] = ("best", "derived")

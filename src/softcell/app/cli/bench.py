@@ -32,11 +32,9 @@ from softcell.evaluate.nb201 import (
     COMPLETE,
     EDGES,
     OPERATIONS,
-    PROXIES,
     RANKINGS,
     Accuracies,
     Nb201Table,
-    Proxy,
     check_search,
     load_table,
     mean_tau,
@@ -46,6 +44,7 @@ from softcell.evaluate.nb201 import (
     zero_cost,
 )
 from softcell.methods import METHODS, Method
+from softcell.nn.zero_cost import PROXIES, Proxy
 from softcell.recipes import search_seeds_recipe
 from softcell.spaces import build_space
 
