@@ -14,8 +14,7 @@ from torch import Tensor
 from softcell.kernels import indicator
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.indicator import Form, Laid, fits, indicate, indicate_reference
-from softcell.methods.itnas.ensemble import LiteEnsemble
-from softcell.methods.itnas.transformer import LiteTransformer, by_position, order_of
+from softcell.methods.itnas.transformer import LiteEnsemble, LiteTransformer, by_position, order_of
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS

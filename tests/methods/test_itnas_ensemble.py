@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.methods.itnas.ensemble import LiteEnsemble
-from softcell.methods.itnas.transformer import LiteTransformer, by_position, order_of
+from softcell.methods.itnas.transformer import LiteEnsemble, LiteTransformer, by_position, order_of
 
 Outputs = dict[int, Tensor | None]
 

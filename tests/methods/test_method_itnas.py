@@ -12,8 +12,8 @@ from softcell.arch import Layout, Mix, Plan
 from softcell.errors import UserError
 from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
 from softcell.methods.itnas.attention import Moments
-from softcell.methods.itnas.ensemble import LiteEnsemble
 from softcell.methods.itnas.margins import AGGREGATES, Aggregate, margins
+from softcell.methods.itnas.transformer import LiteEnsemble
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.costs import output_shapes
 from tests.reference.reference_itnas import encoder

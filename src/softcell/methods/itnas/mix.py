@@ -14,8 +14,7 @@ from softcell.arch import Live, Mix, Plan
 from softcell.arch.choice import LINK
 from softcell.kernels.indicator import Laid
 from softcell.methods.itnas.attention import AttentionRows, AttentionSums
-from softcell.methods.itnas.ensemble import Group, LiteEnsemble
-from softcell.methods.itnas.transformer import order_of
+from softcell.methods.itnas.transformer import Group, LiteEnsemble, order_of
 from softcell.nn.recompute import inputs_kept_alone
 
 if TYPE_CHECKING:
