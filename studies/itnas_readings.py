@@ -1,7 +1,7 @@
 """`python -m studies.itnas_readings`: what other readings of the same attention would have selected in NAS-Bench-201.
 
 A search with IT-NAS writes the indicator token's rows of every cell to `attention.jsonl`, one line per pass over the
-validation half. Here each aggregate (`softcell.methods.itnas.margins`), of the last pass and of the mean over
+validation half. Here each aggregate (`softcell.methods.itnas.attention`), of the last pass and of the mean over
 the passes of the last ten epochs, derives a cell, which is looked up and ranked against the table.
 
 python -m studies.itnas_readings --table nb201_200epochs.csv.gz results/itnas/attention-cifar10-*.jsonl
@@ -25,7 +25,7 @@ from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table, mean_tau, taus
-from softcell.methods.itnas.margins import AGGREGATES, SiteRows, aggregate
+from softcell.methods.itnas.attention import AGGREGATES, SiteRows, aggregate
 from softcell.spaces import build_space
 from studies.runs import entry, write_record
 

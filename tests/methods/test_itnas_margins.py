@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.methods.itnas.margins import AGGREGATES, Aggregate, SiteRows, aggregate, margins, scores
+from softcell.methods.itnas.attention import AGGREGATES, Aggregate, SiteRows, aggregate, margins, scores
 from softcell.spaces import build_space
 
 # One saturated site of the first stage speaks for candidate 0; the other four, two of the last stage, for 1 or 2.

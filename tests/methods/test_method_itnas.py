@@ -11,8 +11,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, Plan
 from softcell.errors import UserError
 from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
-from softcell.methods.itnas.attention import Moments
-from softcell.methods.itnas.margins import AGGREGATES, Aggregate, margins
+from softcell.methods.itnas.attention import AGGREGATES, Aggregate, Moments, margins
 from softcell.methods.itnas.transformer import LiteEnsemble
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.costs import output_shapes

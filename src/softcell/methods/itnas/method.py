@@ -26,8 +26,18 @@ from softcell.arch import Genotype, Layout, Mix, Plan, Rule, Table, derive
 from softcell.arch.mix import live_where, uniform_path, widened
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, register_method
-from softcell.methods.itnas.attention import AttentionSums, SiteSums, TableMoments, logarithm
-from softcell.methods.itnas.margins import Aggregate, Margins, SiteRows, aggregate, margins, scores
+from softcell.methods.itnas.attention import (
+    Aggregate,
+    AttentionSums,
+    Margins,
+    SiteRows,
+    SiteSums,
+    TableMoments,
+    aggregate,
+    logarithm,
+    margins,
+    scores,
+)
 from softcell.methods.itnas.mix import ItMix
 from softcell.methods.itnas.transformer import Group, LiteEnsemble, LiteTransformer, Member, form_groups
 from softcell.methods.parts import Pass, PathPlanner, Selection
