@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from softcell.nn.conv import MBConv
-from softcell.nn.recompute import recomputed
+from softcell.nn.norm import recomputed
 
 
 def made() -> tuple[MBConv, Tensor]:

@@ -1,14 +1,20 @@
 """Batch normalisation by the statistics of the whole batch, however many processes share it.
 
 How statistics are merged, and the setting that keeps them to each process, are in `softcell.kernels.shared`.
+
+`statistics_kept` and `recomputed` belong together: a module that runs again in the backward pass must not update its
+running statistics twice.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from softcell.kernels.shared import merge_over_ranks, shares_norms
 
@@ -100,3 +106,35 @@ class BatchNorm2d(nn.BatchNorm2d):
         unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.add_((new - running) * momentum)
+
+
+T = TypeVar("T")
+
+
+def inputs_kept_alone(run: Callable[..., T], *given: Any) -> T:
+    """`run(*given)`, keeping only `given`; `run` must draw no random numbers and have no running statistics."""
+    if not torch.is_grad_enabled():
+        return run(*given)
+    return checkpoint(run, *given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+def recomputed(module: nn.Module, *inputs: Tensor) -> Tensor:
+    """`module(*inputs)` with the same value and gradients; batch-norm counts the batch once.
+
+    Modules without weights keep little and may draw random numbers: they are not recomputed.
+    """
+    # The backward pass must use the parameters of now, which may be temporary ones.
+    state: dict[str, Tensor] = dict(module.named_parameters())
+    if not state or not torch.is_grad_enabled():
+        return module(*inputs)  # type: ignore[no-any-return]
+
+    def forward(*given: Tensor) -> Tensor:
+        return functional_call(module, state, given)  # type: ignore[no-any-return]
+
+    return checkpoint(  # type: ignore[no-any-return]
+        forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
+    )
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), statistics_kept()

@@ -15,7 +15,7 @@ from softcell.arch import Mix, WeightMix
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
-from softcell.nn.recompute import recomputed
+from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.spaces._fused_executors import run_node_outputs, run_node_sums

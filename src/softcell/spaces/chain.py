@@ -14,7 +14,7 @@ from torch import Tensor
 from softcell.arch import Cell, Mix, Table, WeightMix
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
-from softcell.nn.recompute import recomputed
+from softcell.nn.norm import recomputed
 from softcell.nn.stack_attention import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
 from softcell.spaces.cell import MixedCell, PickedCell

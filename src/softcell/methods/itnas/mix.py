@@ -15,7 +15,7 @@ from softcell.arch.choice import LINK
 from softcell.kernels.indicator import Laid
 from softcell.methods.itnas.attention import AttentionRows, AttentionSums
 from softcell.methods.itnas.transformer import Group, LiteEnsemble, order_of
-from softcell.nn.recompute import inputs_kept_alone
+from softcell.nn.norm import inputs_kept_alone
 
 if TYPE_CHECKING:
     from softcell.methods.itnas.method import ItNas
