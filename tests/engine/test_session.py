@@ -27,7 +27,7 @@ from softcell.engine.session import (
     set_threads,
 )
 from softcell.errors import UserError
-from softcell.nn.pool import AveragePool
+from softcell.nn.conv import AveragePool
 from softcell.search import resolve, search
 
 CPU = torch.device("cpu")

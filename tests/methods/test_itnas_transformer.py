@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.methods.itnas.transformer import LiteTransformer, normalised
-from softcell.nn.pool import adaptive_windows
+from softcell.nn.conv import adaptive_windows
 from tests.reference.reference_itnas import encoder
 
 SHAPES = [(3, 8, 8), (4, 5, 7), (5, 2, 2), (1, 1, 1)]

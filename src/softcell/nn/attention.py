@@ -35,8 +35,8 @@ from softcell.errors import UserError
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.local import attend_by_shifts, attend_packed, unpacked
 from softcell.nn.candidates import Spec, candidate
+from softcell.nn.conv import AveragePool
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.pool import AveragePool
 
 EXTENTS = (3, 5, 7)
 HEADS = (4, 8)

@@ -13,8 +13,7 @@ from softcell.kernels.compose import Kind, Recipe
 from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.taps import Group, Window
-from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.pool import AveragePool
+from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.spaces._fused_cell import FusedCell
 
 

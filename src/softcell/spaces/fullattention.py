@@ -27,7 +27,7 @@ from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, d
 from softcell.errors import UserError
 from softcell.nn.attention import EXTENTS, HEADS, local_block, local_name
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.pool import AveragePool
+from softcell.nn.conv import AveragePool
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
 from softcell.spaces.chain import MixedChain, PickedChain, check_chain
 from softcell.spaces.registry import register_space

@@ -9,7 +9,6 @@ from typing import Any
 import softcell.nn.attention
 import softcell.nn.calibrate
 import softcell.nn.conv
-import softcell.nn.pool
 import softcell.nn.stochastic  # noqa: F401  (registers its candidates)
 from softcell.registry import Registry
 from softcell.settings import at_most, build, merge

@@ -26,7 +26,7 @@ Key = tuple[str, str]
 
 REPLACED: dict[Key, str] = {
     ("softcell.nn.norm", "BatchNorm2d"): "nn.BatchNorm2d",  # the same where one process computes
-    ("softcell.nn.pool", "AveragePool"): "nn.AvgPool2d",  # these two differ only in how gradients are computed
+    ("softcell.nn.conv", "AveragePool"): "nn.AvgPool2d",  # these two differ only in how gradients are computed
     ("softcell.nn.conv", "DilatedDepthwise"): "nn.Conv2d",
     ("softcell.nn.stochastic", "DropPath"): "nn.Identity",  # nothing is dropped outside training
     ("softcell.nn.stochastic", "Dropout"): "nn.Identity",

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.kernels.indicator import Form, Laid, indicate, indicate_by, normalised_tokens
-from softcell.nn.pool import adaptive_windows
+from softcell.nn.conv import adaptive_windows
 from softcell.nn.stack import LARGEST
 
 Shape = tuple[int, int, int]
