@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from softcell.arch import WeightMix
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.stack_attention import block_key, grouping_blocks_pays, run_alike, run_blocks
+from softcell.nn.stack import block_key, grouping_blocks_pays, run_alike, run_blocks
 from softcell.spaces import build_space, chain, execution
 from softcell.spaces.execution import modules_only
 from softcell.spaces.fullattention import CANDIDATES

@@ -15,7 +15,7 @@ from softcell.arch import Cell, Mix, Table, WeightMix
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec
 from softcell.nn.norm import recomputed
-from softcell.nn.stack_attention import run_alike, run_blocks
+from softcell.nn.stack import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import Output, SpecOf, zeros

@@ -23,8 +23,7 @@ from torch import Tensor
 from softcell.arch import Mix, WeightMix
 from softcell.kernels.backend import has_triton
 from softcell.kernels.shared import shares_norms
-from softcell.nn.stack import stacking_pays
-from softcell.nn.stack_attention import grouping_blocks_pays
+from softcell.nn.stack import grouping_blocks_pays, stacking_pays
 from softcell.nn.stack_calibrations import grouping_calibrations_pays
 from softcell.spaces._fused_cell import compute_type
 
