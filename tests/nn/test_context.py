@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from softcell.errors import UserError
-from softcell.nn.context import MOST_MASKS, ContextAutoRegression, Decoder, covered, draw_masks, missing_l1, rectangles
+from softcell.nn.objective import (
+    MOST_MASKS,
+    ContextAutoRegression,
+    Decoder,
+    covered,
+    draw_masks,
+    missing_l1,
+    rectangles,
+)
 
 SIDES = st.integers(3, 40)
 NUMBERS = 1 + 3 * MOST_MASKS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softcell.methods.snas import Snas
-from softcell.nn.context import ContextAutoRegression
+from softcell.nn.objective import ContextAutoRegression
 from softcell.nn.stochastic import SharedDraws, draw_normal, draw_uniform
 from softcell.search import steps
 from softcell.search.guide import supernet_maps

@@ -4,7 +4,7 @@
     Eq 1          softmax over the candidate blocks of a layer      -> `relax`
     Eq 2-3        bilevel, first order                              -> bilevel steps (`softcell.search.steps`)
     §III-B        the most probable block of each layer             -> the space's rule, `StrongestEach`
-    §III-C        context auto-regression: masks, decoder, L1       -> `softcell.nn.context`, for any method and space
+    §III-C        context auto-regression: masks, decoder, L1       -> `softcell.nn.objective`, for any method and space
     §III-D        search by it, then fine-tuning on the target task -> `pretrain` (`softcell.search.run`)
 
 Space, objective and phases are separate parts. The search alone is DARTS's relaxation with settings of its own: logits

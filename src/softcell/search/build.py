@@ -20,8 +20,7 @@ from softcell.engine.task import OnEvent
 from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
-from softcell.nn.context import ContextAutoRegression
-from softcell.nn.objective import Objective
+from softcell.nn.objective import ContextAutoRegression, Objective
 from softcell.search.budget import Budget, counted_network
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.latencies import with_latencies

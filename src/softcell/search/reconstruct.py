@@ -14,7 +14,7 @@ from softcell.data import Dataset
 from softcell.data.augment import normalise
 from softcell.engine.session import Session, computing_in
 from softcell.files import atomic_write_bytes
-from softcell.nn.context import ContextAutoRegression, draw_masks
+from softcell.nn.objective import ContextAutoRegression, draw_masks
 from softcell.search.task import SearchTask
 from softcell.spaces import Bound
 
