@@ -1,4 +1,4 @@
-"""Convolutional and pooling candidates and blocks: of the DARTS family, in ReLU-Conv-BN order, and inverted bottlenecks.
+"""Convolutions and pools: candidates and blocks of DARTS, in ReLU-Conv-BN order, and inverted bottlenecks.
 
 The latter, in the order convolution, norm, ReLU6, are those of MobileNetV2 (Sandler et al., CVPR 2018), with
 squeeze-and-excitation on the expanded width as in MobileNetV3 (Howard et al., ICCV 2019). `mbconv_e6_k5` expands
