@@ -18,7 +18,7 @@ from softcell.evaluate import TrainResult
 from softcell.evaluate.seeds import TrainedSeeds
 from softcell.search import SearchResult
 from softcell.search.budget import format_cost
-from softcell.search.reconstruct import PICTURE
+from softcell.search.restored import PICTURE
 from softcell.search.run import FIRST
 from softcell.search.seeds import SearchedSeeds, figure, loss, score
 from softcell.search.validation import RECALIBRATED

@@ -16,7 +16,7 @@ from softcell.app.report.charts import line_chart, series
 from softcell.app.report.heatmaps import class_names
 from softcell.app.report.runs import Run, number, read_lines
 from softcell.app.report.theme import Html, el, join, percent
-from softcell.search.reconstruct import PICTURE
+from softcell.search.restored import PICTURE
 from softcell.search.run import FIRST
 
 SHOWN = 12
