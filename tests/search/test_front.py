@@ -14,8 +14,8 @@ from softcell.app.cli.main import run as softcell
 from softcell.app.report.charts import front_svg
 from softcell.arch import Genotype, empty_cells
 from softcell.search.budget import stated_budget
-from softcell.search.front import strongest_within
 from softcell.search.restored import restore
+from softcell.search.selection import strongest_within
 from softcell.search.validation import make_child
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_genotype

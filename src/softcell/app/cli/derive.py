@@ -15,10 +15,10 @@ from softcell.app.report.charts import front_svg
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
 from softcell.search.budget import format_cost
-from softcell.search.front import OPTIONS, FrontPoint, Kind, derive_front
 from softcell.search.genotypes import run_in
 from softcell.search.resource import quantity
 from softcell.search.restored import restore
+from softcell.search.selection import OPTIONS, FrontPoint, Kind, derive_front
 
 commands = typer.Typer()
 
