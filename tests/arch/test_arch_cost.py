@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softcell.arch import Choice, Layout, StrongestEach, Table
 from softcell.arch.cost import CostTables, Resources, convolution, linear_cost, log_cost, passing, policy_cost, pooling
-from softcell.arch.relax import masked_softmax
+from softcell.arch.mix import masked_softmax
 
 TABLE = Table("cell", (Choice(0, 1, ("a", "b", "c")), Choice(0, 2, ("a", "b")), Choice(1, 2, ("a",))), (2,))
 COSTS = torch.tensor(

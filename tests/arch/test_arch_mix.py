@@ -7,7 +7,7 @@ import math
 import torch
 
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
-from softcell.arch.relax import entropy, masked_softmax
+from softcell.arch.mix import entropy, masked_softmax
 
 TABLE = Table("cell", (Choice(0, 1, ("a", "b")), Choice(0, 2, ("a", "b"))), (2,))
 OTHER = Table("other", (Choice(0, 1, ("a",)),), (1,))

@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from softcell.arch import Choice, Layout, Mix, StrongestEach, Table, WeightMix
-from softcell.arch.relax import concrete, temperature_at
+from softcell.arch.mix import concrete, temperature_at
 from softcell.errors import UserError
 from softcell.methods.gdas import Gdas, GdasSettings, harden, straight_through
 from softcell.nn.candidates import Spec

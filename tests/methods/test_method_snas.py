@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from softcell.arch import Choice, Layout, StrongestEach, Table, WeightMix
-from softcell.arch.relax import concrete, gumbel
+from softcell.arch.mix import concrete, gumbel
 from softcell.errors import UserError
 from softcell.methods import Observer
 from softcell.methods.snas import Snas, SnasSettings, credit, temperature_at

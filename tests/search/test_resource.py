@@ -15,7 +15,7 @@ from torch import Tensor
 from softcell.arch import Cell, Choice, Genotype, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
 from softcell.arch.cost import CostTables
 from softcell.arch.genotype import reaches_output
-from softcell.arch.relax import masked_softmax
+from softcell.arch.mix import masked_softmax
 from softcell.engine.task import Note
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method

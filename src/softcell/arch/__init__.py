@@ -3,8 +3,7 @@
 from softcell.arch.choice import Choice, Layout, Pick, Table
 from softcell.arch.derive import count, derive, derive_cheapest, derives_cheapest, sample
 from softcell.arch.genotype import Cell, Genotype, check_against, empty_cells
-from softcell.arch.mix import Live, Mix, Plan, WeightMix
-from softcell.arch.relax import masked_softmax
+from softcell.arch.mix import Live, Mix, Plan, WeightMix, masked_softmax
 from softcell.arch.rules import FeaturePairs, Positive, Rule, StrongestEach, TopInputs
 
 __all__ = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout, Mix, Rule, WeightMix, derive
-from softcell.arch.relax import contested_shares, contested_softmax, masked_softmax, normalised
+from softcell.arch.mix import contested_shares, contested_softmax, masked_softmax, normalised
 from softcell.methods.parts import Observer, Planner, Selection
 from softcell.registry import Registry
 from softcell.spaces import Supernet

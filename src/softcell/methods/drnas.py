@@ -23,7 +23,7 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.choice import LINK
-from softcell.arch.relax import with_links
+from softcell.arch.mix import with_links
 from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
 from softcell.nn.stochastic import draw_gamma
 from softcell.settings import not_negative

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Layout, Live, Mix, Pick, Plan, Positive, Rule, Table, WeightMix
 from softcell.arch.derive import derive_picks
-from softcell.arch.mix import live_of
-from softcell.arch.relax import Schedule, temperature_at
+from softcell.arch.mix import Schedule, live_of, temperature_at
 from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
 from softcell.methods.parts import Planner

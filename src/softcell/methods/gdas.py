@@ -25,8 +25,7 @@ from torch import Tensor
 
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.choice import LINK
-from softcell.arch.mix import live_where
-from softcell.arch.relax import Schedule, concrete, temperature_at, with_links
+from softcell.arch.mix import Schedule, concrete, live_where, temperature_at, with_links
 from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
 from softcell.methods.parts import Planner
 from softcell.nn.stochastic import draw_uniform

@@ -2,7 +2,7 @@
 
     Eq 2      x_j = Σ_{i<j} Z_ij · O_ij(x_i)                           -> `Snas.relax`, the supernet
     Eq 3-4    min E_{Z ~ p_α}[L_θ(Z)] for θ and α together             -> single-level steps (`softcell.search.steps`)
-    Eq 5, 22  Z^k = softmax((log α + G) / λ)^k, G = -log(-log U)        -> `concrete` (`softcell.arch.relax`)
+    Eq 5, 22  Z^k = softmax((log α + G) / λ)^k, G = -log(-log U)        -> `concrete` (`softcell.arch.mix`)
     Eq 6, 24  ∂Z^l/∂α^k = (δ_lk - Z^l) Z^k / (λ α^k)                   -> autograd through `concrete`
     Eq 7-8    credit R_ij = -∂L/∂x_j · Õ_ij(x_i)                       -> `credit`
     Eq 9-11   E[L] + η E[C]                                             -> the recipe's `resource`, for any method
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, Rule, StrongestEach, WeightMix
-from softcell.arch.relax import Schedule, concrete, temperature_at
+from softcell.arch.mix import Schedule, concrete, temperature_at
 from softcell.methods.base import Masks, Method, Regime, register_method
 from softcell.methods.parts import Observer
 from softcell.nn.stochastic import draw_uniform

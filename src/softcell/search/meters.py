@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Cell, Genotype, Layout, Mix, Table
-from softcell.arch.relax import entropy
+from softcell.arch.mix import entropy
 from softcell.data import Batches
 from softcell.engine.capture import once
 from softcell.engine.distributed import average_, sum_
