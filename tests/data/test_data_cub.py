@@ -13,8 +13,7 @@ from softcell.api import export
 from softcell.app.export.python import import_file
 from softcell.arch import sample
 from softcell.data import load
-from softcell.data.decode import square_around
-from softcell.data.images import gathered
+from softcell.data.images import gathered, square_around
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.evaluate import resolve, train

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from softcell.data import Augment, Files, Resident, load
-from softcell.data.decode import _fit, decode
 from softcell.data.folder import choose_size
+from softcell.data.images import _fit, decode
 from softcell.errors import UserError
 
 RANDOM = np.random.default_rng(0)

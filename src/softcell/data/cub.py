@@ -16,9 +16,8 @@ import numpy as np
 
 from softcell.data.augment import Augment
 from softcell.data.dataset import Dataset
-from softcell.data.decode import Box, read_header
 from softcell.data.folder import IMAGENET_MEAN, IMAGENET_STD, Scan, images_of
-from softcell.data.images import Images
+from softcell.data.images import Box, Images, read_header
 from softcell.errors import UserError
 
 WHOLE, BOXED = NAMES = ("cub200", "cub200-boxes")

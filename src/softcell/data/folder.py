@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from softcell.data.augment import Augment
 from softcell.data.dataset import Dataset, SomeClasses, hold_out_test, renumbered, statistics
-from softcell.data.decode import SUFFIXES, decode, read_header
-from softcell.data.images import Files, Images, Resident, box_of
+from softcell.data.images import SUFFIXES, Files, Images, Resident, box_of, decode, read_header
 from softcell.errors import UserError
 
 MEMORY_LIMIT = 4 * 1024**3

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from softcell.data.decode import SUFFIXES, DecodeError, decode
-from softcell.data.images import centre_view
+from softcell.data.images import SUFFIXES, DecodeError, centre_view, decode
 from softcell.errors import UserError
 from softcell.spaces import Inputs, Shape
 

@@ -26,8 +26,7 @@ from softcell.app.cli.console import (
 from softcell.app.progress import working
 from softcell.app.report.images import cam_grid
 from softcell.arch import Table
-from softcell.data.decode import decode
-from softcell.data.images import centre_view
+from softcell.data.images import centre_view, decode
 from softcell.errors import UserError
 from softcell.evaluate.gradcam import candidate_cams
 from softcell.files import atomic_write_bytes, list_file

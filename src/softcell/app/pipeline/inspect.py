@@ -19,7 +19,7 @@ from typing import Any
 from softcell.app.export.model import PLAN
 from softcell.data import Dataset
 from softcell.data.dataset import TEST_FRACTION
-from softcell.data.decode import SUFFIXES, DecodeError, Header, decode, read_header
+from softcell.data.images import SUFFIXES, DecodeError, Header, decode, read_header
 from softcell.errors import UserError
 from softcell.text import count_of
 
