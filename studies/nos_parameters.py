@@ -16,11 +16,10 @@ import torch
 
 from softcell.arch import Genotype, sample
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.spaces.base import Shape
+from softcell.spaces.base import Shape, evaluation_space
 from softcell.spaces.costs import count_genotype
 from softcell.spaces.darts import Stem, plan_cells, spec_of
 from softcell.spaces.nos import NosSpace
-from softcell.spaces.registry import evaluation_space
 
 
 class ParameterCount:

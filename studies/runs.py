@@ -34,8 +34,8 @@ from softcell.evaluate.train import train_steps
 from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, stored_recipe
 from softcell.search.run import search_steps
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import Cost, count_genotype
-from softcell.spaces.registry import evaluation_space
 
 NOT_MEASURED = "not measured"
 

@@ -30,8 +30,8 @@ from softcell.engine import RunFolder
 from softcell.files import atomic_write_text
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import assignments, layered
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 from studies.options import recipe_settings, study_parser
 from studies.runs import NOT_MEASURED, Deadline, entry, epochs_of, run_searches, spread, write_record
 

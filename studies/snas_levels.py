@@ -27,8 +27,8 @@ from softcell.search import SearchRecipe, resolve
 from softcell.search.genotypes import FILE as ARCHITECTURES
 from softcell.search.genotypes import genotype_of
 from softcell.settings import assignments, layered
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 from studies.options import recipe_settings, study_parser
 from studies.runs import Deadline, entry, epochs_of, finished, run_searches, spread, write_record
 

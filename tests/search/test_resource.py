@@ -27,8 +27,8 @@ from softcell.search.latencies import latency, latency_of, read_latencies, with_
 from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
 from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.spaces import build_space
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_candidates, count_genotype
-from softcell.spaces.registry import evaluation_space
 from tests.helpers.search_toys import batch, check_resumed, same, settings, state_of, step_state, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(kind := METHODS.get(name), Method) and kind.learns]

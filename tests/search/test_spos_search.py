@@ -13,8 +13,8 @@ from softcell.arch.evolve import evolve
 from softcell.errors import UserError
 from softcell.search import resolve, search, selection
 from softcell.search.task import SearchTask
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 
 TINY = {
     "method": "spos",

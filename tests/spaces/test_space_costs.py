@@ -11,8 +11,8 @@ from softcell.arch.cost import CostTables, Resources
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.spaces import SPACES, Space, Supernet, build_space
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_candidate, count_candidates, count_module
-from softcell.spaces.registry import evaluation_space
 from softcell.testing import RaggedSpace, tiny_space
 
 SHAPE = (3, 9, 7)

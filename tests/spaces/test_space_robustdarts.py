@@ -12,8 +12,8 @@ from softcell.evaluate.recipe import resolve
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.stochastic import batch_slice, fixed_noise, fixed_normal
 from softcell.spaces import build_space
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 
 # Typed from the released spaces edge by edge: (source, target) to its two candidates.
 S1_NORMAL = {

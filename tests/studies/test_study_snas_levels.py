@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from softcell.arch import Genotype
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 from studies import snas_levels
 
 TINY = ["--data", "digits", "--epochs", "1", "--scale", "small", "--seeds", "1", "--weights", "0", "0.005"]

@@ -18,7 +18,7 @@ from softcell.errors import UserError, nearest
 from softcell.kernels.shared import Norms
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
-from softcell.spaces.registry import evaluation_scale, evaluation_sizes
+from softcell.spaces.base import evaluation_scale, evaluation_sizes
 from softcell.text import clock, count_of, parse_time
 
 Schedule = Literal["cosine", "linear", "exponential"]

@@ -26,8 +26,8 @@ from softcell.nn.classifiers import Classifier, build_classifier, get_architectu
 from softcell.registry import load_plugins
 from softcell.settings import build, convert, layered, merge, refuse_changes, to_dict, without_auto
 from softcell.spaces import Shape
+from softcell.spaces.base import evaluation_scale
 from softcell.spaces.costs import Cost, count_module
-from softcell.spaces.registry import evaluation_scale
 from softcell.spaces.teacher import classifier_metadata
 
 

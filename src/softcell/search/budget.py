@@ -29,8 +29,8 @@ from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import Resource, ResourcePenalty
 from softcell.settings import build, convert, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
+from softcell.spaces.base import trained_space
 from softcell.spaces.costs import count_candidates, count_genotype
-from softcell.spaces.registry import trained_space
 
 NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "latency"}
 

@@ -28,7 +28,7 @@ from softcell.search.guide import Guide
 from softcell.search.resource import Resource
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
-from softcell.spaces.registry import evaluation_space
+from softcell.spaces.base import evaluation_space
 from softcell.text import count_of
 
 SCALES = ("small", "paper")

@@ -1,8 +1,7 @@
 """Search spaces, one file each."""
 
-from softcell.spaces.base import Bound, Inputs, Network, Shape, Space, Supernet
+from softcell.spaces.base import SPACES, Bound, Inputs, Network, Shape, Space, Supernet, build_space, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
-from softcell.spaces.registry import SPACES, build_space, register_space
 
 __all__ = [
     "SPACES",

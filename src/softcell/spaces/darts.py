@@ -27,11 +27,10 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass
-from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
+from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
 from softcell.spaces.execution import plan_network
-from softcell.spaces.registry import register_space
 
 CANDIDATES = (
     "none",

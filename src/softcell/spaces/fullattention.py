@@ -28,9 +28,8 @@ from softcell.errors import UserError
 from softcell.nn.attention import EXTENTS, HEADS, local_block, local_name
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AveragePool
-from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
+from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.chain import MixedChain, PickedChain, check_chain
-from softcell.spaces.registry import register_space
 
 CANDIDATES = (*(local_name(k, h) for k in EXTENTS for h in HEADS), "non_local_sa")
 WIDTHS = (1, 2, 2, 4, 4)

@@ -17,10 +17,9 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
-from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
+from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
-from softcell.spaces.registry import register_space
 
 CANDIDATES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 STAGES = 3

@@ -19,9 +19,8 @@ from softcell.arch import Cell, Choice, FeaturePairs, Genotype, Layout, Pick, Ta
 from softcell.arch.genotype import check_forward
 from softcell.errors import UserError
 from softcell.nn.candidates import Kind, get_candidate
-from softcell.spaces.base import Network, Shape
+from softcell.spaces.base import Network, Shape, register_space
 from softcell.spaces.darts import INPUTS, DartsSpace
-from softcell.spaces.registry import register_space
 
 FEATURES = (
     "sep_conv_3x3",

@@ -35,10 +35,9 @@ from softcell.arch import Choice, Genotype, Layout, Mix, Pick, Table, TopInputs
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.nn.norm import BatchNorm2d
-from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool
+from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
-from softcell.spaces.registry import register_space
 
 OPERATIONS = ("conv_1x1", "conv_3x3", "max_pool_3x3")
 GAP, LINK, LAST = "none", "skip_connect", "link_1x1"

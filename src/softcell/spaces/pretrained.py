@@ -16,8 +16,7 @@ from softcell.engine.runfolder import checksum
 from softcell.errors import UserError
 from softcell.files import Fields, read_json
 from softcell.registry import load_plugins
-from softcell.spaces.base import Inputs, Network
-from softcell.spaces.registry import build_space
+from softcell.spaces.base import Inputs, Network, build_space
 from softcell.trust import trusting
 
 WEIGHTS = "model.safetensors"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from softcell.errors import UserError
+from softcell.spaces.base import register_space
 from softcell.spaces.darts import INPUTS, DartsSpace
-from softcell.spaces.registry import register_space
 
 _SHORT = {
     "a": "skip_connect",

@@ -15,8 +15,8 @@ from softcell.arch import Genotype, sample
 from softcell.errors import UserError
 from softcell.evaluate.recipe import resolve
 from softcell.spaces import build_space
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell
 from tests.helpers.unsealed import unsealed
 

@@ -19,8 +19,8 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.recipe import RECIPES
 from softcell.search import SearchRecipe, resolve
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 from tests.reference import reference_snas_cells as snas_cells
 from tests.reference.published_genotypes import DARTS_V2
 

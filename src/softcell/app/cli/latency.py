@@ -26,7 +26,7 @@ from softcell.evaluate.latency import SAMPLES, LatencyTable, measure_module, mea
 from softcell.evaluate.recipe import fit_space
 from softcell.settings import merge, to_dict
 from softcell.spaces import SPACES, Network, Shape, Space, build_space
-from softcell.spaces.registry import evaluation_space
+from softcell.spaces.base import evaluation_space
 from softcell.text import count_of
 
 CIFAR = "cifar"

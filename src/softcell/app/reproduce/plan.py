@@ -31,7 +31,7 @@ from softcell.evaluate.teacher import TeacherRecipe, resolve_teacher
 from softcell.search import SearchRecipe, resolve
 from softcell.settings import flat, layered
 from softcell.spaces import build_space
-from softcell.spaces.registry import evaluation_space
+from softcell.spaces.base import evaluation_space
 
 Kind = Literal["teacher", "search", "train", "classifier"]
 STAGES: dict[Kind, int] = {"teacher": 0, "search": 1, "train": 2, "classifier": 2}

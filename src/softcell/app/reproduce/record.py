@@ -20,8 +20,8 @@ from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.manifest import collect, now
 from softcell.files import atomic_write_text
+from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.registry import evaluation_space
 from softcell.text import count_of
 
 FORMAT, VERSION = "softcell-table", 1
