@@ -15,7 +15,7 @@ from softcell.app.report.charts import front_svg
 from softcell.arch import Genotype, empty_cells
 from softcell.search.budget import stated_budget
 from softcell.search.restored import restore
-from softcell.search.selection import strongest_within
+from softcell.search.selection import strongest_accepted
 from softcell.search.validation import make_child
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_genotype
@@ -45,7 +45,7 @@ def test_the_strongest_within_a_budget_is_nearly_always_the_best_of_all_architec
             return float(table[torch.arange(6), torch.tensor(numbers)].sum())
 
         for limit in (0.1, 0.4, 0.8, 1.5, 9.0):
-            found = strongest_within(
+            found = strongest_accepted(
                 layout, {"cell": p}, {"cell": cost}, lambda one, c=cost, most=limit: value(one, c) <= most
             )
             assert found is not None and not empty_cells(found, layout) and value(found, cost) <= limit
@@ -53,7 +53,7 @@ def test_the_strongest_within_a_budget_is_nearly_always_the_best_of_all_architec
             assert value(found, p.log()) <= best + 1e-9
             gaps.append(best - value(found, p.log()))
         assert gaps[-1] < 1e-9  # without a limit: the strongest of every edge
-        assert strongest_within(layout, {"cell": p}, {"cell": cost}, lambda genotype: False) is None
+        assert strongest_accepted(layout, {"cell": p}, {"cell": cost}, lambda genotype: False) is None
     assert sum(gap < 1e-9 for gap in gaps) >= 27 and max(gaps) < 1.0
 
 

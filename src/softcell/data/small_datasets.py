@@ -1,9 +1,9 @@
 """Small datasets that are read whole into memory: digits, CIFAR-10 and -100, SVHN and ImageNet16-120.
 
-CIFAR and the downsampled ImageNet are published as pickles, and a pickle may call any function it can name. `read_batch`
-reads the arrays and lists in a pickle without running any code it names: the four names that numpy arrays are made of
-lead to small stand-ins, every other name is refused, and numpy's own (C) unpickling is not used either: the array is
-made from its bytes, whose number is checked.
+CIFAR and the downsampled ImageNet are published as pickles, and a pickle may call any function it can name.
+`read_batch` runs no code that a pickle names: the four names that numpy arrays are made of lead to small stand-ins,
+every other name is refused, and numpy's own (C) unpickling is not used either. An array is made from its bytes, whose
+number is checked.
 """
 
 from __future__ import annotations

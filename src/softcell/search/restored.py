@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,11 @@ from softcell.methods import METHODS, Method
 from softcell.nn.objective import ContextAutoRegression, draw_masks
 from softcell.registry import load_plugins
 from softcell.search.recipe import SearchRecipe, load_images, resolve
-from softcell.search.task import SearchTask
 from softcell.settings import build
 from softcell.spaces import Bound, Supernet, build_space
+
+if TYPE_CHECKING:  # the task imports the indicators, which restore searches
+    from softcell.search.task import SearchTask
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def derive_front(
             return budget.measure(genotype)[kind] <= limit
 
         own = method.derive()  # not always by its probabilities
-        genotype = own if meets(own) else strongest_within(layout, probabilities, costs, meets, method.rule)
+        genotype = own if meets(own) else strongest_accepted(layout, probabilities, costs, meets, method.rule)
         if genotype is None:
             genotype = next(one for one in budget.cheapest if meets(one))
         if genotype not in measured:
@@ -204,7 +204,7 @@ def derive_front(
     return points
 
 
-def strongest_within(
+def strongest_accepted(
     layout: Layout,
     probabilities: Mapping[str, Tensor],
     costs: Mapping[str, Tensor],
@@ -242,7 +242,7 @@ def strongest_within(
         low = high
     else:
         # Where `none` is free and probable, every cheap cell is empty. Without it no cell is.
-        return None if without_none else strongest_within(layout, probabilities, costs, meets, rule, True)
+        return None if without_none else strongest_accepted(layout, probabilities, costs, meets, rule, True)
     for _ in range(REFINEMENTS):
         middle = (low + high) / 2
         if usable(other := at(middle)):
