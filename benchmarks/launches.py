@@ -24,7 +24,7 @@ from benchmarks.traffic import is_view
 from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
 from softcell.nn import attention, stack_calibrations
-from softcell.spaces import _fused_cell, _node_executor, block, execution
+from softcell.spaces import _executors, _fused_cell, block, execution
 
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
@@ -192,7 +192,7 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(dynamic, "triton_kernels", lambda family: _Dynamic(counter)))
         stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
-        for module in (_node_executor, block):
+        for module in (_executors, block):
             stack.enter_context(patch.object(module, "is_modules_only", lambda: not together))
         stack.enter_context(patch.object(execution, "grouping_calibrations_pays", lambda x: together))
         stack.enter_context(patch.object(mix, "copies_cheaply", lambda x: together))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from softcell.arch import WeightMix
 from softcell.nn.conv import DilatedConv, ReLUConvBN
 from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacking_pays
-from softcell.spaces import _node_executor, build_space
+from softcell.spaces import _executors, build_space
 from softcell.spaces.execution import modules_only
 
 
@@ -71,7 +71,7 @@ def test_a_supernet_computes_the_same_with_and_without_stacking(
     bottleneck: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(_node_executor, "run_stacked", lambda ms, x: calls.append(len(ms)) or run_stacked(ms, x))
+    monkeypatch.setattr(_executors, "run_stacked", lambda ms, x: calls.append(len(ms)) or run_stacked(ms, x))
     results = []
     for literal in (False, True):
         torch.manual_seed(0)

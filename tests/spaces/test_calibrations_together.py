@@ -17,7 +17,7 @@ from softcell.kernels.mix import small_weighted_sum
 from softcell.methods import METHODS
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.settings import build
-from softcell.spaces import Supernet, _node_executor, block, build_space
+from softcell.spaces import Supernet, _executors, block, build_space
 from softcell.spaces.execution import modules_only
 
 SIZE = {"cells": 3, "channels": 4, "nodes": 2}
@@ -68,7 +68,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(made))
         return made
 
-    monkeypatch.setattr(_node_executor, "run_calibrations", run)
+    monkeypatch.setattr(_executors, "run_calibrations", run)
     return found
 
 

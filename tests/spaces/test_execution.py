@@ -18,7 +18,7 @@ from softcell.arch.mix import Live
 from softcell.data import Batch
 from softcell.search.validation import recalibrated
 from softcell.spaces import MixedCell, Supernet, build_space, execution
-from softcell.spaces._fused_executors import NodeOutputForms, NodeSumForms
+from softcell.spaces._executors import NodeOutputForms, NodeSumForms
 from softcell.spaces.execution import (
     Execution,
     LayerExecution,

@@ -17,10 +17,16 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._derived_plan import DerivedCell, plan_derived
 from softcell.spaces._derived_plan import Pick as DerivedPick
+from softcell.spaces._executors import (
+    FusedForms,
+    NodeExecutor,
+    NodeOutputForms,
+    NodeSumForms,
+    run_by_node,
+    run_fused_cell,
+)
 from softcell.spaces._fused_cell import FusedCell
-from softcell.spaces._fused_executors import FusedForms, NodeOutputForms, NodeSumForms, run_fused_cell
 from softcell.spaces._fused_plan import Entry, Unfit, remembered
-from softcell.spaces._node_executor import NodeExecutor, run_by_node
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.edges import Bottleneck, Combiner, Edges, PartialChannels, SpecOf, narrowed, node_value
 from softcell.spaces.edges import total as sum_of
