@@ -13,9 +13,8 @@ run a whole suite.
 
 from softcell.testing.candidates import CANDIDATE_CHECKS, check_candidate
 from softcell.testing.methods import METHOD_CHECKS, SAMPLER_CHECKS, check_method, checks_for
-from softcell.testing.ragged import RaggedSpace
 from softcell.testing.spaces import SPACE_CHECKS, check_space
-from softcell.testing.tools import ALIKE, SOFTMAX_AT_HOME, check_name, one_hot, one_hot_live, tiny_space
+from softcell.testing.tools import ALIKE, SOFTMAX_AT_HOME, RaggedSpace, check_name, one_hot, one_hot_live, tiny_space
 
 __all__ = [
     "ALIKE",
