@@ -12,7 +12,7 @@ from softcell.spaces import SPACES, Shape, Space, Supernet, build_space
 from softcell.spaces.darts import DartsSpace
 from softcell.testing import SPACE_CHECKS, RaggedSpace, check_name, tiny_space
 from softcell.testing import spaces as checks
-from softcell.testing.rules import RULE_CHECKS, small_cuts
+from softcell.testing.candidates import RULE_CHECKS, small_cuts
 from softcell.testing.tools import SHAPE, build_supernet
 
 FOUND = tuple(SPACES)

@@ -16,7 +16,7 @@ from softcell.errors import UserError
 from softcell.nn.stochastic import fixed_noise
 from softcell.settings import build, to_dict
 from softcell.spaces import Network, Shape, Space
-from softcell.testing.rules import RULE_CHECKS
+from softcell.testing.candidates import RULE_CHECKS
 from softcell.testing.tools import (
     BATCH,
     NUM_CLASSES,
