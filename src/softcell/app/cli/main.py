@@ -96,7 +96,7 @@ def load_command(name: str) -> Any:
     return command
 
 
-_LIGHT = {f"softcell.{name}" for name in ("app", "errors", "reading", "registry", "settings", "text", "trust")}
+_LIGHT = {f"softcell.{name}" for name in ("app", "errors", "files", "registry", "settings", "text", "trust")}
 
 
 class _Empty(ModuleType):
