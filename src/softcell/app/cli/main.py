@@ -31,7 +31,7 @@ COMMANDS = {
     "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
-    "derive": ("derive", "Derive one architecture per budget from one search, and draw accuracy against cost."),
+    "derive": ("genotypes", "Derive one architecture per budget from one search, and draw accuracy against cost."),
     "export": ("export", "Export a trained network and check the result against the original."),
     "predict": ("predict", "Classify images with a trained network: class names and probabilities."),
     "latency": (
