@@ -33,7 +33,7 @@ COMMANDS = {
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
     "derive": ("genotypes", "Derive one architecture per budget from one search, and draw accuracy against cost."),
     "export": ("export", "Export a trained network and check the result against the original."),
-    "predict": ("predict", "Classify images with a trained network: class names and probabilities."),
+    "predict": ("export", "Classify images with a trained network: class names and probabilities."),
     "latency": (
         "latency",
         "Measure the latency of candidates and networks, on this machine or on another device, in milliseconds.",
