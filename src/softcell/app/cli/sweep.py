@@ -14,7 +14,7 @@ from rich.console import Console
 from softcell.app.cli import options as o
 from softcell.app.cli.console import command, console
 from softcell.app.cli.report import print_comparison
-from softcell.app.report.compare import compare
+from softcell.app.report.compare import compare as compare_runs
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.report.runs import read_runs
 from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep
@@ -141,7 +141,7 @@ def _conclude(screen: Console, folder: Path, every: list[Job], outcome: Outcome,
     screen.print()
     if runs:
         write_report(runs, folder / REPORT)
-        print_comparison(compare(read_runs(runs)))
+        print_comparison(compare_runs(read_runs(runs)))
         screen.print(f"\nreport: {folder / REPORT}", markup=False)
     for job, attempts, error in outcome.failed.values():
         text = f"failed after {count_of(attempts, 'attempt')}: {job.name}: {error}\n  log: {job.folder / LOG}"
