@@ -41,7 +41,7 @@ COMMANDS = {
     "report": ("report", "Write one self-contained HTML page about one or more runs."),
     "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
     "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),
-    "sweep": ("sweep", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
+    "sweep": ("report", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
     "reproduce": ("reproduce", "Print the plan that reproduces a paper's tables, run it, and show ours beside theirs."),
     "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
     "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
