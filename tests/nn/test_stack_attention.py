@@ -10,7 +10,7 @@ from softcell.arch import WeightMix
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.stack import block_key, grouping_blocks_pays, run_alike, run_blocks
-from softcell.spaces import build_space, chain, execution
+from softcell.spaces import build_space, cell, execution
 from softcell.spaces.execution import modules_only
 from softcell.spaces.fullattention import CANDIDATES
 
@@ -125,12 +125,12 @@ def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pyt
         return found
 
     monkeypatch.setattr(execution, "grouping_blocks_pays", lambda x: True)
-    monkeypatch.setattr(chain, "run_blocks", run)
-    monkeypatch.setattr(chain, "run_alike", run_as_one)
+    monkeypatch.setattr(cell, "run_blocks", run)
+    monkeypatch.setattr(cell, "run_alike", run_as_one)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
     assert alike == ([True] * 10 if live is None else [True, False] * 5), "a single block runs alone"
     assert ran == [] if live is None else ran == [0] * 5
-    monkeypatch.setattr(chain, "run_alike", lambda modules, x: None)
+    monkeypatch.setattr(cell, "run_alike", lambda modules, x: None)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
     assert ran == [len(CANDIDATES)] * 10 if live is None else ran == [0] * 5 + [3, 0] * 5
     ran.clear()

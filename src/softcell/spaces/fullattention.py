@@ -29,7 +29,7 @@ from softcell.nn.attention import EXTENTS, HEADS, local_block, local_name
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AveragePool
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
-from softcell.spaces.chain import MixedChain, PickedChain, check_chain
+from softcell.spaces.cell import MixedChain, PickedChain, check_chain
 
 CANDIDATES = (*(local_name(k, h) for k in EXTENTS for h in HEADS), "non_local_sa")
 WIDTHS = (1, 2, 2, 4, 4)

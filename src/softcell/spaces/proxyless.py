@@ -21,7 +21,7 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import EXPANSIONS, KERNELS, MBConv, conv_norm, name_of
 from softcell.settings import build, to_dict
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
-from softcell.spaces.chain import MixedChain, PickedChain, check_chain
+from softcell.spaces.cell import MixedChain, PickedChain, check_chain
 from softcell.spaces.costs import count_genotype
 
 WIDTHS = (24, 40, 80, 96, 192, 320)
