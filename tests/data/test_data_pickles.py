@@ -7,7 +7,7 @@ import pickletools
 import numpy as np
 import pytest
 
-from softcell.data.small_datasets import read_arrays, read_batch
+from softcell.data._small_datasets import read_arrays, read_batch
 from softcell.errors import UserError
 
 

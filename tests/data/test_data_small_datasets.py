@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.io import savemat
 
-from softcell.data import Augment, Resident, datasets, load, small_datasets
+from softcell.data import Augment, Resident, _small_datasets, datasets, load
 from softcell.errors import UserError
 
 NUM = 20  # images per synthetic file
@@ -16,7 +16,7 @@ NUM = 20  # images per synthetic file
 
 @pytest.fixture
 def small_cifar(monkeypatch):
-    monkeypatch.setattr(small_datasets, "RECORDS", dict.fromkeys(small_datasets.RECORDS, NUM))
+    monkeypatch.setattr(_small_datasets, "RECORDS", dict.fromkeys(_small_datasets.RECORDS, NUM))
 
 
 def rows(seed, width=3072):
@@ -74,8 +74,8 @@ def test_cifar_is_read_from_its_folder_or_the_one_above(tmp_path, small_cifar, n
 
 
 def test_class_names_are_in_the_order_of_their_labels():
-    assert small_datasets._LAYOUTS["cifar10"].classes[3] == "cat"
-    fine = small_datasets._LAYOUTS["cifar100"].classes
+    assert _small_datasets._LAYOUTS["cifar10"].classes[3] == "cat"
+    fine = _small_datasets._LAYOUTS["cifar100"].classes
     assert list(fine) == sorted(fine) and fine[0] == "apple" and fine[71] == "sea" and fine[99] == "worm"
 
 

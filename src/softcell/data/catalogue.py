@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from softcell.data import cub
+from softcell.data._small_datasets import load_cifar, load_digits, load_imagenet16, load_svhn
 from softcell.data.arrays import load_npz
 from softcell.data.dataset import Dataset, SomeClasses, check_fixed_size, with_some_classes
 from softcell.data.folder import MEMORY_LIMIT, load_folder, load_imagenet
-from softcell.data.small_datasets import load_cifar, load_digits, load_imagenet16, load_svhn
 from softcell.errors import UserError, nearest
 
 _ROOT_VARIABLE = "SOFTCELL_DATA"

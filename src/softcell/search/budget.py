@@ -24,7 +24,7 @@ import torch
 from softcell.arch import Genotype, Layout, Rule, derive_cheapest, derives_cheapest, empty_cells
 from softcell.arch.cost import CostTables
 from softcell.errors import UserError
-from softcell.search.latencies import latency, measured_for, read_latencies, with_latencies
+from softcell.search._latencies import latency, measured_for, read_latencies, with_latencies
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import Resource, ResourcePenalty
 from softcell.settings import build, convert, to_dict

@@ -21,9 +21,9 @@ from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.nn.objective import ContextAutoRegression, Objective
+from softcell.search._latencies import with_latencies
 from softcell.search.budget import Budget, counted_network
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
-from softcell.search.latencies import with_latencies
 from softcell.search.perturb import check_perturbable
 from softcell.search.recipe import SearchRecipe, unmet
 from softcell.search.resource import ResourcePenalty, check_steerable

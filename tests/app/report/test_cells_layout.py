@@ -7,8 +7,7 @@ from itertools import combinations, pairwise, permutations
 
 import pytest
 
-from softcell.app.report.cells_graph import Graph, graph_of, input_nodes
-from softcell.app.report.cells_layout import (
+from softcell.app.report._cells_layout import (
     GAP,
     LABEL_HEIGHT,
     MOST_ITEMS,
@@ -20,6 +19,7 @@ from softcell.app.report.cells_layout import (
     place_items,
     segments,
 )
+from softcell.app.report.cells_graph import Graph, graph_of, input_nodes
 from softcell.arch import Cell, Pick
 from tests.helpers.report_cells import random_cell
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from softcell.app.report import to_text
+from softcell.app.report._cells_text import MARKS
 from softcell.app.report.cells_graph import input_nodes, node_numbers
-from softcell.app.report.cells_text import MARKS
 from softcell.app.report.theme import family
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.notation import from_darts, from_nb201

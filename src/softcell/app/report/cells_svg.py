@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from softcell.app.report.cells_layout import Drawing, Edge, Node, Point, lay_out
+from softcell.app.report._cells_layout import Drawing, Edge, Node, Point, lay_out
 from softcell.app.report.theme import (
     CHAR,
     FAMILIES,

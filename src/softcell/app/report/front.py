@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from softcell.app.report._overview import COSTS
 from softcell.app.report.charts import Cloud, scatter
-from softcell.app.report.overview import COSTS
 from softcell.app.report.runs import mapping
 from softcell.app.report.theme import Html, big, el, percent, table
 from softcell.errors import UserError

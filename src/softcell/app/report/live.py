@@ -14,7 +14,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from softcell.app.report.overview import SUMMARY, read_outcome
+from softcell.app.report._overview import SUMMARY, read_outcome
 from softcell.app.report.page import gather, render
 from softcell.app.report.runs import Run, read_run
 from softcell.engine.runfolder import MANIFEST
