@@ -144,7 +144,7 @@ def peak_megabytes(case: Case, device: torch.device, *, plain: bool) -> float:
     """Peak memory of two steps in a process of its own; on the CPU less what an idle process needs."""
     request = json.dumps({"case": asdict(case), "device": device.type, "plain": plain})
     code = "import sys; from benchmarks.steps import report_peak; report_peak(sys.argv[1])"
-    # Freed tensors go back to the system at once: what the C library keeps for later is nobody's need.
+    # Freed tensors go back to the system at once: what the C library keeps for later does not count.
     surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", code, request], capture_output=True, text=True, check=True, env=surroundings

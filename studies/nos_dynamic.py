@@ -1,11 +1,11 @@
-"""`python -m studies.nos_dynamic`: why does a NOS search hardly pick dynamic convolutions?
+"""`python -m studies.nos_dynamic`: why does a NOS search rarely pick dynamic convolutions?
 
 Searches that differ in the two dynamic candidates or in where the logits start:
 
     paper      Appendix A.1 as printed; logits start with deviation 1e-3
     box        the kernel is a mean over its k² taps, whatever the image: nothing of the generator is left
     identity   Appendix A.1, but kernels start as the identity: the centre tap is 6 above the others before the softmax
-    normal     Appendix A.1; logits start with deviation 1, "in the normal distribution" to the letter
+    normal     Appendix A.1; logits start with deviation 1, "in the normal distribution" taken literally
 
 For each the mean softmax weight of every candidate in both tiers after the search, the picks, and how far kernels are
 from a mean over their taps: the mean of |k²·D - 1|. Before the searches, on the supernet of the first: the same, the

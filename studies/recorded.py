@@ -70,7 +70,7 @@ def recorded_searches(
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"--searched must name a record of this study, but {file} is none: {error!r}") from error
+        raise UserError(f"--searched must name a record of this study, but {file} is not one: {error!r}") from error
     if not found:
         raise UserError(f"{file} has no finished search of these arms and seeds; omit --searched to search again")
     if lost and file.resolve() == target.resolve():

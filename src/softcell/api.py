@@ -182,7 +182,7 @@ def train(
     """Trains the network of a genotype from scratch and measures it once on the test set.
 
     genotype: a `Genotype`, its file, a run folder, RUN@EPOCH or any notation; or the result of `search`, whose data and
-        space are used too. None if `config` or the resumed run is that of a training.
+        space are used too. None if `config` or the resumed run is a training.
     data: a name, a path, or images in memory (`Data`).
     recipe: `small`, `cifar` or `imagenet`, by default the one that suits the data; or a complete recipe, which needs a
         `Genotype` and no further settings.

@@ -156,7 +156,7 @@ def read(path: str | Path, kind: Kind = "plugin") -> Content:
     file = Path(path).resolve()
     if not file.is_file() or (kind == "plugin" and file.suffix != ".py"):
         rule = "--plugin must name a Python file" if kind == "plugin" else "an exported program must be a file"
-        raise UserError(f"{rule}, but {path} is none")
+        raise UserError(f"{rule}, but {path} is not one")
     try:
         data = file.read_bytes()
     except OSError as error:

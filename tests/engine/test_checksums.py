@@ -162,7 +162,7 @@ def test_the_copy_of_the_best_seed_must_be_that_of_the_best_seed(runs: Path, tmp
     shutil.copy(runs / "search" / "genotype.json", tmp_path)
     assert read_genotype(tmp_path) == Genotype.load(runs / "search")
     sample(build_space("nb201", {}).layout(), 77).save(tmp_path / "genotype.json")
-    with pytest.raises(UserError, match="must be that of the best seed"):
+    with pytest.raises(UserError, match="must equal the genotype of the best seed"):
         read_genotype(tmp_path)
 
 

@@ -505,10 +505,10 @@ def test_a_missed_budget_names_the_ways_out_and_the_last_network_that_met_it_is_
     for each in (budget, again):
         assert each.kept(found["skip_connect"], said.append) == found["skip_connect"] and not said
         assert each.kept(found["nor_conv_3x3"], said.append) == found["nor_conv_1x1"]
-        assert "taking that of epoch 5, the last one that met the budget" in said.pop()
+        assert "taking the network of epoch 5, the last one that met the budget" in said.pop()
         none = derive(layout, {"cell": layout.tables[0].columns("none").double()}, StrongestEach())
         assert each.is_met(none) and each.kept(none, said.append) == found["nor_conv_1x1"]
-        assert "has an empty cell: taking that of epoch 5" in said.pop()
+        assert "has an empty cell: taking the network of epoch 5" in said.pop()
         results, message = each.verdict(found["nor_conv_1x1"])
         assert results["budget_met"] is True and results["derived_from_epoch"] == 4 and message is None
     tight = Resource(max_params=float(sizes["skip_connect"] - 1))

@@ -22,12 +22,12 @@ Steps = Generator[None, None, T]
 Running = Generator[Steps[Any], Any, T]
 """A run: it yields the steps that it needs made, is sent what these return, and returns its own result.
 
-Whoever makes the steps decides whether the steps of other runs come in between; the run itself does not notice.
+The caller decides whether steps of other runs come in between; the run itself does not notice.
 """
 
 
 def drain(running: Running[T]) -> T:
-    """Makes all steps of a run at once, without those of other runs in between, and returns its result.
+    """Makes all steps of a run, without steps of other runs in between, and returns its result.
 
     The code of the run is not on the stack while steps are made; an error of a step is raised inside the run, so that
     it can record the failure and release what it holds.

@@ -233,7 +233,7 @@ def _check_own(path: Path) -> None:
         migrate(json.loads((path / MANIFEST).read_text(encoding="utf-8")), str(path / MANIFEST))
     except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
         raise UserError(
-            f"only a folder that Softcell created may be overwritten, but {path / MANIFEST} is not that of a run "
+            f"only a folder that Softcell created may be overwritten, but {path / MANIFEST} does not describe a run "
             f"({error}). Give another --out, or remove the folder yourself."
         ) from error
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ran(Generic[T]):
-    """Results and errors by seed; `exit_code` is that of an interruption, 1 after an error, else 0."""
+    """Results and errors by seed; `exit_code`: 1 after an error, the signal's code after an interruption, else 0."""
 
     results: dict[int, T]
     errors: dict[int, Exception]

@@ -168,7 +168,7 @@ def notation(genotype: Genotype) -> str:
 def check_search(method: str, layout: Layout, rule: Rule | None) -> None:
     """Refuses a search whose cells the benchmark cannot have, as far as that is known before it.
 
-    rule: the method's own; None for that of the space.
+    rule: the method's own; None for the space's.
     """
     ops = {op for table in layout.tables for choice in table.choices for op in choice.candidates}
     foreign = sorted(ops - set(OPERATIONS))

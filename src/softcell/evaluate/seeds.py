@@ -66,7 +66,7 @@ def train_seeds(
     overwrite: bool = False,
     on_event: Callable[[int], OnEvent] | None = None,
 ) -> TrainedSeeds:
-    """Trains with every seed, each in `out`/seed-N; each result is the same as that of the training alone.
+    """Trains with every seed, each in `out`/seed-N; each result is the same as of a single training.
 
     at_once: how many share the device; None for all of them on a GPU and one elsewhere.
     on_event: makes the listener of a seed's run.

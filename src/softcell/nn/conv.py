@@ -106,7 +106,7 @@ class SeparableConv(ReLUFirst):
 class FactorisedReduction(nn.Module):
     """ReLU, two 1×1 convolutions of stride 2 on grids shifted by one pixel, concatenated, batch-norm.
 
-    An odd size is padded by one row or column of zeros, so that the output is ⌈h/2⌉ × ⌈w/2⌉ like that of every other
+    An odd size is padded by one row or column of zeros, so that the output is ⌈h/2⌉ × ⌈w/2⌉ as for every other
     stride-2 operation (DARTS itself fails there).
     """
 

@@ -242,7 +242,7 @@ def _steps(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 class ContextAutoRegression(Objective):
     """L1 on what is hidden; gives no logits.
 
-    stages: shapes (channels, height, width) of the network's feature maps, the largest first. image: that of an image.
+    stages: shapes (channels, height, width) of the network's feature maps, the largest first. image: shape of an image.
     """
 
     supervised: ClassVar[bool] = False

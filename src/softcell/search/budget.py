@@ -127,8 +127,8 @@ class Budget:
         self._taken, earlier = self.last_met
         why = f"misses the budget ({self._gaps(genotype)})" if not self.is_met(genotype) else "has an empty cell"
         notify(
-            f"the network of the last epoch {why}: taking that of epoch {self._taken + 1}, the last one that met the "
-            "budget."
+            f"the network of the last epoch {why}: taking the network of epoch {self._taken + 1}, the last one that "
+            "met the budget."
         )
         return earlier
 

@@ -196,7 +196,7 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
 
 
 def _in_folder(path: Path) -> Genotype:
-    """The `genotype.json` of a folder; that of a finished run, or of the best seed, must be unchanged."""
+    """The `genotype.json` of a folder; it must be unchanged if the run is finished or is the best seed."""
     if (path / "run.json").is_file():
         RunFolder.open(path).verify("genotype.json")
     genotype = Genotype.load(path)
@@ -204,8 +204,8 @@ def _in_folder(path: Path) -> Genotype:
         best = run_in(path)
         if _in_folder(best) != genotype:
             raise UserError(
-                f"{path / 'genotype.json'} must be that of the best seed, {best}, but differs from it; to use your own "
-                "version of it, copy it out of the folder and give that file"
+                f"{path / 'genotype.json'} must equal the genotype of the best seed, {best}, but differs; to use your "
+                "own version, copy it out of the folder and give that file"
             )
     return genotype
 

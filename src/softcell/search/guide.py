@@ -40,7 +40,7 @@ class Guide:
 
     `teacher`: a run folder, a file of weights, a .pt2 program or a registered name (`find_teacher`); None for an
     unguided search.
-    `weight`: λ. `form`: `mean-square`, or `norm` for Eq 6 to the letter. `classifier`: the network that a file's
+    `weight`: λ. `form`: `mean-square`, or `norm` for Eq 6 as printed. `classifier`: the network that a file's
     weights belong to, built in or registered. `layers`: submodules of the teacher whose outputs are compared.
     `trust`: only valid on the command line and in a Python call, where it means `--trust`; ignored in files.
     """

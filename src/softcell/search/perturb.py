@@ -127,7 +127,7 @@ def _together(columns: list[list[Question]]) -> list[list[Question]]:
 
 
 class PerturbationSelection:
-    """Decides edge by edge. The supernet's weights change meanwhile and are restored at the end.
+    """Decides edge by edge. The supernet's weights change during the selection and are restored at the end.
 
     weights: augmented training batches that tune the supernet. judged: the validation images that accuracies are
     measured on. in_step: entered around every forward pass.
@@ -324,7 +324,7 @@ class PerturbationSelection:
         return [p for module in modules for p in module.parameters() if p.requires_grad]
 
     def _tune(self, number: int) -> None:
-        """Trains the weights of what is left, between two rounds, at a learning rate that falls over all rounds."""
+        """Trains the remaining weights between two rounds, at a learning rate that falls over all rounds."""
         epochs, w, parameters = self._settings.epochs, self._recipe.weights, self._parameters()
         mix = self._mix()
 
@@ -368,7 +368,7 @@ class PerturbationSelection:
             self._supernet.drop_path.current.copy_(drop)
 
     def _origin(self) -> str:
-        """A digest of the supernet, method and settings, so that no selection continues that of another search."""
+        """A digest of the supernet, method and settings, so that no selection continues one of another search."""
         digest = hashlib.sha256(repr(sorted(self._recipe.to_dict()["select"].items())).encode())
         for module in (self._supernet, self._method, self._objective):
             for name, value in module.state_dict().items():

@@ -53,7 +53,7 @@ def search_seeds(
     overwrite: bool = False,
     on_event: Callable[[int], OnEvent] | None = None,
 ) -> SearchedSeeds:
-    """Searches with every seed; each result is the same as that of the search alone.
+    """Searches with every seed; each result is the same as of a single search.
 
     keep: `best` removes the checkpoints of all but the best when all are finished; records and genotypes stay.
     at_once: how many share the device; None for all of them on a GPU and one elsewhere.
@@ -94,7 +94,7 @@ def figure(results: Iterable[SearchResult]) -> str:
 
 
 def score(result: SearchResult, figure: str = "val_accuracy") -> float | None:
-    """The last validation accuracy, by the metric `figure`; without a supernet, that of the best network."""
+    """The last validation accuracy, by the metric `figure`; without a supernet, the accuracy of the best network."""
     return _last(result, "best_val_accuracy", figure)
 
 

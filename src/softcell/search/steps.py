@@ -55,7 +55,7 @@ class StepState:
         return running_statistics((self.supernet, self.objective)) if several else []
 
     def penalty(self, mix: Mix) -> Tensor | None:
-        """A term [] in the loss of the architecture: the method's own and that of resources."""
+        """A term [] in the loss of the architecture: the method's own and the resource penalty."""
         own = self.method.penalty(mix)
         if self.resource is None:
             return own

@@ -1,4 +1,4 @@
-"""Accuracy of a supernet and of its children, and the statistics that BatchNorm normalises by meanwhile.
+"""Accuracy of a supernet and of its children, and the statistics that BatchNorm uses for them.
 
 A child is a derived network with the supernet's own weights, without any training. SNAS, Table 1: a child far below its
 supernet shows that the search is biased.
@@ -154,7 +154,7 @@ def recalibrated(
 ) -> Iterator[None]:
     """Within this context all BatchNorms have the mean of their statistics over `batches` under `mix`.
 
-    Nothing is dropped meanwhile, as in evaluation; random numbers are restored. in_step: entered around these forward
+    Nothing is dropped, as in evaluation; random numbers are restored. in_step: entered around these forward
     passes, so that they have the precision of the evaluation.
     """
     norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
@@ -177,7 +177,7 @@ def recalibrated(
 def batch_statistics(supernet: Supernet) -> Iterator[None]:
     """Within this context all BatchNorms normalise by the batch itself; running statistics stay as they are.
 
-    Nothing is dropped meanwhile; random numbers are restored.
+    Nothing is dropped; random numbers are restored.
     """
     norms = [module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)]
     kept = [{k: v.clone() for k, v in norm.state_dict().items()} for norm in norms]

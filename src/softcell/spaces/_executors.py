@@ -275,7 +275,7 @@ class NodeSumForms:
         self._known: dict[tuple[int, Live | None], NodeSums | None] = {}
 
     def of(self, node: int, live: Live | None, stride: int) -> NodeSums | None:
-        """None where the features must run one by one; `stride` is that of all that leaves the node."""
+        """None where the features must run one by one; `stride` holds for everything that leaves the node."""
         return remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> NodeSums:

@@ -144,6 +144,6 @@ def _present(buffer: Tensor | None) -> Tensor:
 
 
 def compute_type(x: Tensor) -> torch.dtype:
-    """The dtype of computations on `x`: its own, or that of autocast."""
+    """The dtype of computations on `x`: its own, or the dtype of autocast."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -106,7 +106,7 @@ def count_genotype(space: Space, genotype: Genotype, shape: Shape, num_classes: 
 def count_candidates(
     space: Space, shape: Shape, num_classes: int, *, printed_pooling: bool = False, trained: bool = False
 ) -> CostTables:
-    """Parameters, FLOPs and memory access of every candidate of every site; `printed_pooling`: Eq 38 to the letter.
+    """Parameters, FLOPs and memory access of every candidate of every site; `printed_pooling`: Eq 38 as printed.
 
     `trained`: as in evaluation networks, whose batch-norm has weights; behind pools too, which is the larger of their
     two forms. A candidate whose weights several edges share is counted in full on each of them.
@@ -249,7 +249,7 @@ class OutputShapes:
     in_parts: bool
 
     def feature(self) -> Shape | None:
-        """The largest shape: that of the feature maps among them."""
+        """The largest shape, which a feature map has."""
         found = [shape for shape in self.by_candidate.values() if shape is not None]
         return max(found, key=lambda shape: shape[0] * shape[1] * shape[2]) if found else None
 

@@ -47,7 +47,7 @@ def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
     network = space.network(genotype, (channels, height, width), outputs)
     file = Path(folder) / WEIGHTS
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} must be a regular file, but is none")
+        raise UserError(f"{file} must be a regular file, but is not one")
     try:
         network.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:

@@ -43,7 +43,7 @@ NODES = 4
 
 
 def _evaluation(channels: int) -> dict[str, dict[str, Any]]:
-    """Sizes for training; an entry of a dataset takes precedence over that of its recipe."""
+    """Sizes for training; an entry for a dataset takes precedence over one for its recipe."""
     other = {"cells": 8, "channels": 16}
     return {
         "small": {"cells": 5, "channels": 16},

@@ -195,7 +195,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not named:
         raise UserError(
             f"{file}: a file of weights is a `state_dict()`, which maps names to tensors, or a checkpoint with one "
-            f"under {', '.join(WITHIN)}; this is none"
+            f"under {', '.join(WITHIN)}; this file has none"
         )
     prefix = "module." if all(name.startswith("module.") for name in loaded) else ""  # of DataParallel
     return {name.removeprefix(prefix): value for name, value in loaded.items()}, {}

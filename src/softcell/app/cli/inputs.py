@@ -41,7 +41,7 @@ def genotype(text: str) -> Genotype:
 
 
 def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
-    """The architecture that an argument names and, if it is that of a run, its folder and manifest.
+    """The architecture that an argument names and, if it belongs to a run, its folder and manifest.
 
     The run's plugins are loaded first: they may define its space. only_trusted: skip plugins that are not trusted
     instead of raising.

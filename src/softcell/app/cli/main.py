@@ -236,7 +236,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _question() -> Callable[[str], bool] | None:
-    """Asks the user in a terminal; None if nobody would answer, as under torchrun."""
+    """Asks the user in a terminal; None where no user can answer, as under torchrun."""
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     is_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     return (lambda text: typer.confirm(text, err=True)) if alone and is_terminal else None

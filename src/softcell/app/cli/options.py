@@ -140,7 +140,7 @@ def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     data = named.get("data")
     is_own = data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
     if is_own and "data_root" not in named:
-        named["data_root"] = str(Path.cwd())  # likewise
+        named["data_root"] = str(Path.cwd())  # for the same reason
     given = layered(from_options(named), assignments(options.get("set_") or ()))
     trust_named(given)
     return given

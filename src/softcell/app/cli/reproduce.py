@@ -63,7 +63,7 @@ def reproduce(
         bool, typer.Option("--small", help="A rehearsal: all steps on handwritten digits, a few minutes on a CPU.")
     ] = False,
     run: Annotated[
-        bool, typer.Option("--run", help="Run the plan, or what is left of it. Without it nothing is run.")
+        bool, typer.Option("--run", help="Run the plan, or the rest of it. Without this option nothing is run.")
     ] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the plan's cost on this device, a few seconds per kind of run.")

@@ -1,4 +1,4 @@
-"""Collects the source of modules that cannot be traced, so that one file with nothing but torch can hold them.
+"""Collects the source of modules that cannot be traced, so that one file that imports only torch can hold them.
 
 Starting from classes, every name that their code uses is followed: definitions of Softcell or a plugin are copied,
 those of torch and the standard library are imported. Of a class only the methods whose names occur in the code are

@@ -8,8 +8,8 @@ graph of hundreds of nodes and twice the time to run, products of matrices over 
 A *pack* is a folder with which the candidates of a space are measured on another device: ONNX files, a list of them, a
 script (`softcell.evaluate.measure_onnx`) that needs numpy and onnxruntime. Its result is a table for `softcell search
 --latency-table`. Candidates are exported as in the final network, each once for every size that it can have there, as
-are some whole networks, which show how well the table predicts. A graph that only copies its input stands for what a
-call of onnxruntime costs in itself.
+are some whole networks, which show how well the table predicts. A graph that only copies its input measures the
+overhead of a call of onnxruntime.
 """
 
 import contextlib

@@ -153,7 +153,7 @@ def _indicator(recipe: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
 def groups(runs: Sequence[Benched]) -> dict[str, list[Benched]]:
     """Groups of runs that differ only by their seed, in the order of `runs`.
 
-    Their name is that of their method; if several groups share it, the settings that differ are added.
+    They are named after their method; if several groups share it, the settings that differ are added.
     """
     members: dict[tuple[str, str], list[Benched]] = {}
     for run in runs:

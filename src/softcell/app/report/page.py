@@ -334,7 +334,7 @@ def _verdict(run: Run, shares: Sequence[Series], warn: float | None, changes: Se
     last = number(run.metrics[-1].get("entropy"))
     first = number(run.metrics[0].get("entropy"))
     if last is not None and first is not None and len(run.metrics) > 1:
-        decided = "hardly moved" if last > 0.95 * first else "fell"
+        decided = "barely moved" if last > 0.95 * first else "fell"
         sentences.append(
             f"The entropy {decided}, from {first:.2f} to {last:.2f} nats (0 means that every edge is decided)."
         )

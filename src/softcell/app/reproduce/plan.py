@@ -51,7 +51,7 @@ MOST_DRAWS = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """One run. folder: relative to that of the plan. settings: those of its recipe. network: what is trained.
+    """One run. folder: relative to the plan's folder. settings: of its recipe. network: what is trained.
 
     found: for the training of a found network, the folder of its search. rows: names of the rows that need it.
     """

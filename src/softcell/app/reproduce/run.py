@@ -106,7 +106,7 @@ def check_network(genotype: Genotype, folder: Path) -> None:
 
 
 def steps_of(plan: Plan, job: Job, place: Path, on_event: OnEvent) -> Running[Any]:
-    """The run of a job in the folder `place`, or what is left of it."""
+    """Runs a job in the folder `place`, or the rest of it."""
     recipe, resume = resumed(plan.recipe(job), place), has_run(place)
     if job.kind == "train" and resume:
         check_network(plan.genotype(job), place)

@@ -1,4 +1,4 @@
-"""Runs jobs: each as processes on the machine that a launcher chose, be it this one, a Ray cluster or Slurm.
+"""Runs jobs, each as processes on the machine that a launcher chose: this one, a Ray cluster or Slurm.
 
 Slurm is reached through submitit. None of this is a scheduler of our own.
 """
