@@ -268,9 +268,7 @@ def _pair(data: Any) -> tuple[str, AnyArray, AnyArray, Iterable[str] | None]:
         try:
             labels.append(int(item[1]))
         except (TypeError, ValueError):
-            raise UserError(
-                f"labels must be whole numbers, but item {number} has {item[1]!r:.60}"
-            ) from None
+            raise UserError(f"labels must be whole numbers, but item {number} has {item[1]!r:.60}") from None
         if number == 0 and len(data) * images[0].nbytes > MOST_BYTES:
             raise UserError(
                 f"a torch dataset is read into memory, up to {MOST_BYTES / 2**30:.0f} GiB, but {len(data):,} images "

@@ -363,9 +363,6 @@ class Files(Images):
         sizes = str((self.shape, self.stored, self._whole)).encode()
         return b"\0".join((sizes, boxes, b"\0".join(map(bytes, self._names))))
 
-    def _box_and_margin(self, index: int) -> tuple[Box | None, float]:
-        return box_of(self._boxes, index), self.stored[0] / self.shape[1]
-
     def fetch_stored(self, indices: Tensor) -> Tensor:
         check_readable(self.is_test)
         return self.read(indices)
@@ -377,7 +374,7 @@ class Files(Images):
         """
         out = self._room(len(indices))
         for row, index in enumerate(indices.tolist()):
-            at = self._box_and_margin(index)
+            at = box_of(self._boxes, index), self.stored[0] / self.shape[1]
             out[row] = decode(self.path(index), self.shape[0], self.stored, *at, whole=self._whole)
         return torch.from_numpy(out)
 

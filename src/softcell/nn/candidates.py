@@ -91,14 +91,6 @@ class Candidate:
 _REGISTRY: dict[str, Candidate] = {}
 
 
-def _always(spec: Spec) -> bool:
-    return True
-
-
-def _never(spec: Spec) -> bool:
-    return False
-
-
 def candidate(
     name: str,
     *,
@@ -130,7 +122,7 @@ def candidate(
         known = _REGISTRY.get(name)
         if known is not None and known.build.__module__ != build.__module__:
             raise UserError(f"candidate {name!r} exists already (from {known.build.__module__}); choose another name")
-        shares = shared if callable(shared) else (_always if shared else _never)
+        shares = shared if callable(shared) else (lambda _: bool(shared))
         _REGISTRY[name] = Candidate(name, build, zero, shares, kind, blind, widens, multiple)
         return build
 

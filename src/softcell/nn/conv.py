@@ -204,16 +204,12 @@ class Zero(nn.Module):
         return torch.zeros_like(x[:, :, :: self.stride, :: self.stride])
 
 
-def _identity(spec: Spec) -> bool:
-    return spec.stride == 1
-
-
 @candidate("none", zero=True, shared=True)
 def none(spec: Spec) -> nn.Module:
     return Zero(spec.stride)
 
 
-@candidate("skip_connect", shared=_identity)
+@candidate("skip_connect", shared=lambda spec: spec.stride == 1)
 def skip_connect(spec: Spec) -> nn.Module:
     if spec.stride == 1:
         return nn.Identity()

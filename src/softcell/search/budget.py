@@ -216,9 +216,10 @@ class Budget:
                 f"The smallest network found has {least}: raise the budget, or make the network smaller "
                 f"({self.smaller()}, and train with the same)."
             )
+        stronger = max(3.0 * self._settings.eta, self._settings.levels["aggressive"])
         return (
             "Search longer (--epochs), start with a stronger penalty (--resource aggressive, or --set "
-            f"resource.weight={_stronger(self._settings):g}), let the architecture move faster "
+            f"resource.weight={stronger:g}), let the architecture move faster "
             "(--set architecture.lr=...), or raise the budget."
         )
 
@@ -260,10 +261,6 @@ def format_cost(kind: str, value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"
     return f"{value:g} {NAMES[kind].removesuffix('s') if value == 1 else NAMES[kind]}"
-
-
-def _stronger(settings: Resource) -> float:
-    return max(3.0 * settings.eta, settings.levels["aggressive"])
 
 
 def next_within(

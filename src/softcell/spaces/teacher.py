@@ -117,7 +117,8 @@ def find_teacher(
 def classifier_metadata(name: str, settings: Mapping[str, Any], in_channels: int, num_classes: int) -> dict[str, str]:
     """Metadata of a weights file, from which its network can be rebuilt."""
     sizes = {"in_channels": in_channels, "num_classes": num_classes}
-    return {"format": FORMAT, "classifier": name, "settings": json.dumps(dict(settings)), **_texts(sizes)}
+    texts = {key: str(value) for key, value in sizes.items()}
+    return {"format": FORMAT, "classifier": name, "settings": json.dumps(dict(settings)), **texts}
 
 
 def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -240,7 +241,3 @@ def _digest(module: nn.Module) -> str:
         total.update(name.encode())
         total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
-
-
-def _texts(values: Mapping[str, int]) -> dict[str, str]:
-    return {key: str(value) for key, value in values.items()}

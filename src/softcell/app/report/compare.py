@@ -199,7 +199,11 @@ class Comparison(Shown):
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """Groups the runs that have a score and compares every two groups that were measured alike on the same data."""
-    notes = [f"{run.label}: {_why_not(run)}; not counted" for run in runs if run.score is None]
+    notes = []
+    for run in runs:
+        if run.score is None:
+            why = f"status {run.status}" if run.status != "finished" else "no accuracy was measured"
+            notes.append(f"{run.label}: {why}; not counted")
     kept, repeated = without_repeats([run for run in runs if run.score is not None])
     notes += repeated
     groups = _groups(kept)
@@ -220,10 +224,6 @@ def compare(runs: Sequence[Run]) -> Comparison:
         p = None if test is None else next(adjusted)
         pairs.append(Pair(first, second, test, p, _sentence(first, second, test, p, count)))
     return Comparison(tuple(groups), tuple(pairs), tuple(notes))
-
-
-def _why_not(run: Run) -> str:
-    return f"status {run.status}" if run.status != "finished" else "no accuracy was measured"
 
 
 def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
@@ -308,7 +308,7 @@ def _sentence(first: Group, second: Group, test: Welch | None, p: float | None, 
     if test.difference < 0:
         first, second, low, high = second, first, -high, -low
     by = f"{abs(test.difference) * 100:.2f} points higher"
-    facts = f"95 % interval {low:+.2f} to {high:+.2f}, p = {_p(p)} by Welch's t-test"
+    facts = f"95 % interval {low:+.2f} to {high:+.2f}, p = {p:{'.3f' if p >= 0.001 else '.1e'}} by Welch's t-test"
     facts += f", corrected for {count} comparisons" if count > 1 else ""
     shared = [g for g in (first, second) if len(g.seeds) < 2]
     seeds = "".join(f" All runs of {g.name} share one seed, so they vary by architecture only." for g in shared)
@@ -338,10 +338,6 @@ def _unequal(first: Group, second: Group) -> str:
         return ""
     listed = ", ".join(f"{key} {_value(settings[0], key)} and {_value(settings[1], key)}" for key in keys[:4])
     return f" Caution: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
-
-
-def _p(value: float) -> str:
-    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
 
 
 HEADER = ("group", "n", "mean, %", "std", "top-5, %", "parameters", "data", "accuracy of", "seeds")

@@ -104,7 +104,8 @@ def searched_seeds_html(result: SearchedSeeds) -> Html:
     ]
     best = None if result.best is None else result.results[result.best].genotype
     found = table(("seed", by.replace("_", " "), ""), rows)
-    return join(found, _errors(result.errors), None if best is None else genotype_html(best))
+    errors = [el("li", f"seed {seed}: {error}") for seed, error in result.errors.items()]
+    return join(found, el("ul", errors) if errors else None, None if best is None else genotype_html(best))
 
 
 def trained_seeds_html(result: TrainedSeeds) -> Html:
@@ -141,10 +142,6 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> Html | None:
         return None
     rows = [{"epoch": row["epoch"] + 1, **{name: row[name] for name in names if name in row}} for row in metrics]
     return picture(curves_svg(rows, names, "accuracy"), "accuracy over the epochs")
-
-
-def _errors(errors: Mapping[int, Exception]) -> Html | None:
-    return el("ul", [el("li", f"seed {seed}: {error}") for seed, error in errors.items()]) if errors else None
 
 
 VIEWS |= {

@@ -256,12 +256,8 @@ def cells(run: Run) -> Html | None:
     return join(note, el("div", drawn, class_="drawings"))
 
 
-def _split(run: Run) -> str:
-    return next((str(row["val_split"]) for row in run.metrics if "val_split" in row), "validation")
-
-
 def curves(run: Run) -> Html | None:
-    split = _split(run)
+    split = next((str(row["val_split"]) for row in run.metrics if "val_split" in row), "validation")
     # Methods that sample architectures train one network after the other, and number them.
     of = "supernet" if run.kind == "search" and not any("architecture" in row for row in run.metrics) else "network"
     plots: list[tuple[str, Mapping[str, str], bool]] = [

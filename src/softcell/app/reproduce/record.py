@@ -315,11 +315,8 @@ def unfinished(record: Mapping[str, Any]) -> list[str]:
 def without_folders(value: Any) -> Any:
     """The same without the folders of this machine, which mean nothing elsewhere: `DIR/name` instead."""
     if isinstance(value, str):
-        return " ".join(f"DIR/{Path(word).name}" if _is_path(word) else word for word in value.split(" "))
+        words = value.split(" ")
+        return " ".join(f"DIR/{Path(word).name}" if word[1:] and word[0] in "/~" else word for word in words)
     if isinstance(value, Mapping):
         return {key: without_folders(inner) for key, inner in value.items()}
     return [without_folders(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _is_path(word: str) -> bool:
-    return len(word) > 1 and word.startswith(("/", "~"))
