@@ -21,7 +21,6 @@ from softcell.evaluate.nb201 import (
     COLUMNS,
     EDGES,
     OPERATIONS,
-    PROXIES,
     RANKINGS,
     SETS,
     Nb201Table,
@@ -29,6 +28,7 @@ from softcell.evaluate.nb201 import (
     taus,
     zero_cost,
 )
+from softcell.nn.zero_cost import PROXIES
 from softcell.search import SearchRecipe
 from softcell.spaces import build_space
 from studies.runs import NOT_MEASURED, Deadline
