@@ -86,6 +86,7 @@ class Parents(TopInputs):
         return tuple(sorted(own, key=lambda pick: (pick.target, pick.source)))
 
 
+@dataclass(frozen=True)
 class _OneShot1(Space):
     """Base of the three spaces; `parents` of blocks 1, 2, … and of the output, `published` architectures."""
 
@@ -97,8 +98,8 @@ class _OneShot1(Space):
         "cifar": {"cells_per_stack": 3, "channels": 128},
     }
 
-    cells_per_stack: int
-    channels: int
+    cells_per_stack: int = 3
+    channels: int = 16
 
     def __post_init__(self) -> None:
         for name in ("cells_per_stack", "channels"):
@@ -247,9 +248,6 @@ class OneShot1Space1(_OneShot1):
     parents: ClassVar[tuple[int, ...]] = (1, 2, 2, 2, 2)
     published: ClassVar[int] = 6240
 
-    cells_per_stack: int = 3
-    channels: int = 16
-
 
 @register_space
 @dataclass(frozen=True)
@@ -259,9 +257,6 @@ class OneShot1Space2(_OneShot1):
     parents: ClassVar[tuple[int, ...]] = (1, 1, 2, 2, 3)
     published: ClassVar[int] = 29160
 
-    cells_per_stack: int = 3
-    channels: int = 16
-
 
 @register_space
 @dataclass(frozen=True)
@@ -270,9 +265,6 @@ class OneShot1Space3(_OneShot1):
     about: ClassVar[str] = "NAS-Bench-1Shot1, space 3: 5 choice blocks"
     parents: ClassVar[tuple[int, ...]] = (1, 1, 1, 2, 2, 2)
     published: ClassVar[int] = 363648
-
-    cells_per_stack: int = 3
-    channels: int = 16
 
 
 @dataclass(frozen=True, slots=True)
