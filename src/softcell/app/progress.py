@@ -225,7 +225,7 @@ class Display:
 
     def _step(self, event: Stepped) -> None:
         self._left, self._fraction = event.seconds_left, event.fraction
-        description = f"{self._label}{epoch_of(event.epoch, self._num_epochs)}"
+        description = f"{self._label}{_epoch_of(event.epoch, self._num_epochs)}"
         # The bar of a training with a time is that of its time.
         done, total = (event.fraction, 1.0) if self._time else (event.step, event.steps)
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
@@ -269,7 +269,7 @@ class RunScreen:
             yield display
 
 
-def epoch_of(epoch: int, num_epochs: int) -> str:
+def _epoch_of(epoch: int, num_epochs: int) -> str:
     """`epoch  3/50`, or `epoch 3` without a limit."""
     if num_epochs == MOST_EPOCHS:
         return f"epoch {epoch + 1}"
@@ -278,7 +278,7 @@ def epoch_of(epoch: int, num_epochs: int) -> str:
 
 def epoch_line(metrics: Mapping[str, Any], num_epochs: int, left: float | None) -> str:
     """One epoch in one line; every accuracy follows the name of its split."""
-    parts = [epoch_of(metrics["epoch"], num_epochs)]
+    parts = [_epoch_of(metrics["epoch"], num_epochs)]
     if "architecture" in metrics:
         parts.append(f"architecture {metrics['architecture'] + 1}")
     if "train_loss" in metrics:

@@ -132,7 +132,7 @@ def _crop_and_flip(images: Tensor, words: Tensor, padding: int, flip: bool, size
     return images.flatten(2).gather(2, source).view(num, channels, height, width)
 
 
-def resized_box(words: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _resized_box(words: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(top, left, h, w) of a random resized crop, int64 [n] each, from hash `words` [n, streams].
 
     Area and log-aspect are uniform; the first of `NUM_TRIES` draws that fits into the image is taken, and
@@ -167,7 +167,7 @@ def _pixel_centres(num: int, device: torch.device) -> Tensor:
 def _resized_crop_and_flip(images: Tensor, words: Tensor, size: tuple[int, int], flip: bool) -> Tensor:
     """Random resized crop of `images` uint8 [n, C, H', W'] to float32 [n, C, *size] in 0..255."""
     num, _, height, width = images.shape
-    top, left, box_height, box_width = resized_box(words, height, width)
+    top, left, box_height, box_width = _resized_box(words, height, width)
     scale_x, scale_y = box_width / width, box_height / height
     centre_x, centre_y = (2 * left + box_width) / width - 1, (2 * top + box_height) / height - 1
     if flip:

@@ -26,7 +26,7 @@ BOXES = "bounding_boxes.txt"
 _SIZE = 448
 
 
-def read_table(file: Path) -> dict[int, str]:
+def _read_table(file: Path) -> dict[int, str]:
     """A file with a number and a text per line."""
     found: dict[int, str] = {}
     try:
@@ -42,10 +42,10 @@ def read_table(file: Path) -> dict[int, str]:
     return found
 
 
-def read_boxes(file: Path, images: Iterable[int]) -> dict[int, Box]:
+def _read_boxes(file: Path, images: Iterable[int]) -> dict[int, Box]:
     """The boxes of all `images`, by number."""
     found: dict[int, Box] = {}
-    for number, text in read_table(file).items():
+    for number, text in _read_table(file).items():
         try:
             left, top, width, height = (float(word) for word in text.split())
         except ValueError as error:
@@ -61,10 +61,10 @@ def read_boxes(file: Path, images: Iterable[int]) -> dict[int, Box]:
     return found
 
 
-def read_parts(file: Path) -> dict[int, bool]:
+def _read_parts(file: Path) -> dict[int, bool]:
     """Whether each image is for training, by number; at least one must be."""
     found: dict[int, bool] = {}
-    for key, text in read_table(file).items():
+    for key, text in _read_table(file).items():
         if text.strip() not in ("0", "1"):
             raise UserError(
                 f"{file}, line {_line_of(file, key)}: image {key} must have 1 (training) or 0 (testing), but has "
@@ -85,7 +85,7 @@ def _line_of(file: Path, key: int) -> int:
     return max(number for number, line in enumerate(lines, 1) if line.strip() and int(line.split()[0]) == key)
 
 
-def check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path]) -> None:
+def _check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path]) -> None:
     """Raise `UserError` if a box lies outside its image; reads only headers."""
 
     def outside(key: int) -> tuple[int, int] | None:
@@ -122,8 +122,8 @@ def load_cub(
                 f"cub200 must have {', '.join((*FILES, BOXES))} and images/ in {root} or {folder}, but {name} "
                 "is missing; see https://www.vision.caltech.edu/datasets/cub_200_2011"
             )
-    names, labels, classes = (read_table(folder / name) for name in FILES[:3])
-    part = read_parts(folder / FILES[3])
+    names, labels, classes = (_read_table(folder / name) for name in FILES[:3])
+    part = _read_parts(folder / FILES[3])
     if not (names.keys() == labels.keys() == part.keys()):
         raise UserError(f"the tables of {folder} must name the same images, but they differ; unpack the archive again")
     order = sorted(classes)
@@ -133,9 +133,9 @@ def load_cub(
         raise UserError(
             f"{folder / FILES[1]}: image {wrong} has the class {labels[wrong]!r}, which is not in classes.txt"
         )
-    boxes = read_boxes(folder / BOXES, names) if boxed else None
+    boxes = _read_boxes(folder / BOXES, names) if boxed else None
     if boxes is not None:
-        check_boxes(folder / BOXES, boxes, {key: folder / "images" / name for key, name in names.items()})
+        _check_boxes(folder / BOXES, boxes, {key: folder / "images" / name for key, name in names.items()})
     size = image_size or _SIZE
     stored = scaled_to or (round(size * 8 / 7) if boxed else size)
     if stored < size:

@@ -230,7 +230,7 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: S
     if some is not None:
         source += f"; {some.about(len(train.classes))}"
         taken = some.draw(train.classes, "imagenet")
-        train, test = scan_some_classes(train, taken), scan_some_classes(test, taken)
+        train, test = _scan_some_classes(train, taken), _scan_some_classes(test, taken)
     size = image_size or _IMAGENET_SIZE
     stored = round(size * 8 / 7)
     num_bytes = (len(train.names) + len(test.names)) * 3 * stored * stored
@@ -251,7 +251,7 @@ def load_imagenet(root: Path, image_size: int | None, memory_limit: int, some: S
     )
 
 
-def scan_some_classes(part: Scan, taken: Sequence[int]) -> Scan:
+def _scan_some_classes(part: Scan, taken: Sequence[int]) -> Scan:
     """The files of the classes `taken`, numbered from 0, before they are decoded."""
     kept = part.take(np.flatnonzero(np.isin(part.labels, taken)))
     numbers = renumbered(torch.from_numpy(kept.labels), taken)

@@ -160,7 +160,7 @@ class RunFolder:
 
         For a finished run the checksums of its files are recorded too, so all must be written by now.
         """
-        sums = checksums_of(self.path) if status == "finished" else {}
+        sums = _checksums_of(self.path) if status == "finished" else {}
         self.update(status=status, finished=now(), results={**self._manifest["results"], **results}, checksums=sums)
 
     def verify(self, *names: str) -> None:
@@ -268,7 +268,7 @@ def checksum(file: Path) -> str:
     return total.hexdigest()
 
 
-def checksums_of(folder: Path) -> dict[str, str]:
+def _checksums_of(folder: Path) -> dict[str, str]:
     """The checksums of the results in a run's folder, by file name.
 
     They are recorded in `run.json` and verified wherever a file is read: a flipped bit in trained weights, or another

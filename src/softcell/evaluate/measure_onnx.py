@@ -101,7 +101,7 @@ def latency_table(
     return table_of, fixed, [(total + fixed, measured) for total, measured in pairs]
 
 
-def write_json(file: Path, content: Any) -> None:
+def _write_json(file: Path, content: Any) -> None:
     """Replaces a file in one step, so that an interruption leaves the old content or the new."""
     temporary = file.with_name(f".{file.name}.tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -141,9 +141,9 @@ def main(arguments: list[str] | None = None) -> int:
             [call_of(open_session(folder / name, given.threads, given.provider), shape)], given.repeats
         )
         done[name] = statistics.median(samples[0])
-        write_json(folder / "times.json", {"setting": setting, "times": done})
+        _write_json(folder / "times.json", {"setting": setting, "times": done})
         print(f"{number + 1:>4} of {len(pack['files'])}  {done[name]:9.4f} ms  {name}", flush=True)
-    write_json(folder / "latency.json", _finished(pack, done, given))
+    _write_json(folder / "latency.json", _finished(pack, done, given))
     print(f"written: {folder / 'latency.json'}, for softcell search --latency-table")
     return 0
 

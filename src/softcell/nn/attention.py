@@ -61,13 +61,13 @@ def attend_local(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor)
     """q, k, v [n, heads, d, h, w] and embeddings [heads, d, extent] to [n, heads, d, h, w]."""
     rows, columns = rows.to(q.dtype), columns.to(q.dtype)
     if q.shape[-2] * q.shape[-1] <= max(SMALL, DENSE * rows.shape[-1] ** 2) and not _SHIFTS_ONLY:
-        return attend_dense(q, k, v, rows, columns)
+        return _attend_dense(q, k, v, rows, columns)
     if torch.is_grad_enabled():
         return attend_by_shifts(q, k, v, rows, columns)
-    return attend_shifted(q, k, v, rows, columns)
+    return _attend_shifted(q, k, v, rows, columns)
 
 
-def attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """`attend_local` without writing in place: for use without gradients, where a graph of it may be exported."""
     extent, (height, width) = rows.shape[-1], q.shape[-2:]
     reach = extent // 2
@@ -93,7 +93,7 @@ def attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tenso
     return y.to(v.dtype)
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _attend_dense(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """`attend_local` from all pairs of pixels [n, heads, h·w, h·w]."""
     height, width = q.shape[-2:]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -122,7 +122,7 @@ def _near(side: int, reach: int, device: torch.device) -> Tensor:
     return (positions[:, None] - positions[None]).abs() <= reach
 
 
-def check_heads(width: int, heads: int) -> None:
+def _check_heads(width: int, heads: int) -> None:
     """Raises `UserError` unless every head gets equally many of the `width` channels, at least one."""
     if width % heads or width < heads:
         raise UserError(
@@ -175,7 +175,7 @@ class LocalAttention(Attention):
     """[n, width, h, w] to the same: `heads` heads over `extent` × `extent` pixels; borders see fewer of them."""
 
     def __init__(self, width: int, extent: int, heads: int) -> None:
-        check_heads(width, heads)
+        _check_heads(width, heads)
         if extent < 1 or extent % 2 == 0:
             raise UserError(f"the extent of local attention must be odd, so that a pixel is its centre, got {extent}")
         super().__init__(width)

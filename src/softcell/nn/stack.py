@@ -46,7 +46,7 @@ def stack_key(module: nn.Module | None) -> Hashable | None:
     """A key that modules which can be stacked share; None for a module that runs alone."""
     if type(module) is not ReLUConvBN:
         return None
-    conv, norm = conv_and_norm(module)
+    conv, norm = _conv_and_norm(module)
     kind = norm_key(norm)
     if kind is None or has_hooks(module):
         return None
@@ -82,7 +82,7 @@ def grouped(
 
 def run_stacked(modules: Sequence[nn.Module], activated: Tensor) -> tuple[Tensor, ...]:
     """Modules of one key on max(x, 0) [n, c, h, w]: their outputs, each [n, c_out, h', w'], as views of one tensor."""
-    convs, norms = zip(*(conv_and_norm(module) for module in modules), strict=True)
+    convs, norms = zip(*(_conv_and_norm(module) for module in modules), strict=True)
     first = convs[0]
     weight = torch.cat([conv.weight for conv in convs])
     y = F.conv2d(activated, weight, None, first.stride, first.padding, first.dilation)
@@ -109,7 +109,7 @@ def _buffers(norms: Sequence[nn.BatchNorm2d], name: str) -> list[Tensor]:
     return [norm.get_buffer(name) for norm in norms]
 
 
-def conv_and_norm(module: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+def _conv_and_norm(module: nn.Module) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
     """The last two parts of a module."""
     *_, conv, norm = module.children()
     assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
@@ -185,7 +185,7 @@ def _linear_key(part: nn.Module) -> Hashable | None:
     """Of a convolution and its norm."""
     if [type(child) for child in part.children()] != [nn.Conv2d, BatchNorm2d]:
         return None  # without norms there is a bias
-    conv, norm = conv_and_norm(part)
+    conv, norm = _conv_and_norm(part)
     kind = norm_key(norm) if conv.bias is None else None
     return None if kind is None else (conv.in_channels, conv.out_channels, kind)
 
@@ -221,7 +221,7 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
         ]
     )
     rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
-    last, norms = zip(*(conv_and_norm(block.expand) for block in blocks), strict=True)
+    last, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
     rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
     y = normalise(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
     small, y = first.pool(x), first.pool(y)
@@ -244,7 +244,7 @@ def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
 
 def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Convolutions of x [n, c, h, w] with their norms, side by side: [n, parts · c', h, w]"""
-    convs, norms = zip(*(conv_and_norm(part) for part in parts), strict=True)
+    convs, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
     return normalise(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms)
 
 

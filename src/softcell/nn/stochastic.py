@@ -152,7 +152,7 @@ def uniform_for_batch(x: Tensor, *tail: int) -> Tensor:
     return draw_uniform(total, *tail, device=x.device, of_batch=True)[start : start + x.shape[0]]
 
 
-def normal_for_batch(x: Tensor, *tail: int) -> Tensor:
+def _normal_for_batch(x: Tensor, *tail: int) -> Tensor:
     """Return this rank's numbers from N(0, 1), shape [N, *tail], for `x` [N, ...]; float32 as above."""
     start, total = _slice_of(x)
     return draw_normal(total, *tail, device=x.device, of_batch=True)[start : start + x.shape[0]]
@@ -308,7 +308,7 @@ class Noise(nn.Module):
         n, c, height, width = x.shape
         height, width = -(-height // self.stride), -(-width // self.stride)
         if self.training and not _FIXED:
-            return normal_for_batch(x, c, height, width).to(x.dtype)
+            return _normal_for_batch(x, c, height, width).to(x.dtype)
         return fixed_normal(self.salt, c, height, width).to(x.dtype).expand(n, c, height, width)
 
 

@@ -137,7 +137,7 @@ class Budget:
         return self.is_met(genotype) and not empty_cells(genotype, self._space.layout())
 
     def _gaps(self, genotype: Genotype) -> str:
-        return format_excess(self.measure(genotype), self.limits)
+        return _format_excess(self.measure(genotype), self.limits)
 
     def excess(self, genotype: Genotype) -> float:
         """The largest cost of a genotype's network as a share of its budget: at most 1 where all are met."""
@@ -244,7 +244,7 @@ class Budget:
         self.last_met = (known[0], Genotype.from_dict(known[1])) if isinstance(known, tuple | list) else None
 
 
-def format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
+def _format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
     """By how much costs exceed their budgets; empty where they do not."""
     return " and ".join(
         f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of {format_cost(kind, limit)}"
@@ -284,7 +284,7 @@ def next_within(
     assert nearest is not None
     raise UserError(
         f"none of {end - first} random architectures meets the budget; the nearest has "
-        f"{format_excess(budget.measure(nearest), budget.limits)} ({budget.sizes()}); {way_out}"
+        f"{_format_excess(budget.measure(nearest), budget.limits)} ({budget.sizes()}); {way_out}"
     )
 
 
@@ -317,7 +317,7 @@ class StatedBudget:
     def missed(self) -> str | None:
         """By how much the architecture found exceeds the budget; None where it meets it."""
         limits = self.resource.budgets()
-        return format_excess(self.found, {kind: limit for kind, limit in limits.items() if kind in self.found}) or None
+        return _format_excess(self.found, {kind: limit for kind, limit in limits.items() if kind in self.found}) or None
 
     def budget(self, space: str) -> Budget:
         """Counts other architectures of the space as the search counted its own."""

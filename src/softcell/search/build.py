@@ -86,7 +86,7 @@ def build_task(
         for name in _of_supernets(recipe):
             notify(f"`{name}` is ignored: {recipe.method} has no supernet")
         sampler = kind(layout, settings, recipe.seed)
-        budget = budget_of_draws(recipe, space, dataset, notify)
+        budget = _budget_of_draws(recipe, space, dataset, notify)
         if isinstance(sampler, UntrainedSampler):
             if recipe.guide.teacher is not None:
                 notify(f"`guide` is ignored: {recipe.method} trains nothing")
@@ -122,7 +122,7 @@ def build_task(
     method = session.place(kind.for_supernet(settings, supernet))
     if recipe.select.is_on:
         check_perturbable(layout, method)
-    resource, budget = resource_of(recipe, space, method, dataset, session, notify)
+    resource, budget = _resource_of(recipe, space, method, dataset, session, notify)
     if recipe.objective == "context":
         maps = supernet_maps(supernet, method)
         objective, about = session.place(ContextAutoRegression(maps, dataset.shape)), {}
@@ -189,7 +189,7 @@ def _of_supernets(recipe: SearchRecipe) -> list[str]:
     return [name for name, is_given in given.items() if is_given]
 
 
-def resource_of(
+def _resource_of(
     recipe: SearchRecipe,
     space: Space,
     method: Method,
@@ -231,7 +231,7 @@ def resource_of(
     return penalty, budget
 
 
-def budget_of_draws(
+def _budget_of_draws(
     recipe: SearchRecipe, space: Space, dataset: Dataset, notify: Callable[[str], None]
 ) -> Budget | None:
     """The budget that proposed architectures must meet. A penalty is refused: a sampler has no gradient for it."""

@@ -88,7 +88,7 @@ def named_epoch(source: str | Path) -> tuple[Path, str] | None:
     return Path(match[1]), match[2]
 
 
-def derived_in(folder: Path, wanted: str) -> Genotype:
+def _derived_in(folder: Path, wanted: str) -> Genotype:
     """The architecture that a search derived after an epoch: a number from 1 on, or `last` for the last finished one.
 
     Budgets, and evolution at the end of the search, have no effect on it.
@@ -172,7 +172,7 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
     if is_notation(text):
         return notation.parse(text)
     if (named := named_epoch(source)) is not None:
-        return derived_in(run_in(named[0], searched=True), named[1])
+        return _derived_in(run_in(named[0], searched=True), named[1])
     path, name = named_in_file(source) or (Path(source), None)
     if path.is_dir():
         path = path if (path / "genotype.json").exists() else run_in(path)

@@ -132,10 +132,10 @@ def draw_reconstructions(task: SearchTask, dataset: Dataset, chosen: Tensor, ses
     task.supernet.train()
     objective.train()
     shown = images.masked_fill(hidden, 0.0)
-    save_grid([images, shown, torch.where(hidden, imagined, images)], dataset, folder / PICTURE)
+    _save_grid([images, shown, torch.where(hidden, imagined, images)], dataset, folder / PICTURE)
 
 
-def save_grid(rows: list[Tensor], dataset: Dataset, file: Path) -> None:
+def _save_grid(rows: list[Tensor], dataset: Dataset, file: Path) -> None:
     """Rows of normalised images [n, c, h, w] as one PNG, enlarged by a whole number, written atomically."""
     mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (dataset.mean, dataset.std))
     height, width = rows[0].shape[-2:]

@@ -127,7 +127,7 @@ def _two_phases(
         _check_phases(first, recipe, session)
         manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
         on_main(lambda: RunFolder.create(out, manifest, overwrite), world)
-        on_main(lambda: remove_first_phase(out), world)
+        on_main(lambda: _remove_first_phase(out), world)
     on_main(lambda: RunFolder.open(out).update(status="running"), world)
     notify = notifier(on_event, world)
     # Only the main process reads folders; the others receive the result.
@@ -166,7 +166,7 @@ def _check_phases(first: SearchRecipe, second: SearchRecipe, session: Session) -
             f"phase 1 hands on architecture parameters, but method {second.method!r} has none; set pretrain.epochs=0"
         )
     if shapes[0] != shapes[1]:
-        raise UserError(mismatched_logits(second.method, "of phase 1"))
+        raise UserError(_mismatched_logits(second.method, "of phase 1"))
 
 
 def _epochs(recipe: SearchRecipe) -> str:
@@ -272,7 +272,7 @@ def _search(
     if resume and not made:
         on_main(lambda: _check_teacher(out, task.about), world)
     if overwrite and not resume:
-        on_main(lambda: remove_first_phase(out), world)
+        on_main(lambda: _remove_first_phase(out), world)
     folder, outcome = yield from run_in_folder(
         task,
         out,
@@ -321,7 +321,7 @@ def _conclude(
 
     def conclude() -> None:
         if isinstance(task, SearchTask) and not task.objective.supervised:
-            write_logits(task.method, out / LOGITS)
+            _write_logits(task.method, out / LOGITS)
             draw_reconstructions(task, dataset, parts[recipe.measured_split], session, out)
         atomic_write_text(out / "genotype.json", genotype.dumps())
         last: dict[str, Any] = next((row for row in reversed(outcome.metrics) if "val_accuracy" in row), {})
@@ -379,7 +379,7 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
     )
 
 
-def remove_first_phase(folder: Path) -> None:
+def _remove_first_phase(folder: Path) -> None:
     """Removes the first phase of an earlier search from a folder that is overwritten, so that none resumes it."""
     place = folder / FIRST
     if all((path / MANIFEST).is_file() for path in (folder, place)):
@@ -390,7 +390,7 @@ def remove_first_phase(folder: Path) -> None:
             place.rmdir()
 
 
-def write_logits(method: Method, file: Path) -> None:
+def _write_logits(method: Method, file: Path) -> None:
     """Writes the architecture parameters atomically."""
     state = {name: p.detach().cpu().contiguous() for name, p in method.named_parameters()}
     atomic_write_bytes(file, save(state))
@@ -405,12 +405,12 @@ def read_logits(method: Method, file: Path) -> None:
         raise UserError(f"the logits of phase 1 cannot be read from {file} ({error}); search again") from error
     own = dict(method.named_parameters())
     if {name: p.shape for name, p in own.items()} != {name: t.shape for name, t in state.items()}:
-        raise UserError(mismatched_logits(method.name, f"in {file}"))
+        raise UserError(_mismatched_logits(method.name, f"in {file}"))
     for name, parameter in own.items():
         parameter.copy_(state[name])
 
 
-def mismatched_logits(method: str, which: str) -> str:
+def _mismatched_logits(method: str, which: str) -> str:
     """The message for architecture parameters that cannot be handed on."""
     return (
         f"the architecture parameters {which} do not fit those of method {method!r}; phases must have one method and "

@@ -289,7 +289,7 @@ class PickedCell(nn.Module):
         return ((i, pick) for i, pick in enumerate(self.cell.picks) if pick.target == node)
 
 
-def keeps_shape(spec: Spec) -> bool:
+def _keeps_shape(spec: Spec) -> bool:
     """Whether a layer keeps the shape of its input."""
     return spec.stride == 1 and spec.c_in == spec.channels
 
@@ -315,7 +315,7 @@ class MixedChain(MixedCell):
             value = self._mixed(layer, running, x, mix, site)
             if value is None:
                 value = zeros(x, spec)
-            if factors is not None and keeps_shape(spec):
+            if factors is not None and _keeps_shape(spec):
                 value = x + (value - x) * factors[layer].to(x.dtype).view(-1, 1, 1, 1)
             values.append(value)
         return values
@@ -346,7 +346,7 @@ class PickedChain(PickedCell):
     def __init__(self, cell: Cell, spec_of: SpecOf, drop_path: DropPath) -> None:
         self.layers = check_chain(cell)
         super().__init__(cell, 1, spec_of, drop_path)
-        self._keeps = tuple(keeps_shape(spec_of(layer)) for layer in range(len(self.layers)))
+        self._keeps = tuple(_keeps_shape(spec_of(layer)) for layer in range(len(self.layers)))
 
     def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
         values = list(states)

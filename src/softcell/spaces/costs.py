@@ -46,7 +46,7 @@ class Cost:
 
 
 @contextmanager
-def products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
+def _products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
     """Counts the multiply-adds of `module` within the context; call the yielded function for the sum.
 
     torch counts convolutions and matrix products; attention over shifted maps counts itself (`uncounted`).
@@ -81,7 +81,7 @@ def count_module(network: nn.Module, shape: Shape) -> Cost:
     network.eval()
     parameter = next(network.parameters())
     image = torch.zeros(1, *shape, device=parameter.device, dtype=parameter.dtype)
-    with products_of(network) as products:
+    with _products_of(network) as products:
         network(image)
     network.train(was_training)
     return Cost(sum(p.numel() for p in network.parameters()), products())
@@ -197,7 +197,7 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
     was_training = module.training
     module.eval()  # batch-norm refuses to measure a map of one value
     try:
-        with products_of(module) as products:
+        with _products_of(module) as products:
             y = module(x)
     finally:
         module.train(was_training)

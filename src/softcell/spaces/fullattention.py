@@ -113,7 +113,7 @@ class FullAttentionSpace(Space):
 
     def layout(self) -> Layout:
         choices = tuple(Choice(i, i + 1, self.candidates) for i in range(self.layers))
-        names = [table_name(stage, tied=self.tied) for stage in self.stages()]
+        names = [_table_name(stage, tied=self.tied) for stage in self.stages()]
         tables = tuple(Table(name, choices, (self.layers,)) for name in dict.fromkeys(names))
         return Layout(self.name, tables, tuple(names), StrongestEach())
 
@@ -152,7 +152,7 @@ class FullAttentionSpace(Space):
         strengths: dict[str, Tensor] = {}
         for stage, specs in zip(self.stages(), self.specs(self.layers, affine=True), strict=True):
             own = torch.tensor([[counted(op, spec) for op in self.candidates] for spec in specs], dtype=torch.float64)
-            name = table_name(stage, tied=self.tied)
+            name = _table_name(stage, tied=self.tied)
             strengths[name] = strengths[name] + own if name in strengths else own
         return derive(layout, {name: -own for name, own in strengths.items()}), derive(layout, strengths)
 
@@ -177,7 +177,7 @@ class FullAttentionSpace(Space):
         return tuple(lines)
 
 
-def table_name(stage: int, *, tied: bool) -> str:
+def _table_name(stage: int, *, tied: bool) -> str:
     if not tied:
         return f"stage{stage + 1}"
     return "normal" if STRIDES[stage] == 1 else "reduction"
@@ -248,7 +248,7 @@ class FullAttentionNetwork(Network):
         super().__init__(genotype, shape, num_classes)
         stages = space.stages()
         tied = set(genotype.cells) == {"normal", "reduction"}
-        names = [table_name(stage, tied=tied) for stage in stages]
+        names = [_table_name(stage, tied=tied) for stage in stages]
         if set(genotype.cells) != set(names):
             raise UserError(
                 f"a genotype of full attention needs the cells {', '.join(dict.fromkeys(names))} (or normal and "

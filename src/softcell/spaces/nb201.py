@@ -135,7 +135,7 @@ class Skeleton(nn.Module):
         return self.classifier(global_pool(self.last(features)))  # type: ignore[no-any-return]
 
 
-def stage_specs(space: NB201Space, *, affine: bool) -> list[SpecOf]:
+def _stage_specs(space: NB201Space, *, affine: bool) -> list[SpecOf]:
     """One entry per cell; every edge of a cell has stride 1."""
 
     def spec_of(width: int) -> SpecOf:
@@ -158,7 +158,7 @@ class NB201Supernet(Supernet):
                 bottleneck=space.bottleneck,
                 partial=space.partial_channels,
             )
-            for spec in stage_specs(space, affine=False)
+            for spec in _stage_specs(space, affine=False)
         )
         self._per_stage = space.cells_per_stage
 
@@ -192,7 +192,7 @@ class NB201Network(Network):
                 bottleneck=space.bottleneck if search_form else 1,
                 partial=space.partial_channels if search_form else 1,
             )
-            for spec in stage_specs(space, affine=not search_form)
+            for spec in _stage_specs(space, affine=not search_form)
         )
         self._per_stage = space.cells_per_stage
 

@@ -98,7 +98,7 @@ class NosSpace(DartsSpace):
 
     def residual(self, output: tuple[int, ...], genotype: Genotype | None = None) -> tuple[int, ...]:
         """All of them in two tiers: a node calibrates its surrogate."""
-        tiers = self.tiers if genotype is None else tiers_of(genotype)
+        tiers = self.tiers if genotype is None else _tiers_of(genotype)
         return output if tiers == 2 else ()
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ class NosSpace(DartsSpace):
         return Table(name, tuple(choices), output=tuple(inner))
 
 
-def tiers_of(genotype: Genotype) -> int:
+def _tiers_of(genotype: Genotype) -> int:
     tiers = genotype.settings.get("tiers", 2)
     if tiers not in (1, 2):
         raise UserError(f"`settings.tiers` of a NOS genotype must be 1 or 2, got {tiers!r}")
@@ -151,7 +151,7 @@ def check_tiers(genotype: Genotype) -> None:
 
     In two tiers edges lead from nodes to surrogates and from these to their nodes, in one from any node to a later one.
     """
-    tiers = tiers_of(genotype)
+    tiers = _tiers_of(genotype)
     for name, cell in genotype.cells.items():
         try:
             check_forward(cell, INPUTS)

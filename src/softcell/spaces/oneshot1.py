@@ -166,7 +166,7 @@ class Frame(nn.Module):
 
     def __init__(self, space: _OneShot1, shape: Shape, num_classes: int, *, affine: bool) -> None:
         super().__init__()
-        widths = [width for width in stack_widths(space) for _ in range(space.cells_per_stack)]
+        widths = [width for width in _stack_widths(space) for _ in range(space.cells_per_stack)]
         self.stem = ConvBNReLU(shape[0], space.channels, 3, affine=affine)
         before = [space.channels, *widths[:-1]]
         self.inputs = nn.ModuleList(ConvBNReLU(a, b, 1, affine=affine) for a, b in zip(before, widths, strict=True))
@@ -179,17 +179,17 @@ class Frame(nn.Module):
         return self.classifier(global_pool(features))  # type: ignore[no-any-return]
 
 
-def stack_widths(space: _OneShot1) -> list[int]:
+def _stack_widths(space: _OneShot1) -> list[int]:
     return [space.channels * 2**stack for stack in range(STACKS)]
 
 
-def cell_specs(space: _OneShot1, *, affine: bool) -> list[SpecOf]:
+def _cell_specs(space: _OneShot1, *, affine: bool) -> list[SpecOf]:
     """One entry per cell; every edge of a cell has stride 1."""
 
     def spec_of(width: int) -> SpecOf:
         return lambda source: Spec(width, 1, affine=affine)
 
-    return [spec_of(width) for width in stack_widths(space) for _ in range(space.cells_per_stack)]
+    return [spec_of(width) for width in _stack_widths(space) for _ in range(space.cells_per_stack)]
 
 
 class OneShot1Supernet(Supernet):
@@ -197,7 +197,7 @@ class OneShot1Supernet(Supernet):
         super().__init__(space, shape, num_classes)
         self.frame = Frame(space, shape, num_classes, affine=False)
         table = self.layout.tables[0]
-        self.cells = nn.ModuleList(MixedCell(table, 1, spec) for spec in cell_specs(space, affine=False))
+        self.cells = nn.ModuleList(MixedCell(table, 1, spec) for spec in _cell_specs(space, affine=False))
         self._per_stack = space.cells_per_stack
 
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
@@ -222,7 +222,7 @@ class OneShot1Network(Network):
         self.frame = Frame(space, shape, num_classes, affine=not search_form)
         self.cells = nn.ModuleList(
             PickedCell(genotype.cells["cell"], 1, spec, self.drop_path)
-            for spec in cell_specs(space, affine=not search_form)
+            for spec in _cell_specs(space, affine=not search_form)
         )
         self._per_stack = space.cells_per_stack
 

@@ -33,7 +33,7 @@ LARGE = 96
 SKIP = "skip_connect"
 
 
-def divisible(channels: float, by: int = 8) -> int:
+def _divisible(channels: float, by: int = 8) -> int:
     """The nearest multiple of `by`, not more than a tenth below `channels` (MobileNets)."""
     rounded = max(by, int(channels + by / 2) // by * by)
     return rounded + by if rounded < 0.9 * channels else rounded
@@ -91,10 +91,10 @@ class ProxylessSpace(Space):
     def specs(self, strides: tuple[int, ...], *, affine: bool) -> list[Spec]:
         """The spec of every layer; `strides` are those of the first layers of the stages."""
         found = []
-        before = divisible(FIRST * self.width)
+        before = _divisible(FIRST * self.width)
         for width, depth, stride in zip(WIDTHS, self.depths, strides, strict=True):
             for layer in range(depth):
-                own = divisible(width * self.width)
+                own = _divisible(width * self.width)
                 found.append(Spec(own, stride if layer == 0 else 1, affine=affine, channels_in=before))
                 before = own
         return found
@@ -164,18 +164,18 @@ class Ends(nn.Module):
     def __init__(self, space: ProxylessSpace, shape: Shape, num_classes: int, *, affine: bool) -> None:
         super().__init__()
         stride, _ = space.strides_for(shape)
-        stem, first = divisible(STEM * space.width), divisible(FIRST * space.width)
+        stem, first = _divisible(STEM * space.width), _divisible(FIRST * space.width)
         self.stem = nn.Sequential(
             conv_norm(shape[0], stem, 3, stride, affine=affine), MBConv(stem, first, 3, 1, 1, affine=affine)
         )
-        self.last = conv_norm(divisible(WIDTHS[-1] * space.width), space.head, 1, affine=affine)
+        self.last = conv_norm(_divisible(WIDTHS[-1] * space.width), space.head, 1, affine=affine)
         self.classifier = nn.Linear(space.head, num_classes)
 
     def head(self, features: Tensor) -> Tensor:
         return self.classifier(global_pool(self.last(features)))  # type: ignore[no-any-return]
 
 
-def stage_ends(specs: list[Spec]) -> tuple[int, ...]:
+def _stage_ends(specs: list[Spec]) -> tuple[int, ...]:
     """The last node of every resolution: those before a stride, and the last of all."""
     return (*(i for i, spec in enumerate(specs) if spec.stride > 1), len(specs))
 
@@ -186,7 +186,7 @@ class ProxylessSupernet(Supernet):
         specs = space.specs(space.strides_for(shape)[1], affine=False)
         self.ends = Ends(space, shape, num_classes, affine=False)
         self.chain = MixedChain(self.layout.tables[0], lambda source: specs[source])
-        self._stages = stage_ends(specs)
+        self._stages = _stage_ends(specs)
 
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
         nodes = self.chain([self.ends.stem(x)], mix, 0)
@@ -202,10 +202,10 @@ class ProxylessNetwork(Network):
     ) -> None:
         super().__init__(genotype, shape, num_classes)
         specs = space.specs(space.strides_for(shape)[1], affine=not search_form)
-        check_widths(genotype, specs)
+        _check_widths(genotype, specs)
         self.ends = Ends(space, shape, num_classes, affine=not search_form)
         self.chain = PickedChain(genotype.cells["chain"], lambda source: specs[source], self.drop_path)
-        self._stages = stage_ends(specs)
+        self._stages = _stage_ends(specs)
 
     def features(self, x: Tensor) -> list[Tensor]:
         nodes = self.chain([self.ends.stem(x)])
@@ -215,7 +215,7 @@ class ProxylessNetwork(Network):
         return self.ends.head(features)
 
 
-def check_widths(genotype: Genotype, specs: list[Spec]) -> None:
+def _check_widths(genotype: Genotype, specs: list[Spec]) -> None:
     """Raises `UserError` where a layer that changes the width has an operation that cannot."""
     for pick in genotype.cells["chain"].picks:
         spec = specs[pick.source]

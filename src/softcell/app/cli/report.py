@@ -159,13 +159,13 @@ def compare(
     if not found.groups:
         raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
     if format_ == "table":
-        text = None if out is None else print_comparison(found, width=120)
+        text = None if out is None else _print_comparison(found, width=120)
     elif format_ == "markdown":
         text = markdown(found)
     else:
         text = {"groups": groups_csv, "pairs": pairs_csv, "runs": runs_csv}[of](found)
     if text is None:
-        print_comparison(found)
+        _print_comparison(found)
     elif out is None:
         typer.echo(text, nl=False)
     else:
@@ -173,7 +173,7 @@ def compare(
         typer.echo(f"written: {out}")
 
 
-def print_comparison(found: Comparison, width: int | None = None) -> str:
+def _print_comparison(found: Comparison, width: int | None = None) -> str:
     """Prints the table, the sentences and the notes; with `width`, returns them as text instead."""
     stream = io.StringIO()
     screen = console() if width is None else Console(file=stream, width=width, highlight=False, soft_wrap=True)
@@ -308,7 +308,7 @@ def _conclude(screen: Console, folder: Path, every: list[Job], outcome: Outcome,
     screen.print()
     if runs:
         write_report(runs, folder / REPORT)
-        print_comparison(compare_runs(read_runs(runs)))
+        _print_comparison(compare_runs(read_runs(runs)))
         screen.print(f"\nreport: {folder / REPORT}", markup=False)
     for job, attempts, error in outcome.failed.values():
         text = f"failed after {count_of(attempts, 'attempt')}: {job.name}: {error}\n  log: {job.folder / LOG}"

@@ -43,7 +43,7 @@ INPUT = "pixels"
 OPSET = 20
 
 
-def to_program(model: Model) -> ExportedProgram:
+def _to_program(model: Model) -> ExportedProgram:
     """pixels in 0..1 [batch, c, h, w] to `model.output` [batch, d], for any batch."""
     return module_to_program(model.normalised(), model.shape)
 
@@ -60,7 +60,7 @@ def write_program(model: Model, file: Path) -> None:
     """Writes the program through memory, since `torch.export.save` aborts the process on a full disk."""
     buffer = io.BytesIO()
     with _quiet():
-        torch.export.save(to_program(model), buffer)
+        torch.export.save(_to_program(model), buffer)
     atomic_write_bytes(file, buffer.getvalue())
 
 
@@ -80,18 +80,18 @@ def check_program(file: Path, model: Model) -> float:
 
 def write_onnx(model: Model, file: Path) -> None:
     """Writes an ONNX file with the weights; class names, mean, std and facts are in its metadata."""
-    proto = program_to_onnx(to_program(model), model.output)
+    proto = _program_to_onnx(_to_program(model), model.output)
     set_metadata(proto, metadata_of(model))
     atomic_write_bytes(file, proto.SerializeToString())
 
 
-def program_to_onnx(program: ExportedProgram, output: str) -> Any:
+def _program_to_onnx(program: ExportedProgram, output: str) -> Any:
     """The `onnx.ModelProto` of a program, without the exporter's notes on each node.
 
     Those are a tenth of a small file, and they have paths of this machine.
     """
     with torch.no_grad(), _quiet():
-        if has_kernels_per_image(program):
+        if _has_kernels_per_image(program):
             program = program.run_decompositions({torch.ops.aten.conv2d.default: grouped_by_image})
         made = torch.onnx.export(
             program,
@@ -202,7 +202,7 @@ def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation
     return x.new_empty(x.shape[0], *first.shape[1:])
 
 
-def has_kernels_per_image(program: ExportedProgram) -> bool:
+def _has_kernels_per_image(program: ExportedProgram) -> bool:
     """Whether the number of groups of some convolution, its last argument, is computed."""
     return any(
         node.target is torch.ops.aten.conv2d.default and not isinstance(node.args[-1], int | list)
@@ -366,7 +366,7 @@ def write_pack(
 
 def _onnx(module: torch.nn.Module, size: Sequence[int]) -> bytes:
     channels, height, width = size
-    proto = program_to_onnx(module_to_program(module, (channels, height, width)), "output")
+    proto = _program_to_onnx(module_to_program(module, (channels, height, width)), "output")
     content: bytes = proto.SerializeToString()
     return content
 

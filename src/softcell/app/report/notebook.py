@@ -78,25 +78,25 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Html:
     return el("table", el("thead", el("tr", [el("th", name) for name in header])), el("tbody", lines))
 
 
-def genotype_html(genotype: Genotype) -> Html:
+def _genotype_html(genotype: Genotype) -> Html:
     return picture(to_svg(genotype), repr(genotype))
 
 
-def search_html(result: SearchResult) -> Html:
+def _search_html(result: SearchResult) -> Html:
     facts = [("folder", str(result.folder)), ("recipe", repr(result.recipe)), *_accuracy(result.metrics)]
-    cells = genotype_html(result.genotype) if result.genotype is not None else el("p", "Interrupted; resume it.")
+    cells = _genotype_html(result.genotype) if result.genotype is not None else el("p", "Interrupted; resume it.")
     return join(rows_of(facts), cells, _curves(result.metrics))
 
 
-def train_html(result: TrainResult) -> Html:
+def _train_html(result: TrainResult) -> Html:
     measured = [(name, percent(value)) for name, value in figures(result).items() if value is not None]
     facts: list[tuple[str, Child]] = [("folder", str(result.folder)), ("recipe", repr(result.recipe))]
     facts += [(f"{name} ({result.split})", value) for name, value in measured]
     facts += [("parameters", f"{result.cost.parameters:,}"), ("multiply-adds", f"{result.cost.multiply_adds:,}")]
-    return join(rows_of(facts), genotype_html(result.genotype), _curves(result.metrics))
+    return join(rows_of(facts), _genotype_html(result.genotype), _curves(result.metrics))
 
 
-def searched_seeds_html(result: SearchedSeeds) -> Html:
+def _searched_seeds_html(result: SearchedSeeds) -> Html:
     by = figure(result.results.values())
     rows = [
         [str(seed), "–" if (value := score(one, by)) is None else percent(value), "best" if seed == result.best else ""]
@@ -105,10 +105,10 @@ def searched_seeds_html(result: SearchedSeeds) -> Html:
     best = None if result.best is None else result.results[result.best].genotype
     found = table(("seed", by.replace("_", " "), ""), rows)
     errors = [el("li", f"seed {seed}: {error}") for seed, error in result.errors.items()]
-    return join(found, el("ul", errors) if errors else None, None if best is None else genotype_html(best))
+    return join(found, el("ul", errors) if errors else None, None if best is None else _genotype_html(best))
 
 
-def trained_seeds_html(result: TrainedSeeds) -> Html:
+def _trained_seeds_html(result: TrainedSeeds) -> Html:
     known = [name for one in result.results.values() for name, value in figures(one).items() if value is not None]
     names = list(dict.fromkeys(known))
     rows = [
@@ -118,7 +118,7 @@ def trained_seeds_html(result: TrainedSeeds) -> Html:
     return join(table(("seed", *names), rows), el("p", repr(result)))
 
 
-def comparison_html(found: Comparison) -> Html:
+def _comparison_html(found: Comparison) -> Html:
     sentences = [el("li", text) for text in (*found.sentences, *(f"Note: {note}" for note in found.notes))]
     return join(table(HEADER, [group_row(group) for group in found.groups]), el("ul", sentences))
 
@@ -145,12 +145,12 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> Html | None:
 
 
 VIEWS |= {
-    Genotype: genotype_html,
+    Genotype: _genotype_html,
     Drawing: lambda drawing: picture(drawing.svg, "cells"),
     Report: report_html,
-    SearchResult: search_html,
-    TrainResult: train_html,
-    SearchedSeeds: searched_seeds_html,
-    TrainedSeeds: trained_seeds_html,
-    Comparison: comparison_html,
+    SearchResult: _search_html,
+    TrainResult: _train_html,
+    SearchedSeeds: _searched_seeds_html,
+    TrainedSeeds: _trained_seeds_html,
+    Comparison: _comparison_html,
 }

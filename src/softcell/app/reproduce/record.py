@@ -84,8 +84,8 @@ def make_record(plan: Plan, table: PaperTable, command: Sequence[str] | None = N
         >>> record["complete"], record["rows"][0]["name"]
         (False, 'SNAS, mild')
     """
-    runs = {str(job.folder): run_facts(plan, job) for row in table.rows for job in plan.jobs_of(table, row)}
-    rows = [row_facts(plan, table, row) for row in table.rows]
+    runs = {str(job.folder): _run_facts(plan, job) for row in table.rows for job in plan.jobs_of(table, row)}
+    rows = [_row_facts(plan, table, row) for row in table.rows]
     about = {**collect(), **({} if command is None else {"command": list(command)})}
     found: dict[str, Any] = without_folders(
         {
@@ -117,7 +117,7 @@ def write_record(file: Path, record: Mapping[str, Any]) -> None:
     atomic_write_text(file, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
-def run_facts(plan: Plan, job: Job) -> dict[str, Any]:
+def _run_facts(plan: Plan, job: Job) -> dict[str, Any]:
     """One run: how it is repeated, how far it is, and its results."""
     place = plan.place(job)
     facts: dict[str, Any] = {
@@ -145,7 +145,7 @@ def run_facts(plan: Plan, job: Job) -> dict[str, Any]:
     return facts
 
 
-def row_facts(plan: Plan, table: PaperTable, row: Row) -> dict[str, Any]:
+def _row_facts(plan: Plan, table: PaperTable, row: Row) -> dict[str, Any]:
     """The figures of a row: `networks` over its networks, `seeds` over the training seeds of its first network."""
     searches = [job for job in plan.searches(table, row) if is_finished(plan.place(job))]
     values: dict[str, list[float]] = {}

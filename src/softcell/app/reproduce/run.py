@@ -70,7 +70,7 @@ def untrainable(plan: Plan, job: Job) -> str | None:
     return f"the {' and '.join(empty)} cell is empty: all its paths are `none`" if empty else None
 
 
-def is_ready(plan: Plan, job: Job) -> bool:
+def _is_ready(plan: Plan, job: Job) -> bool:
     """Whether the runs that this one needs are finished."""
     if job.kind == "search" and job.settings.get("guide"):
         return is_finished(plan.place(plan.teacher()))
@@ -95,7 +95,7 @@ def resumed(recipe: AnyRecipe, folder: Path) -> AnyRecipe:
     return replace(stored, **kept)
 
 
-def check_network(genotype: Genotype, folder: Path) -> None:
+def _check_network(genotype: Genotype, folder: Path) -> None:
     """Raises if the run in `folder` trains another architecture."""
     stored = Genotype.from_dict(RunFolder.open(folder).manifest["results"]["genotype"], f"{folder}: genotype")
     if (stored.space, stored.cells) != (genotype.space, genotype.cells):
@@ -109,7 +109,7 @@ def steps_of(plan: Plan, job: Job, place: Path, on_event: OnEvent) -> Running[An
     """Runs a job in the folder `place`, or the rest of it."""
     recipe, resume = resumed(plan.recipe(job), place), has_run(place)
     if job.kind == "train" and resume:
-        check_network(plan.genotype(job), place)
+        _check_network(plan.genotype(job), place)
     if isinstance(recipe, SearchRecipe):
         return (yield from search_steps(recipe, place, resume=resume, on_event=on_event))
     if isinstance(recipe, TeacherRecipe):
@@ -148,7 +148,7 @@ def run_plan(
             return minutes is not None and time.monotonic() - began >= 60 * minutes
 
         def run(job: Job) -> Generator[Any, Any, None]:
-            if interrupt.signal or late() or not is_ready(plan, job) or untrainable(plan, job):
+            if interrupt.signal or late() or not _is_ready(plan, job) or untrainable(plan, job):
                 return
             began_run, started = time.monotonic(), list[Job]()
             try:
@@ -248,7 +248,7 @@ def measured_times(
             known.setdefault(kind_of(job), JobTime(0.0, sum(row["seconds"] for row in rows) / len(rows)))
     for one in jobs if measure else ():
         job = plan.stand_in(one)
-        if kind_of(job) in known or not is_ready(plan, job):
+        if kind_of(job) in known or not _is_ready(plan, job):
             continue
         notify(f"measuring {kind_of(job)} ...")
         recipe = plan.recipe(job)

@@ -113,7 +113,7 @@ class Work:
                 self._process.send_signal(signal.SIGKILL if now else signal.SIGTERM)
 
 
-def run_job(folder: str, random: int, environment: Mapping[str, str] | None = None) -> int:
+def _run_job(folder: str, random: int, environment: Mapping[str, str] | None = None) -> int:
     """Called by the worker of a cluster."""
     return Work(folder, random, environment).run()
 
@@ -310,7 +310,7 @@ class Submitit:
         self._queue = Queue() if cluster == "slurm" and not has_accounting() else None
 
     def submit(self, job: Job) -> Handle:
-        return _Submitted(self._executor.submit(run_job, str(job.folder), job.random, self._given), self._queue)
+        return _Submitted(self._executor.submit(_run_job, str(job.folder), job.random, self._given), self._queue)
 
     def close(self) -> None:
         pass
@@ -386,7 +386,7 @@ class Ray:
                 ray.init(address=given.pop("address", None), log_to_driver=False)
             given.pop("address", None)
             # The sweep retries by itself, from the last checkpoint and as often as it was asked to.
-            self._remote: Any = ray.remote(max_retries=0, **given)(run_job)
+            self._remote: Any = ray.remote(max_retries=0, **given)(_run_job)
         except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(f"Ray cannot start with {dict(options) or 'no options'}: {error}") from error
 

@@ -97,7 +97,7 @@ class SharedProcess:
             self._process.wait()
 
 
-def search_steps_of(folder: Path) -> Running[int]:
+def _search_steps_of(folder: Path) -> Running[int]:
     """The search of the job in `folder`, started or resumed: a run that returns its exit code."""
 
     def note(event: Event) -> None:
@@ -134,7 +134,7 @@ def serve(requests: int, answers: IO[str]) -> None:
                 waiting += [Path(json.loads(line)) for line in lines]
             while waiting and len(runs) < MAX_SHARING_RUNS:
                 folder = waiting.pop(0)
-                runs.add(folder, partial(search_steps_of, folder))
+                runs.add(folder, partial(_search_steps_of, folder))
             for folder, result in runs.turn():
                 code = result
                 if isinstance(result, Exception):
