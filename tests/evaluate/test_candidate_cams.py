@@ -7,7 +7,7 @@ from torch import Tensor
 
 from softcell.app.report.images import SIDE, cam_grid
 from softcell.arch import WeightMix
-from softcell.evaluate.gradcam import candidate_cams
+from softcell.evaluate.predictions import candidate_cams
 from softcell.methods import METHODS
 from softcell.nn.candidates import get_candidate
 from softcell.spaces import Supernet, build_space

@@ -15,8 +15,7 @@ from softcell.engine import RunFolder, distributed
 from softcell.engine.metrics import measure
 from softcell.errors import UserError
 from softcell.evaluate import load_network, resolve, train
-from softcell.evaluate.gradcam import grad_cam
-from softcell.evaluate.predictions import NUM_WORST, PREDICTIONS, Predictions, predict, read_predictions
+from softcell.evaluate.predictions import NUM_WORST, PREDICTIONS, Predictions, grad_cam, predict, read_predictions
 from softcell.spaces import build_space
 
 SPACE = build_space("nb201", {"cells_per_stage": 1, "channels": 4})

@@ -28,7 +28,7 @@ from softcell.app.report.images import cam_grid
 from softcell.arch import Table
 from softcell.data.images import centre_view, decode
 from softcell.errors import UserError
-from softcell.evaluate.gradcam import candidate_cams
+from softcell.evaluate.predictions import candidate_cams
 from softcell.files import atomic_write_bytes, list_file
 from softcell.search.restored import Restored, restore
 from softcell.text import count_of
