@@ -5,8 +5,7 @@
 mistakes: `worst` int32 [k] (numbers of the images), `images` uint8 [k, c, h, w] and, if the last cell's output has more
 than one position, `heat` float32 [k, h', w'] (Grad-CAM of the predicted class).
 
-Grad-CAM (Selvaraju et al., 2017) of the feature map that a network's classifier reads, and of candidates.
-
+`grad_cam` (Selvaraju et al., 2017) shows which parts of the feature map that the classifier reads speak for a class.
 `candidate_cams` gives Grad-CAM of the feature maps of every candidate of one choice of a supernet (IT-NAS, Figure 4).
 In calibrating cells (NOS), attentions and dynamic kernels have no feature map of their own; the map that they add to
 their node is used.
