@@ -264,7 +264,7 @@ def check_candidates(recipe: SearchRecipe) -> None:
     """Raises where a search has other candidates than the table."""
     candidates = recipe.space_settings.get("candidates")
     if list(candidates or OPERATIONS) != list(OPERATIONS):
-        raise UserError(f"the table knows the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")
+        raise UserError(f"the table has the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")
 
 
 if __name__ == "__main__":

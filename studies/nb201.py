@@ -173,7 +173,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
     unknown = sorted({row["arm"] for row in rows} - {*ARMS})
     if unknown:
-        raise UserError(f"{folder} has rows of arms that this study does not know: {', '.join(unknown)}; remove them")
+        raise UserError(f"{folder} has rows of unknown arms: {', '.join(unknown)}; remove them")
     return sorted(rows, key=lambda row: (row["data"], list(ARMS).index(row["arm"]), row["seed"]))
 
 

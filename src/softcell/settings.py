@@ -201,7 +201,7 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
-        is_seed_setting = where.rpartition(".")[2].startswith("seed")  # seeds have a rule of their own (`is_seed`)
+        is_seed_setting = where.rpartition(".")[2].startswith("seed")  # seeds have their own rule (`is_seed`)
         if abs(value) >= 2**63 and not is_seed_setting:  # which no tensor can hold
             raise SettingError(where, "a whole number below 2**63", str(value)[:30])
         return value

@@ -2,7 +2,7 @@
 
 A `Method` owns architecture parameters and nothing else: it gives the supernet a mix for each step and derives an
 architecture at the end. A `Sampler` owns no parameters: it proposes architectures that are trained one by one, and is
-given their scores. Neither knows of loops, devices or data.
+given their scores. Neither depends on loops, devices or data.
 """
 
 from __future__ import annotations

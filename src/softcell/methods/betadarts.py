@@ -84,7 +84,7 @@ class BetaDarts(SoftmaxMethod):
         self.weight.fill_(first + (last - first) * progress)
 
     def penalty(self, mix: Mix) -> Tensor:
-        """λ · L_Beta, summed over tables: the cells of each kind have a term of their own."""
+        """λ · L_Beta, summed over tables: each kind of cell has its own term."""
         terms = [beta_decay(alpha, self.masks[name], self.masks.members(name)) for name, alpha in self.alpha.items()]
         return self.weight * torch.stack(terms).sum()
 

@@ -51,7 +51,7 @@ class EdgeNormalisedSettings:
 
 
 class _NormalisedEdges(SoftmaxMethod):
-    """DARTS whose edges into a node compete in a softmax of their own."""
+    """DARTS with one more softmax, over the edges into each node."""
 
     regime: ClassVar[Regime] = "bilevel"
     Settings: ClassVar[type] = EdgeNormalisedSettings

@@ -103,7 +103,7 @@ def check_selectable(layout: Layout, limits: Mapping[str, float]) -> None:
         )
     if len(limits) > 1:
         raise UserError(
-            f"a selection within a budget knows one limit, but got {', '.join(limits)}; state one of them, or let "
+            f"a selection within a budget supports one limit, but got {', '.join(limits)}; state one of them, or let "
             "evolution select (--set evolution.generations=20)"
         )
 

@@ -1,7 +1,7 @@
 """Costs and output shapes, measured on real modules: of a network, and of every candidate of a supernet.
 
 For candidates the supernet is built and run without memory (torch's meta device), which gives the sizes of all nodes;
-then every candidate is counted separately. Nothing here knows a space or a candidate by name.
+then every candidate is counted separately. Nothing here depends on the name of a space or a candidate.
 """
 
 from __future__ import annotations

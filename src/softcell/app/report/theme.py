@@ -5,7 +5,7 @@ Text is escaped unless it is `Html` already, so no text of a user can become a t
 
 A family is recognised by the operation's name, so that operations of users, which no registry knows, are drawn too.
 Families differ by colour, line and mark, for eyes and printers without colour. Colours are written out per class and
-not as CSS variables, which several SVG readers do not know; readers without media queries show the light page.
+not as CSS variables, which several SVG readers do not support; readers without media queries show the light page.
 """
 
 from __future__ import annotations

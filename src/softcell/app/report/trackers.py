@@ -23,7 +23,7 @@ from softcell.settings import flat
 
 BOARD = "tensorboard"
 IDS = "trackers.json"
-"""File of a run folder: by tool, the id under which it knows the run, so that a resumed run continues there."""
+"""File of a run folder: by tool, the id of the run there, so that a resumed run continues there."""
 PROJECT = "softcell"
 _NOT_METRICS = ("epoch", "val_count")
 

@@ -160,7 +160,7 @@ class Local:
     """Processes on this machine, `at_once` jobs at a time; they share its cores, and its GPUs in turn.
 
     With more jobs than GPUs, the searches on one GPU share a process (`softcell.app.sweep.share`). Trainings, and jobs
-    that failed there, run in processes of their own.
+    that failed there, run in separate processes.
     """
 
     def __init__(self, at_once: int = 1, environment: Mapping[str, str] | None = None) -> None:
