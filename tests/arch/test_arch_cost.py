@@ -51,7 +51,7 @@ def test_costs_are_found_by_table_and_kind() -> None:
         CostTables(layout, {"flops": rows[:2]})
 
 
-def test_the_linear_cost_of_a_one_hot_sample_is_that_of_the_architecture() -> None:
+def test_the_linear_cost_of_a_one_hot_sample_matches_the_architecture() -> None:
     z = torch.tensor([[0, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.float64)
     assert float(linear_cost(z, COSTS)) == (9 + 2 + 3) + (3 + 1 + 0.5)
     per_site = torch.stack([z, torch.tensor([[0, 0, 1], [0, 1, 0], [1, 0, 0]], dtype=torch.float64)])

@@ -15,7 +15,7 @@ from softcell.app.reproduce.record import columns_of, verdict
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_page_is_that_of_the_records() -> None:
+def test_the_page_matches_the_records() -> None:
     same = results_page.PAGE.read_text(encoding="utf-8") == results_page.page()
     assert same, "records or plans changed: run `python scripts/results_page.py` and read docs/results.md"
 

@@ -58,7 +58,7 @@ def test_a_finished_run_lists_the_checksums_of_its_files(runs: Path) -> None:
     assert set(listed) == {"genotype.json", "metrics.jsonl", "architecture.jsonl"}
 
 
-def test_checksum_is_that_of_sha256sum(tmp_path: Path) -> None:
+def test_checksum_matches_sha256sum(tmp_path: Path) -> None:
     (tmp_path / "abc").write_bytes(b"abc")
     assert checksum(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
@@ -156,7 +156,7 @@ def test_exported_weights_are_those_that_were_exported(runs: Path, tmp_path: Pat
     assert all(torch.equal(before[k], v) for k, v in Network.from_pretrained(tmp_path).state_dict().items())
 
 
-def test_the_copy_of_the_best_seed_must_be_that_of_the_best_seed(runs: Path, tmp_path: Path) -> None:
+def test_the_copy_of_the_best_seed_must_equal_the_best_seed(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "search", tmp_path / "seed-0")
     (tmp_path / "seeds.json").write_text(json.dumps({"best": 0, "seeds": [{"seed": 0}]}))
     shutil.copy(runs / "search" / "genotype.json", tmp_path)

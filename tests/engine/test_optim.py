@@ -89,7 +89,7 @@ def test_gradients_are_copied_only_where_they_share_memory() -> None:
     assert spread is not None and spread.stride() == (1,)
 
 
-def test_rmsprop_is_that_of_tensorflow_number_by_number() -> None:
+def test_rmsprop_matches_tensorflow_number_by_number() -> None:
     """ε under the root, squares from 1, the learning rate inside the momentum; resumed in the middle."""
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(3, generator=generator).tolist(), torch.randn(6, 3, generator=generator).tolist()

@@ -56,7 +56,7 @@ def test_a_nas_bench_201_network_counts_as_on_paper() -> None:
 
 
 @pytest.mark.parametrize("name", list(SPACES))
-def test_the_cost_of_a_genotype_is_that_of_its_network_without_a_tower(name: str) -> None:
+def test_the_cost_of_a_genotype_matches_its_network_without_a_tower(name: str) -> None:
     kind = SPACES.get(name)
     space = build_space(name, kind.small)
     genotype = sample(space.layout(), 3)

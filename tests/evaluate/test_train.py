@@ -290,7 +290,7 @@ def test_a_training_recipe_resolves_to_itself(name: str, space: str) -> None:
     assert (recipe.auxiliary > 0) == (SPACES.get(space).has_auxiliary and name != "fast")
 
 
-def test_the_cifar_recipe_is_that_of_darts() -> None:
+def test_the_cifar_recipe_matches_darts() -> None:
     recipe = resolve(genotype_of("darts"), {"data": "cifar10"})
     assert (recipe.epochs, recipe.batch_size, recipe.lr, recipe.momentum) == (600, 96, 0.025, 0.9)
     assert (recipe.weight_decay, recipe.auxiliary, recipe.drop_path, recipe.cutout) == (3e-4, 0.4, 0.2, 16)

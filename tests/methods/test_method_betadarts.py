@@ -67,7 +67,7 @@ def test_edges_that_compete_count_as_one_softmax_over_their_links() -> None:
     torch.testing.assert_close(logits.grad, expected)
 
 
-def test_the_mix_is_that_of_darts_at_any_weight() -> None:
+def test_the_mix_matches_darts_at_any_weight() -> None:
     method = planted()
     method.begin_epoch(1.0)
     mix = method.relax()
@@ -76,7 +76,7 @@ def test_the_mix_is_that_of_darts_at_any_weight() -> None:
     torch.testing.assert_close(mix.weights(0), expected)
 
 
-def test_the_recipe_is_that_of_the_released_command_without_weight_decay() -> None:
+def test_the_recipe_matches_the_released_command_without_weight_decay() -> None:
     recipe = resolve({"method": "beta-darts", "data": "cifar10"})
     assert (recipe.space, recipe.epochs, recipe.batch_size, recipe.regime) == ("nb201", 100, 64, "bilevel")
     assert (recipe.space_settings["cells_per_stage"], recipe.space_settings["channels"]) == (5, 16)

@@ -112,7 +112,7 @@ def test_links_that_compete_for_a_node_get_no_auxiliary_skip() -> None:
         assert not auxiliary_edges(table)[list(table.contest_of)].any()
 
 
-def test_the_paper_recipe_is_that_of_darts() -> None:
+def test_the_paper_recipe_matches_darts() -> None:
     recipe = resolve({"method": "darts-minus", "data": "cifar10"})
     assert (recipe.space, recipe.epochs, recipe.batch_size, recipe.regime) == ("darts", 50, 64, "bilevel")
     assert (recipe.weights.lr, recipe.weights.lr_min, recipe.weights.weight_decay) == (0.025, 0.001, 3e-4)

@@ -163,7 +163,7 @@ def test_one_sample_is_shared_by_all_sites_and_by_all_evaluations_of_a_step() ->
     assert not torch.equal(mix.weights(0), found[0].weights(0))
 
 
-def test_the_divergence_is_that_of_torch_and_zero_at_the_anchor() -> None:
+def test_the_divergence_matches_torch_and_zero_at_the_anchor() -> None:
     mask = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
     c = torch.stack([C, C, C])
     anchor = [kl_divergence(Dirichlet(C[:n]), Dirichlet(torch.ones(n, dtype=torch.float64))) for n in (3, 2)]

@@ -52,7 +52,7 @@ def test_one_link_wins_a_contest_and_the_others_get_none() -> None:
     assert harden(relaxed, mask, members).tolist() == [[1, 0], [0, 1], [1, 0]]
 
 
-def test_the_gradient_is_that_of_the_relaxed_sample_at_the_sampled_operation_alone() -> None:
+def test_the_gradient_matches_the_relaxed_sample_at_the_sampled_operation_alone() -> None:
     """s = (1/4, 3/4) at τ = 2: ∂h_1/∂A_0 = -s_1 s_0 / τ, ∂h_1/∂A_1 = s_1 (1 - s_1) / τ, and nothing from h_0."""
     alpha = torch.tensor([[0.0, 2 * math.log(3)]], dtype=torch.float64, requires_grad=True)
     relaxed = torch.softmax(alpha / 2.0, -1)

@@ -163,7 +163,7 @@ def test_network_and_indicator_are_those_of_the_literal_twin(
 
 @pytest.mark.parametrize("how", AGGREGATES)
 @pytest.mark.parametrize("space", ["nb201", "darts"])
-def test_every_aggregate_is_that_of_the_literal_rows(space: str, how: Aggregate) -> None:
+def test_every_aggregate_matches_the_literal_rows(space: str, how: Aggregate) -> None:
     """From single images and sites, one number after the other."""
     supernet, method = make(space, aggregate=how)
     x, literal = images(5), Literal(method)

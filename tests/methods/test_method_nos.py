@@ -53,7 +53,7 @@ def test_the_paper_recipe_is_the_papers() -> None:
         ("imagenet", ("nos-imagenet", 300, 512, 0.25, "linear", 5, 3e-5, 0.0, 0, 14, 48)),
     ],
 )
-def test_evaluation_is_that_of_appendix_2(data: str, expected: tuple[Any, ...]) -> None:
+def test_evaluation_matches_appendix_2(data: str, expected: tuple[Any, ...]) -> None:
     r = resolve_training(sample(NosSpace().layout(), 0), {"data": data})
     sizes = r.space_settings["cells"], r.space_settings["channels"]
     settings = (r.recipe, r.epochs, r.batch_size, r.lr, r.schedule, r.warmup, r.weight_decay, r.drop_path, r.cutout)

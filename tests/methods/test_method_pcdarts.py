@@ -50,7 +50,7 @@ def test_edges_into_a_node_share_one_softmax_that_multiplies_their_candidates() 
     torch.testing.assert_close(mix.weights(0), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_the_gradient_of_an_edge_weight_is_that_of_a_softmax() -> None:
+def test_the_gradient_of_an_edge_weight_matches_a_softmax() -> None:
     logits = torch.tensor([7.0, 0.0, math.log(2), math.log(5)], dtype=torch.float64, requires_grad=True)
     edge_weights(logits, edge_groups(TABLE))[2].backward()
     # p = (1, 2, 5) / 8 into node 3: ∂p_2/∂β = p_2 (δ - p) at odds 2; the edge into node 2 takes no part.

@@ -22,7 +22,7 @@ def data(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_channel_attention_is_that_of_the_appendix(shape: tuple[int, ...]) -> None:
+def test_channel_attention_matches_the_appendix(shape: tuple[int, ...]) -> None:
     module, x = ChannelAttention(shape[1]).double(), data(*shape)
     found = module(x)
     assert found.shape == (*shape[:2], 1, 1)
@@ -31,9 +31,7 @@ def test_channel_attention_is_that_of_the_appendix(shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_spatial_attention_is_that_of_the_appendix_at_the_target_resolution(
-    shape: tuple[int, ...], stride: int
-) -> None:
+def test_spatial_attention_matches_the_appendix_at_the_target_resolution(shape: tuple[int, ...], stride: int) -> None:
     module, x = SpatialAttention(shape[1], stride, affine=False).double(), data(*shape)
     found = module(x)
     assert found.shape == (shape[0], 1, -(-shape[2] // stride), -(-shape[3] // stride))
@@ -42,7 +40,7 @@ def test_spatial_attention_is_that_of_the_appendix_at_the_target_resolution(
 
 @pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_dynamic_kernel_is_that_of_the_appendix(shape: tuple[int, ...], size: int) -> None:
+def test_the_dynamic_kernel_matches_the_appendix(shape: tuple[int, ...], size: int) -> None:
     module, x = DynamicKernel(shape[1], size, affine=False).double(), data(*shape)
     found = module(x)
     assert found.shape == (*shape[:2], size, size)

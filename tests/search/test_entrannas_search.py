@@ -244,7 +244,7 @@ def test_other_spaces_keep_their_own_candidates(space: str) -> None:
 
 
 @pytest.mark.parametrize(("space", "expected"), [("nb201", 1), ("nos", 1), ("s1", 1), ("darts", 4)])
-def test_the_bottleneck_of_the_paper_is_that_of_its_own_space(space: str, expected: int) -> None:
+def test_the_bottleneck_of_the_paper_matches_its_own_space(space: str, expected: int) -> None:
     recipe = resolve({"method": "entrannas", "space": space, "data": "cifar10"})
     assert recipe.space_settings["bottleneck"] == expected
     given = resolve({"method": "entrannas", "space": space, "data": "cifar10", "space_settings": {"bottleneck": 2}})

@@ -234,7 +234,7 @@ def test_attention_is_trained_on_another_methods_supernet_and_leaves_it_alone(ru
     torch.testing.assert_close(again["attention"]["cell"], values["attention"]["cell"], rtol=0, atol=0)
 
 
-def test_attention_of_its_own_supernet_is_that_of_the_search(runs: dict[str, Path]) -> None:
+def test_attention_of_its_own_supernet_matches_the_search(runs: dict[str, Path]) -> None:
     found = restore(runs["itnas"], device="cpu")
     kept = found.method.probabilities()["cell"].double().clone()
     looked = compute(replace(found, is_finished=False), ["attention"], notify=silent).values["attention"]["cell"]

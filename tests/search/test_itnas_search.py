@@ -228,7 +228,7 @@ def test_attention_selects_within_a_budget_what_no_other_chain_beats(data: Path,
         own = Genotype.from_dict({**free.genotype.to_dict(), "cells": results["within_budget"]["own"]})
         assert own == free.genotype and results["within_budget"]["own_flops"] == dear
     two = {"resource": {"max_flops": dear, "max_params": 10_000, **sizes}}
-    with pytest.raises(UserError, match="knows one limit"):
+    with pytest.raises(UserError, match="supports one limit"):
         search(resolve(given, more, two), tmp_path / "two")
     with pytest.raises(UserError, match="keeps some of its edges"):
         search(recipe(data, "darts", method_settings={"paths": "single"}, resource={"max_flops": 1e6}), tmp_path / "no")

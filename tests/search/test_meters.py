@@ -92,6 +92,6 @@ def test_sums_of_an_observer_are_restored_within_an_epoch_and_zeroed_before_the_
     assert not bool(twin.method.observer.sums()["credit"]["cell"].any())
 
 
-def test_mean_entropy_is_that_of_all_choices() -> None:
+def test_mean_entropy_matches_all_choices() -> None:
     even, sure = torch.full((1, 4), 0.25), torch.tensor([[1.0, 0.0, 0.0, 0.0]] * 3)
     assert mean_entropy([even, sure]) == pytest.approx(float(torch.tensor(4.0).log()) / 4)

@@ -45,7 +45,7 @@ def selection_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("measure", ["accuracy", "loss"])
-def test_a_selection_is_that_of_the_literal_algorithm(data: Path, tmp_path: Path, measure: str) -> None:
+def test_a_selection_matches_the_literal_algorithm(data: Path, tmp_path: Path, measure: str) -> None:
     """Algorithm 1 with nothing but tables of weights and torch's own SGD, from the checkpoint of the search."""
     epochs, lr = 2, 0.02
     given = recipe(data, precision="float64", select={"epochs": epochs, "lr": lr, "measure": measure, "images": 24})

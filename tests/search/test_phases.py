@@ -131,7 +131,7 @@ def test_a_search_that_is_overwritten_leaves_nothing_of_its_first_phase(
     assert not (folder / FIRST).exists()
 
 
-def test_the_best_of_several_seeds_is_that_of_phase_2(data: Path, tmp_path: Path) -> None:
+def test_the_best_of_several_seeds_comes_from_phase_2(data: Path, tmp_path: Path) -> None:
     result = search_seeds(recipe(data), tmp_path / "seeds", [0, 1], keep="best")
     assert result.exit_code == 0 and result.best in (0, 1)
     scores = {seed: one.metrics[-1]["val_accuracy"] for seed, one in result.results.items()}

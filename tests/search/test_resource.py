@@ -392,7 +392,7 @@ def test_a_budget_that_is_missed_is_reported_with_the_gap(method: str, data: Pat
     assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["budget_met"] is False
 
 
-def test_the_smallest_network_is_that_of_brute_force_where_none_can_be_derived() -> None:
+def test_the_smallest_network_matches_brute_force_where_none_can_be_derived() -> None:
     """All 32 cells with two inner nodes as both kinds of cell, counted; empty cells are no architectures."""
     ops = ("none", "dil_conv_3x3")
     space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 2, "candidates": list(ops)})

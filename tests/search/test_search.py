@@ -212,7 +212,7 @@ def test_all_images_but_those_held_back_can_serve_both_levels(data: Path) -> Non
 
 
 @pytest.mark.parametrize("regime", ["single-level", "bilevel", "unrolled"])
-def test_a_step_of_the_search_is_that_of_its_regime(regime: str, data: Path) -> None:
+def test_a_step_of_the_search_matches_its_regime(regime: str, data: Path) -> None:
     recipe = resolve(settings("nb201", data, regime=regime, precision="float64", weights={"clip": 0.5}))
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
@@ -252,7 +252,7 @@ def test_a_collapse_is_warned_about_and_stops_the_search_when_asked(data: Path, 
     assert "100%" in reason
 
 
-def test_an_accuracy_far_below_that_of_training_is_doubted_once(
+def test_an_accuracy_far_below_the_training_accuracy_warns_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for held, messages in ((0.0, 1), (1.0, 0)):
@@ -263,7 +263,7 @@ def test_an_accuracy_far_below_that_of_training_is_doubted_once(
 
 
 @pytest.mark.parametrize(("method", "messages"), [("darts", 0), ("snas", 1)])
-def test_an_accuracy_that_is_low_at_first_is_doubted_where_many_cells_are_validated_by_one(
+def test_a_low_first_accuracy_warns_where_many_cells_are_validated_by_one(
     method: str, messages: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = iter([0.0])

@@ -53,7 +53,7 @@ def test_a_layer_of_stride_2_reads_the_whole_input_and_a_skip_of_stride_2_is_its
     assert cost("skip_connect", stride=2) == Resources(2 * half, hw * 2 * half, 2 * (hw * (4 * c + c // 2) + half))
 
 
-def test_memory_access_of_reduction_cells_is_that_of_the_authors_code() -> None:
+def test_memory_access_of_reduction_cells_matches_the_authors_code() -> None:
     """DARTS on CIFAR-10, 16 channels: the reduction cells write 16×16 maps of 32 channels and 8×8 maps of 64.
 
     With the output's H·W for both maps, as Eq 37 and 40 are printed, it would be 1.28 to 2.92 times less.

@@ -109,7 +109,7 @@ def test_weights_for_imagenet_fit_networks_for_birds_but_for_the_classifier() ->
     ("candidates", "tied"),
     [(("local_sa_k3_h8", "local_sa_k7_h4"), False), (("local_sa_k3_h8", "local_sa_k7_h4", "non_local_sa"), True)],
 )
-def test_the_range_of_parameters_is_that_of_all_networks(candidates: tuple[str, ...], tied: bool) -> None:
+def test_the_range_of_parameters_matches_all_networks(candidates: tuple[str, ...], tied: bool) -> None:
     space = FullAttentionSpace(channels=16, layers=1, tied=tied, candidates=candidates)
     tables = space.layout().tables
     everything = []

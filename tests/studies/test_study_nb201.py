@@ -83,7 +83,7 @@ def test_a_table_grows_by_several_commands(
 
 def test_rows_of_unknown_arms_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps({"arm": "other", "data": "digits", "seed": 0}))
-    with pytest.raises(UserError, match="arms that this study does not know: other"):
+    with pytest.raises(UserError, match="unknown arms: other"):
         nb201.read_rows(tmp_path)
 
 

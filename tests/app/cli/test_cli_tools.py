@@ -101,7 +101,7 @@ def test_list_shows_everything_available(call: Softcell) -> None:
     assert "nb201" not in call("list", "methods").out
 
 
-def test_version_is_that_of_the_package(call: Softcell) -> None:
+def test_version_matches_the_package(call: Softcell) -> None:
     assert call("--version").out.strip() == f"softcell {softcell.__version__}"
 
 

@@ -94,7 +94,7 @@ def results(**accuracies: float | tuple[float, ...]) -> list[Result]:
     return [Result(name, own, 5, 1.0) for name, own in pairs]
 
 
-def test_the_standard_error_is_that_of_a_difference_of_two_shares() -> None:
+def test_the_standard_error_matches_a_difference_of_two_shares() -> None:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(2, 4000, 100, generator=generator) < torch.tensor([0.8, 0.7]).view(2, 1, 1)
     shares = drawn.double().mean(2)
