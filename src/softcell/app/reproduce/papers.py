@@ -51,7 +51,7 @@ class Training:
 class Row:
     """One row of a table. One of `search`, `cell`, `random` and `classifier` says where its networks come from.
 
-    search: name of a search of the paper; a network per seed. cell: name in `published.CELLS`. random: a space.
+    search: name of a search of the paper; a network per seed. cell: name in `plan.CELLS`. random: a space.
     classifier: settings of the ResNet-18 of NOS's Table 1. trainings: those of the table that apply; empty for all.
     published: the paper's numbers by column. repeats: its first network is trained with several seeds.
     """
@@ -107,15 +107,20 @@ def short(recipe: str, data: str, drop_path: float, full: int, **settings: Any) 
     return {"recipe": recipe, "data": data, "epochs": EPOCHS, "drop_path": scaled, **settings}
 
 
+def _cifar10(error: str, parameters: str, cost: str | None = None) -> dict[str, str]:
+    """Published numbers: test error on CIFAR-10 in %, parameters, and GPU days of the search."""
+    return {"cifar10": error, "parameters": parameters} | ({} if cost is None else {"cost": cost})
+
+
 CIFAR10 = Training("CIFAR-10 test error, %", short("cifar", "cifar10", 0.2, 600))
 CIFAR100 = Training("CIFAR-100 test error, %", short("cifar", "cifar100", 0.2, 600))
 HELD = {"held": 0.1, "weights": 0.9}
 """5,000 images of CIFAR-10 that nothing learns from; the rest for weights and architecture."""
 HELD_HALVES = {"held": 0.1, "weights": 0.45, "validation": 0.45}
 CELLS_OF_DARTS = (
-    Row("DARTS_V2, published", cell="DARTS_V2", published={"cifar10": "2.76 ± 0.09", "parameters": "3.3M"}),
-    Row("PC-DARTS, published", cell="PC-DARTS", published={"cifar10": "2.57 ± 0.07", "parameters": "3.6M"}),
-    Row("GDAS, published", cell="GDAS", published={"cifar10": "2.93", "parameters": "3.4M"}),
+    Row("DARTS_V2, published", cell="DARTS_V2", published=_cifar10("2.76 ± 0.09", "3.3M")),
+    Row("PC-DARTS, published", cell="PC-DARTS", published=_cifar10("2.57 ± 0.07", "3.6M")),
+    Row("GDAS, published", cell="GDAS", published=_cifar10("2.93", "3.4M")),
 )
 FIRST_ORDER = {"method": "darts", "data": "cifar10"}
 
@@ -180,54 +185,17 @@ SNAS = Paper(
             "2",
             "networks trained on CIFAR-10",
             (
-                Row(
-                    "SNAS, mild",
-                    "snas-mild",
-                    published={"cifar10": "2.98", "parameters": "2.9M", "cost": "1.5"},
-                ),
-                Row(
-                    "SNAS, moderate",
-                    "snas-moderate",
-                    published={"cifar10": "2.85 ± 0.02", "parameters": "2.8M", "cost": "1.5"},
-                    repeats=True,
-                ),
-                Row(
-                    "SNAS, aggressive",
-                    "snas-aggressive",
-                    published={"cifar10": "3.10 ± 0.04", "parameters": "2.3M", "cost": "1.5"},
-                ),
-                Row(
-                    "DARTS, first order",
-                    "darts-first-order",
-                    published={"cifar10": "3.00 ± 0.14", "parameters": "3.3M", "cost": "0.4"},
-                ),
-                Row(
-                    "DARTS, second order",
-                    "darts-second-order",
-                    published={"cifar10": "2.76 ± 0.09", "parameters": "3.3M", "cost": "1"},
-                ),
-                Row(
-                    "DARTS, single-level",
-                    "darts-single-level",
-                    published={"cifar10": "3.56 ± 0.10", "parameters": "3.0M", "cost": "0.3"},
-                ),
-                Row(
-                    "random search, same epochs",
-                    "random-search",
-                    published={"cifar10": "3.29 ± 0.15", "parameters": "3.2M", "cost": "1"},
-                ),
+                Row("SNAS, mild", "snas-mild", published=_cifar10("2.98", "2.9M", "1.5")),
+                Row("SNAS, moderate", "snas-moderate", published=_cifar10("2.85 ± 0.02", "2.8M", "1.5"), repeats=True),
+                Row("SNAS, aggressive", "snas-aggressive", published=_cifar10("3.10 ± 0.04", "2.3M", "1.5")),
+                Row("DARTS, first order", "darts-first-order", published=_cifar10("3.00 ± 0.14", "3.3M", "0.4")),
+                Row("DARTS, second order", "darts-second-order", published=_cifar10("2.76 ± 0.09", "3.3M", "1")),
+                Row("DARTS, single-level", "darts-single-level", published=_cifar10("3.56 ± 0.10", "3.0M", "0.3")),
+                Row("random search, same epochs", "random-search", published=_cifar10("3.29 ± 0.15", "3.2M", "1")),
                 Row("random cells", random="darts", repeats=True),
-                Row("SNAS mild, published", cell="SNAS-mild", published={"cifar10": "2.98", "parameters": "2.9M"}),
-                Row(
-                    "SNAS moderate, published",
-                    cell="SNAS-moderate",
-                    published={"cifar10": "2.85 ± 0.02", "parameters": "2.8M"},
-                ),
-                Row(
-                    "SNAS aggressive, published",
-                    cell="SNAS-aggressive",
-                    published={"cifar10": "3.10 ± 0.04", "parameters": "2.3M"},
-                ),
+                Row("SNAS mild, published", cell="SNAS-mild", published=_cifar10("2.98", "2.9M")),
+                Row("SNAS moderate, published", cell="SNAS-moderate", published=_cifar10("2.85 ± 0.02", "2.8M")),
+                Row("SNAS aggressive, published", cell="SNAS-aggressive", published=_cifar10("3.10 ± 0.04", "2.3M")),
                 *CELLS_OF_DARTS,
             ),
             trainings={"cifar10": CIFAR10},
@@ -473,18 +441,10 @@ ITNAS = Paper(
                     "darts",
                     published={"cifar10": "3.00 ± 0.14", "cifar100": "17.76", "parameters": "3.3M", "cost": "0.4"},
                 ),
-                Row(
-                    "DARTS, perturbation",
-                    "darts-pt",
-                    published={"cifar10": "2.61 ± 0.08", "parameters": "3.0M", "cost": "0.8"},
-                ),
+                Row("DARTS, perturbation", "darts-pt", published=_cifar10("2.61 ± 0.08", "3.0M", "0.8")),
                 Row("random search, same epochs", "random-search"),
                 Row("random cells", random="darts", repeats=True),
-                Row(
-                    "SNAS moderate, published",
-                    cell="SNAS-moderate",
-                    published={"cifar10": "2.85 ± 0.02", "parameters": "2.8M"},
-                ),
+                Row("SNAS moderate, published", cell="SNAS-moderate", published=_cifar10("2.85 ± 0.02", "2.8M")),
                 *CELLS_OF_DARTS,
             ),
             trainings={"cifar10": CIFAR10, "cifar100": CIFAR100},
