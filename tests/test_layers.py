@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -105,14 +106,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def arrows() -> list[tuple[str, str]]:
+@functools.cache
+def arrows() -> tuple[tuple[str, str], ...]:
     """(importing module, imported module) of the whole package."""
-    found = []
+    found = list[tuple[str, str]]()
     for path in files():
         module = module_of(path)
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         found += [(module, other) for other in sorted(imports(path.read_text(encoding="utf-8"), package))]
-    return found
+    return tuple(found)
 
 
 def test_every_import_points_to_a_lower_layer() -> None:
