@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from softcell.search import resolve, search
 from softcell.search.budget import Budget, next_within, stated_budget
 from softcell.search.resource import Resource
 from softcell.spaces import build_space
-from softcell.spaces.costs import count_candidates, count_genotype
+from softcell.spaces.costs import Cost, count_candidates, count_genotype
 from tests.helpers.search_toys import check_resumed, settings, write_data
 
 NETWORK = {"cells_per_stage": 1, "channels": 4}
@@ -30,10 +31,24 @@ def parameters(genotype: Genotype) -> int:
 
 
 DRAWS = [sample(SPACE.layout(), SEED * 1_000_003 + number) for number in range(60)]
-COSTS = [count_genotype(SPACE, genotype, (1, 8, 8), 3) for genotype in DRAWS]
-SIZES = [cost.parameters for cost in COSTS]
-LIMIT = sorted(SIZES)[15]  # a quarter of the draws
-ALLOWED = [genotype for genotype, size in zip(DRAWS, SIZES, strict=True) if size <= LIMIT]
+
+
+# Not at import: counting takes seconds, and every test process imports this file.
+@functools.cache
+def costs() -> list[Cost]:
+    return [count_genotype(SPACE, genotype, (1, 8, 8), 3) for genotype in DRAWS]
+
+
+def sizes() -> list[int]:
+    return [cost.parameters for cost in costs()]
+
+
+def limit() -> int:
+    return sorted(sizes())[15]  # a quarter of the draws
+
+
+def allowed() -> list[Genotype]:
+    return [genotype for genotype, size in zip(DRAWS, sizes(), strict=True) if size <= limit()]
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +83,20 @@ def test_without_a_budget_the_draws_are_what_they_always_were(data: Path, tmp_pa
 
 
 def test_a_random_search_trains_the_first_draws_that_meet_the_budget(data: Path, tmp_path: Path) -> None:
-    assert cells(ALLOWED[:3]) != cells(DRAWS[:3])
+    assert cells(allowed()[:3]) != cells(DRAWS[:3])
     events: list[Any] = []
-    result = search(recipe(data, max_params=LIMIT), tmp_path / "run", on_event=events.append)
-    assert trained(tmp_path / "run") == cells(ALLOWED[:3])
+    result = search(recipe(data, max_params=limit()), tmp_path / "run", on_event=events.append)
+    assert trained(tmp_path / "run") == cells(allowed()[:3])
     found = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     assert result.genotype is not None
-    assert found["budget_met"] is True and found["derived_parameters"] == parameters(result.genotype) <= LIMIT
+    assert found["budget_met"] is True and found["derived_parameters"] == parameters(result.genotype) <= limit()
     assert not [event.text for event in events if isinstance(event, Note)], "nothing to warn of"
 
 
 def test_all_budgets_hold_at_once(data: Path, tmp_path: Path) -> None:
-    most = sorted(cost.multiply_adds for cost in COSTS)[30]
-    both = [g for g, c in zip(DRAWS, COSTS, strict=True) if c.parameters <= LIMIT and c.multiply_adds <= most]
-    search(recipe(data, 2, max_params=LIMIT, max_flops=most), tmp_path / "run")
+    most = sorted(cost.multiply_adds for cost in costs())[30]
+    both = [g for g, c in zip(DRAWS, costs(), strict=True) if c.parameters <= limit() and c.multiply_adds <= most]
+    search(recipe(data, 2, max_params=limit(), max_flops=most), tmp_path / "run")
     assert trained(tmp_path / "run") == cells(both[:2])
 
 
@@ -99,7 +114,7 @@ def test_a_latency_is_a_budget_of_draws_too(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_stopped_search_resumes_with_the_same_draws(data: Path, tmp_path: Path) -> None:
-    check_resumed(recipe(data, max_params=LIMIT), tmp_path, 1, 1)
+    check_resumed(recipe(data, max_params=limit()), tmp_path, 1, 1)
 
 
 def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
@@ -113,9 +128,9 @@ def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
         return original(self, number, scores)
 
     monkeypatch.setattr(RandomSearch, "propose", propose)
-    result = search(recipe(data, max_params=LIMIT), tmp_path / "run")
+    result = search(recipe(data, max_params=limit()), tmp_path / "run")
     measured = [row["val_accuracy"] for row in result.metrics]
-    numbers = [DRAWS.index(genotype) for genotype in ALLOWED[:3]]
+    numbers = [DRAWS.index(genotype) for genotype in allowed()[:3]]
     assert list(heard) == list(range(numbers[-1] + 1)), "every number once, in order"
     for number, scores in heard.items():
         said = {own: score for own, score in zip(numbers, measured, strict=True) if own < number}
@@ -127,7 +142,7 @@ def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
     [
         ({"max_params": 100}, "a budget of 100 parameters is out of reach .* smallest .* resource.network.channels=N"),
         ({"preset": "mild"}, "a resource penalty works through a method's probabilities, and 'random' has none"),
-        ({"weight": 0.1, "max_params": LIMIT}, "leave out `resource.preset` .* or give a budget instead"),
+        ({"weight": 0.1, "max_params": 10**6}, "leave out `resource.preset` .* or give a budget instead"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(
@@ -141,7 +156,7 @@ def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(
 def test_a_budget_that_chance_does_not_meet_is_given_up_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "TRIES", 20)
     falling = sorted(DRAWS[:20], key=parameters, reverse=True)
-    drawn, smallest = [*falling[10:], *falling[:10]], min(SIZES[:20])  # neither the first nor the last
+    drawn, smallest = [*falling[10:], *falling[:10]], min(sizes()[:20])  # neither the first nor the last
     with pytest.raises(UserError, match="none of 20 random architectures meets the budget; the nearest has") as caught:
         next_within(budget(smallest - 1), drawn.__getitem__, 0, 0, "raise it")
     gap = f"{smallest / (smallest - 1) - 1:.1%} over the budget of"
@@ -150,12 +165,12 @@ def test_a_budget_that_chance_does_not_meet_is_given_up_with_the_nearest(monkeyp
 
 def test_later_architectures_may_use_the_tries_that_earlier_ones_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subject, "TRIES", 20)
-    small, large = DRAWS[SIZES.index(min(SIZES))], DRAWS[SIZES.index(max(SIZES))]
+    small, large = DRAWS[sizes().index(min(sizes()))], DRAWS[sizes().index(max(sizes()))]
     drawn = [small, *[large] * 30, small]
-    assert next_within(budget(min(SIZES)), drawn.__getitem__, 0, 0, "")[0] == 0
-    assert next_within(budget(min(SIZES)), drawn.__getitem__, 1, 1, "")[0] == 31
+    assert next_within(budget(min(sizes())), drawn.__getitem__, 0, 0, "")[0] == 0
+    assert next_within(budget(min(sizes())), drawn.__getitem__, 1, 1, "")[0] == 31
     with pytest.raises(UserError, match="none of 19"):
-        next_within(budget(min(SIZES)), drawn.__getitem__, 1, 0, "")
+        next_within(budget(min(sizes())), drawn.__getitem__, 1, 0, "")
 
 
 def test_what_the_cheapest_network_misses_is_not_drawn_for() -> None:
@@ -172,16 +187,16 @@ def test_what_the_cheapest_network_misses_is_not_drawn_for() -> None:
 @pytest.mark.parametrize("method", ["random", "darts"])
 def test_a_genotype_brings_the_budget_of_its_search_along(method: str, data: Path, tmp_path: Path) -> None:
     own = {"method_settings": {"samples": 1}} if method == "random" else {}
-    resource = {"max_params": LIMIT, "network": NETWORK}
+    resource = {"max_params": limit(), "network": NETWORK}
     search(resolve(settings("nb201", data, method=method, epochs=1, resource=resource, **own)), tmp_path / "run")
     genotype = Genotype.load(tmp_path / "run")
     known = stated_budget(genotype)
     assert known is not None
     assert known.found == {"parameters": parameters(genotype)}
-    assert (known.missed() is None) == (parameters(genotype) <= LIMIT)
+    assert (known.missed() is None) == (parameters(genotype) <= limit())
     again = known.budget("nb201")
-    assert [again.measure(other)["parameters"] for other in DRAWS[:5]] == SIZES[:5], "counted as the search counts"
-    assert again.limits == {"parameters": LIMIT}
+    assert [again.measure(other)["parameters"] for other in DRAWS[:5]] == sizes()[:5], "counted as the search counts"
+    assert again.limits == {"parameters": limit()}
 
 
 @pytest.mark.parametrize(

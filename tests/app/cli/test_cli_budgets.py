@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,20 @@ COUNTED = evaluation_space("nb201", "digits")
 """Larger than what is trained here: a budget is about the size it was stated for."""
 
 
+DRAWS = [sample(COUNTED.layout(), number) for number in range(1, 20)]
+LATER = [sample(COUNTED.layout(), APART + number) for number in range(1, 20)]
+"""Compared with the findings of random search."""
+LIMIT = 85_000
+
+
+@functools.cache
 def parameters(genotype: Genotype) -> int:
     return count_genotype(COUNTED, genotype, (1, 8, 8), 10).parameters
 
 
-DRAWS = [sample(COUNTED.layout(), number) for number in range(1, 20)]
-LIMIT = 85_000
-ALLOWED = [genotype for genotype in DRAWS if parameters(genotype) <= LIMIT]
-LATER = [sample(COUNTED.layout(), APART + number) for number in range(1, 20)]
-BESIDE = [genotype for genotype in LATER if parameters(genotype) <= LIMIT]
-"""Compared with the findings of random search."""
+def allowed(draws: list[Genotype]) -> list[Genotype]:
+    # Not at import: counting takes seconds, and every test process imports this file.
+    return [genotype for genotype in draws if parameters(genotype) <= LIMIT]
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +86,18 @@ def test_info_shows_the_budget_of_a_search_in_words(call: Softcell, bounded: Pat
 
 
 def test_random_architectures_beside_a_trained_one_meet_the_budget_of_its_search(call: Softcell, bounded: Path) -> None:
-    assert LATER[: len(BESIDE)] != BESIDE
+    assert LATER[: len(allowed(LATER))] != allowed(LATER)
     answer = call("train", bounded, *TINY_TRAIN, "--random", "2", "--out", "out")
     assert answer.code == 0
     assert "drawn within the budget of the search: at most 85k parameters, counted as in the search" in answer.out
     assert "channels 16" in answer.out and "misses" not in answer.out
     for number in (1, 2):
         found = Genotype.load(f"out/random-{number}")
-        assert found == BESIDE[number - 1]
+        assert found == allowed(LATER)[number - 1]
         assert found.about["budget"]["max_params"] == LIMIT and "found" not in found.about["budget"]
     again = call("train", "--resume", "out", "--random", "3")  # whose search is not named any more
     assert again.code == 0 and "drawn within the budget" in again.out
-    assert Genotype.load("out/random-3") == BESIDE[2]
+    assert Genotype.load("out/random-3") == allowed(LATER)[2]
 
 
 def test_random_architectures_without_a_budget_are_unchanged(call: Softcell) -> None:
@@ -120,7 +125,7 @@ def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recip
     for source in (f"{bounded}@1", old):
         answer = call("train", source, *TINY_TRAIN, "--random", "1", "--out", "out", "--overwrite")
         assert answer.code == 0 and "drawn within the budget" in answer.out
-        assert Genotype.load("out/random-1") == BESIDE[0]
+        assert Genotype.load("out/random-1") == allowed(LATER)[0]
         assert Genotype.load("out").about["budget"]["found"] == {"parameters": parameters(Genotype.load("out"))}
 
 
@@ -190,7 +195,7 @@ def test_random_architectures_meet_a_budget_that_the_found_one_missed(call: Soft
     answer = call("train", "large.json", *TINY_TRAIN, "--random", "1", "--out", "out")
     assert answer.code == 0
     assert "note: this network misses the budget" in answer.out and "the random architectures meet it" in answer.out
-    assert Genotype.load("out/random-1") == ALLOWED[0]
+    assert Genotype.load("out/random-1") == allowed(DRAWS)[0]
 
 
 def test_a_baseline_needs_random_architectures() -> None:
