@@ -1,7 +1,7 @@
 """Several budgets from one search: `softcell run --max-params 50k,200k,1M`.
 
 The images are inspected and a cell is searched once. Each budget then gets the cell that the supernet ranks highest
-within it (`softcell.search.selection`), and is a run of its own in a folder of its own: a competition, a final training, a
+within it (`softcell.search.selection`), and is a separate run in its own folder: a competition, a final training, a
 verdict, a report and exports, as for a single budget. What is left of the time after the search is divided in
 proportion to the seconds of an epoch, so that all budgets train for about as many epochs: the largest takes most of
 the time, and small ones add little. Budgets are trained from the smallest to the largest, and each gets its part of
