@@ -1,7 +1,6 @@
 """From layers of settings to a complete recipe, and what is refused on the way."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +141,11 @@ def marks(method: str, space: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize(("method", "space"), [pytest.param(m, s, marks=marks(m, s)) for m, s in EVERYTHING])
-def test_the_small_recipe_makes_an_epoch_on_digits_well_under_a_minute(method: str, space: str, tmp_path: Path) -> None:
-    # A quarter of an epoch measures DARTS's speed; for other pairs a few of the digits show that they work.
-    share = 0.125 if (method, space) == ("darts", "darts") else 0.075
-    split = {"weights": share, "validation": share}
+def test_the_small_recipe_runs_an_epoch_on_digits(method: str, space: str, tmp_path: Path) -> None:
+    split = {"weights": 0.075, "validation": 0.075}  # a few of the digits show that a pair works
     given = {"method": method, "space": space, "epochs": 1, "device": "cpu", "threads": 1, "split": split}
     recipe = resolve(given, {"evolution": {"generations": 0}})  # selecting is no part of an epoch
-    before = time.process_time()
     result = search(recipe, tmp_path / "run")
-    # CPU time, which does not depend on how busy the machine is. A whole epoch has weights = validation = 0.5.
-    assert time.process_time() - before < 40 * share / 0.5
     assert result.genotype is not None
     assert result.genotype.space == space
     last = result.metrics[-1]
