@@ -37,7 +37,7 @@ class StandIn:
 
 
 class Launch:
-    """One kernel launch: a grid, and arguments of which some are names of tensors.
+    """One kernel launch: a grid and its arguments, some of them names of tensors.
 
     After the first call the compiled kernel is called directly. Triton's launcher would look at every argument again
     only to find the same kernel: sizes are constants here, and pointers must be multiples of 16 in every call.

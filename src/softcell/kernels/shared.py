@@ -101,7 +101,7 @@ def merge_over_ranks(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor,
 
 
 class SharedRows:
-    """The rows of all ranks, of which a fused cell on this rank holds `rows`; used for one forward and its backward.
+    """The rows of all ranks; a fused cell on this rank holds `rows` of them. For one forward and its backward.
 
     `total` [] is their number, once statistics have been merged.
     """

@@ -19,7 +19,7 @@ from softcell.text import count_of
 
 MOST_SLOWNESS = 8.0
 ENOUGH_STEPS, ENOUGH_ENDS = 100, 3
-"""A measurement ends early after so many steps and epochs: on a GPU they take less than a second."""
+"""A measurement ends early after this number of steps and epochs: on a GPU they take less than a second."""
 EVALUATION = 0.3
 """Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
 
