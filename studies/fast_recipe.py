@@ -87,19 +87,25 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def subset_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of studies on a part of a training set; doc: the docstring of the study."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-root")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--held", type=int, default=300)
     parser.add_argument("--side", type=int, default=0, help="shrink images to this size")
+    parser.add_argument("--record", type=Path, help="JSON lines that results are appended to")
+    return parser
+
+
+def main() -> None:
+    parser = subset_parser(__doc__)
     parser.add_argument("--cell", choices=list(CELLS), default="residual")
     parser.add_argument("--channels", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--arm", action="append", help='a name and changed settings: "sgd optimiser=sgd lr=0.1"')
-    parser.add_argument("--record", type=Path, help="JSON lines that results are appended to")
     options = parser.parse_args()
     case = {key: getattr(options, key) for key in ("data", "images", "held", "side", "cell", "channels", "epochs")}
     lines = options.record.read_text().splitlines() if options.record and options.record.exists() else []

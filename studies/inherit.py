@@ -24,7 +24,7 @@ from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate import train
 from softcell.search import resolve, search
 from softcell.spaces import build_space
-from studies.fast_recipe import write_subset
+from studies.fast_recipe import subset_parser, write_subset
 
 ARMS: dict[str, dict[str, Any]] = {"random": {}, "supernet": {}, "supernet, half the rate": {"lr": 0.05}}
 """Settings over those of the recipe; all but the first arm start from the supernet."""
@@ -79,18 +79,12 @@ def trained(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="digits")
-    parser.add_argument("--data-root")
-    parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--held", type=int, default=300)
-    parser.add_argument("--side", type=int, default=0, help="shrink images to this size")
+    parser = subset_parser(__doc__)
     parser.add_argument("--channels", type=int, default=8)
     parser.add_argument("--search", type=int, default=20, help="epochs of the search")
     parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20], help="epochs of the trainings")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--record", type=Path, help="JSON lines that results are appended to")
     options = parser.parse_args()
     case = {key: getattr(options, key) for key in ("data", "images", "held", "side", "channels", "search")}
     rows: list[dict[str, Any]] = []

@@ -143,7 +143,7 @@ class ProxyNCA(nn.Module):
 
 LEAST_MASKS, MOST_MASKS = 2, 8
 COVERED = 4
-"""At most one part in so many of an image is hidden."""
+"""Masks hide at most 1 / COVERED of an image."""
 STRETCH = 2.0
 """The sides of a rectangle are at most this unequal."""
 _NUMBERS = 3  # random numbers of a rectangle: its shape, its row, its column

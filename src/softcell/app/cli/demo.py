@@ -82,7 +82,7 @@ def demo(
 
     screen.print("1. Search cells on 8x8 handwritten digits (UCI, part of the package)", style="bold")
     screen.print(
-        f"Every edge is a separable convolution or noise (space s4); DARTS has to tell them apart, {SEARCHES} times"
+        f"Every edge is a separable convolution or noise (space s4); DARTS must avoid the noise, {SEARCHES} times"
     )
     search, first = folder / "search", SEARCHES * seed  # demos with different seeds share no search
     seeds = list(range(first, first + SEARCHES))

@@ -505,8 +505,7 @@ class _Run:
         }
         if len(names) < 2:
             made = Decision(candidates[0].name, "there was no time for a competition")
-            decided = {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
-            state |= {**decided, "entered": [], "cut": []}
+            state |= {**_decided(made), "entered": [], "cut": []}
             self.screen.print("", f"no competition: not enough time; {candidates[0].name} is trained", "")
         elif cut:
             self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
@@ -544,7 +543,7 @@ class _Run:
         if state["is_last"]:
             made = decide(found, kinds, plan.competition.get("count", 1), self._times_longer(choice, found))
             state["kept"] = [made.winner]
-            plan.competition |= {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
+            plan.competition |= _decided(made)
         else:
             # A training of the next round takes half of the time that is left for it at most.
             next_round = max(0.0, min(plan.competition["until"], self.final_from) - plan.used()) / 2
@@ -648,7 +647,7 @@ class _Run:
             )
         self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {LEAST_EPOCHS} epochs would be left")
         made = Decision(fastest.name, f"there was too little time left for {winner.name}")
-        self.plan.competition |= {"winner": fastest.name, "why": made.why, "decision": to_dict(made)}
+        self.plan.competition |= _decided(made)
         return fastest
 
     def _time_used(self) -> str:
@@ -666,6 +665,11 @@ class _Run:
                 self.plan.save()
 
         return on_event
+
+
+def _decided(made: Decision) -> dict[str, Any]:
+    """What a plan keeps of a decision. Plans of earlier versions have `winner` and `why` alone."""
+    return {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
 
 
 def _begun(folder: Path) -> bool:
