@@ -163,6 +163,7 @@ def _print(title: str, rows: list[dict[str, Any]], record: Path) -> None:
             f"{found['seconds']:.0f}",
         )
     console = Console()
-    console.width = max(console.width, 110)  # a size that is cut off says nothing
+    longest = max((len(row["arm"]) for row in rows), default=0)
+    console.width = max(console.width, 90 + longest)  # a size that is cut off says nothing
     console.print(table)
     console.print(f"written: {record}")

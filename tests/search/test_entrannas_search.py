@@ -100,6 +100,16 @@ def test_an_architecture_of_any_degree_is_saved_drawn_counted_and_trained(
         assert exported.difference < 1e-4, "what was written gives the network's logits"
 
 
+@pytest.mark.parametrize("scale", ["paper", "enlarged", "imagenet"])
+def test_recipes_for_photographs_have_the_sparsity_that_was_found_on_cifar10(scale: str) -> None:
+    data = "imagenet" if scale == "imagenet" else "cifar10"
+    given: dict[str, Any] = {"method": "entrannas-dst", "data": data, "scale": scale}
+    chosen = resolve(given).method_settings
+    assert (chosen["sparsity"], chosen["threshold_speed"]) == (1.0, 4.0)
+    own = resolve({**given, "method_settings": {"sparsity": 0.1}}).method_settings
+    assert (own["sparsity"], own["threshold_speed"]) == (0.1, 4.0)
+
+
 def test_more_sparsity_gives_fewer_connections(tmp_path: Path, data: Path) -> None:
     """A few steps with fast thresholds; `results/entrannas` has the sweep on digits."""
     found = []

@@ -37,7 +37,7 @@ class Blocks:
     weight_stages: int = 3
     weight_waves: int = 2  # programs are that many times what a GPU holds at a time
     weight_programs: int = 0  # instead, if not 0
-    gather_rows: int = 32
+    gather_rows: int = 64
     gather_warps: int = 4
     gather_registers: int = 0
     sums_elements: int = 1024
@@ -49,14 +49,14 @@ OVERRIDES: dict[str, int] = {}
 
 
 def blocks_for(channels):
-    """The rule behind the sizes: 3/4 of a block should be used, and at least 16 warps should fit a multiprocessor.
+    """The rule behind the sizes: 3/4 of a block should be used.
 
-    A depth of 32 pads 36 channels to 64, one of 16 to 48. Blocks of 64 rows for four warps need 76 registers a thread
-    forward where 128 rows need 132: twice as many warps wait for loads at a time. From 65 channels on a block has 128
-    columns, for which eight warps take 64 rows.
+    A depth of 32 pads 36 channels to 64, one of 16 to 48. From 65 channels on a block has 128 columns, for which eight
+    warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` alone
+    (benchmarks/NOTES.md, row 11).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
-        found = Blocks(stage_rows=64, stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4)
+        found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4)
     elif channels <= 64:
         found = Blocks()
     else:

@@ -279,7 +279,7 @@ ENTRANNAS = Paper(
             "EnTranNAS-DST: size and accuracy by λ (Eq 11)",
             (
                 *(
-                    Row(f"λ = {weight:g}", f"dst-{weight:g}", repeats=weight == 0.1)
+                    Row(f"λ = {weight:g}", f"dst-{weight:g}", repeats=weight == 1.0)
                     for weight in (0.0, 0.1, 0.3, 1.0, 3.0)
                 ),
                 Row("random cells", random="darts", repeats=True),
