@@ -159,8 +159,8 @@ def entrannas() -> list[str]:
         markdown(["", "epochs", "supernet", "child, recalibrated", "minutes"], rows),
         "**EnTranNAS-DST by schedule, λ and speed of the thresholds**, one seed each. The recipe (the first row) "
         f"derives a network of {chosen['parameters'] / 1e6:.1f}M parameters, with "
-        f"{100 * chosen['derived_accuracy_bn']:.1f} % before any training of its own (its supernet: {100 * chosen['supernet_accuracy_bn']:.1f} %, both "
-        "recalibrated). No row was trained from scratch.",
+        f"{100 * chosen['derived_accuracy_bn']:.1f} % before any training of its own (its supernet: "
+        f"{100 * chosen['supernet_accuracy_bn']:.1f} %, both recalibrated). No row was trained from scratch.",
         markdown(["schedule", "λ", "speed", "epochs", "supernet", "parameters then", ""], stopped),
         f"**Engines on digits**, 3 seeds: supernet less child, in points: {gaps} "
         f"({link('entrannas/engines-digits.json')}).",
