@@ -51,5 +51,16 @@ def test_a_healthy_architecture_of_the_first_epochs_can_be_kept() -> None:
     assert watch.check(1, kinds["skip_connect"]) is None
     assert watch.check(2, kinds["skip_connect"]) is not None
     assert watch.kept == kinds["nor_conv_1x1"]
+    patient = CollapseMeter(Collapse(stop=True, patience=2), layout, (messages := []).append, 8)
+    assert patient.check(0, kinds["nor_conv_1x1"]) is None
+    assert patient.check(2, kinds["skip_connect"]) is None
+    assert messages == [
+        "epoch 3: 100% of the cell's operations are skip connections (warning above 50%). The search may be "
+        "collapsing: it ends after 2 such epochs in a row, with the architecture from before."
+    ]
+    assert patient.check(3, kinds["skip_connect"]) == (
+        "collapse: 100% of the cell's operations are skip connections, more than 50% for 2 epochs"
+    )
+    assert patient.kept == kinds["nor_conv_1x1"]
     always = CollapseMeter(Collapse(stop=True, after=0.0), layout, lambda text: None, 8)
     assert always.check(0, kinds["skip_connect"]) is not None

@@ -31,6 +31,7 @@ from softcell.search.recipe import Collapse
 from softcell.search.resource import ResourcePenalty
 from softcell.search.validation import RECALIBRATED, Validation, measure_child, overfit_warning, recalibrated
 from softcell.spaces import Bound
+from softcell.text import count_of
 
 if TYPE_CHECKING:
     from softcell.search.task import SearchTask
@@ -311,17 +312,22 @@ class CollapseMeter(EpochMeter):
             self._streaks[name] = self._streaks.get(name, 0) + 1 if collapsed else 0
             if collapsed and name not in self._warned:
                 self._warned.add(name)
+                advice = (
+                    f"it ends after {count_of(self._settings.patience, 'such epoch')} in a row, with the architecture "
+                    "from before."
+                    if self._settings.stop
+                    else "fewer epochs, or --set collapse.stop=true to keep the architecture from before."
+                )
                 self._notify(
                     f"epoch {epoch + 1}: {value:.0%} of the {_of(name)} operations are skip connections (warning "
-                    f"above {self._settings.warn_above:.0%}). The search may be collapsing: fewer epochs, or "
-                    "--set collapse.stop=true to keep the architecture from before."
+                    f"above {self._settings.warn_above:.0%}). The search may be collapsing: {advice}"
                 )
         worst = max(self._streaks, key=lambda name: self._streaks[name])
         if self._settings.stop and self._streaks[worst] >= self._settings.patience:
             self.kept = self._healthy
             return (
-                f"collapse: {shares[worst]:.0%} of the {_of(worst)} operations are skip connections for "
-                f"{self._streaks[worst]} epoch(s)"
+                f"collapse: {shares[worst]:.0%} of the {_of(worst)} operations are skip connections, more than "
+                f"{self._settings.warn_above:.0%} for {count_of(self._streaks[worst], 'epoch')}"
             )
         return None
 

@@ -188,6 +188,14 @@ def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: 
         Plan.open(tmp_path / "run")
 
 
+def test_a_search_of_a_run_ends_at_a_collapse_that_lasts(tmp_path: Path) -> None:
+    plan = Plan.create(tmp_path / "run", RunRequest(data="digits", device="cpu"))
+    plan.data = "digits"
+    choice = choose(inspect_dataset(load("digits")), plan.request, is_gpu=False, is_resizable=False)
+    collapse = search_recipe(plan, choice, 10).collapse
+    assert collapse.stop and collapse.patience == 2
+
+
 def test_a_foreign_plan_runs_no_plugin_without_trust(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,7 +196,10 @@ def held_out_share(num_train: int) -> float:
 
 
 def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
-    """The small recipe of the chosen method. It ignores the budget: networks of any cell are sized to meet it."""
+    """The small recipe of the chosen method, which ends where it collapses to skip connections.
+
+    It ignores the budget: networks of any cell are sized to meet it.
+    """
     request = plan.request
     return resolve(
         {
@@ -210,6 +213,8 @@ def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
             "batch_size": choice.batch_size,
             "cutout": choice.shape[1] // 4,
             "child_every": 0,
+            # Nobody watches; what a search that ends early saves goes to the trainings. One epoch may be chance.
+            "collapse": {"stop": True, "patience": 2},
             "seed": request.seed,
             "device": request.device,
             "threads": choice.threads,
