@@ -73,6 +73,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "itnas-pt": {"method": "itnas", **PT},
     "spos": {},
     "random": {"epochs": 10, "method_settings": {"samples": 10}},
+    "evolution": {"epochs": 10, "method_settings": {"population": 4, "tournament": 2, "samples": 10}},
     "zero-cost": {},
 }
 """What differs between arms; the method is called as the arm where it is not named."""
@@ -80,7 +81,7 @@ ARMS: dict[str, dict[str, Any]] = {
 RANKED_BY = "cifar10_test"
 """The accuracies that indicators are compared with, and those over the seconds of a search."""
 
-SEPARATE = ("random", "zero-cost")
+SEPARATE = ("random", "evolution", "zero-cost")
 """Arms without a supernet: they take the data's split and batch size from the recipe, not its length."""
 
 PUBLISHED = {

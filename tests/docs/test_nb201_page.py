@@ -1,0 +1,31 @@
+"""docs/nas-bench-201.md shows the searches in results/nb201 as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from scripts import nb201_page
+from studies.nb201 import ARMS
+
+
+def test_the_page_matches_the_records() -> None:
+    same = nb201_page.PAGE.read_text(encoding="utf-8") == nb201_page.page()
+    assert same, "records changed: run `python -m scripts.nb201_page` and read docs/nas-bench-201.md"
+    for drawing in nb201_page.RESULTS.glob("anytime-*.svg"):
+        shown = nb201_page.IMAGES / f"nb201-{drawing.stem.removeprefix('anytime-')}.svg"
+        assert shown.read_bytes() == drawing.read_bytes()
+
+
+def test_every_method_has_a_row_and_every_search_a_line() -> None:
+    """Read independently of the script: seeds and means of each arm, from the rows themselves."""
+    page = nb201_page.PAGE.read_text(encoding="utf-8")
+    table = page.split("## Searched on CIFAR-10")[1].split("## Searched on")[0]
+    rows = [json.loads(file.read_text()) for file in sorted((nb201_page.RESULTS / "rows").glob("*-cifar10-*.json"))]
+    for arm in ARMS:
+        (line,) = re.findall(rf"^\| {re.escape(nb201_page.LABELS[arm])} \| (\d+) \| (.+)$", table, re.MULTILINE)[:1]
+        found = [row["accuracies"]["cifar10_test"] for row in rows if row["arm"] == arm]
+        assert line[0] == str(len(found))
+        expected = f"{sum(found) / len(found):.2f}" if found else "not measured"
+        assert line[1].split(" | ")[1].startswith(expected)
+    assert table.count(", commit ") == len(rows)
