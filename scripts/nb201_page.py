@@ -53,16 +53,37 @@ NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 INTRODUCTION = """# NAS-Bench-201: every method under one recipe
 
-All 15,625 cells of this space were trained by its authors, so a search takes minutes and the accuracy of what it finds is looked up, not trained.
-The page is written by `python -m scripts.nb201_page` from the records in `results/nb201`.
+All 15,625 cells of this space were trained by its authors, so a search takes minutes and the accuracy of what it
+finds is looked up, not trained. The page is written by `python -m scripts.nb201_page` from the records in
+`results/nb201`.
 
-**Protocol**, fixed before the first look-up. Supernet, data split, batch size, optimiser of the weights and length (50 epochs) are those of IT-NAS's recipe for all
-methods; each method keeps its own settings. Nothing is tuned on the table. A method's row has at least {goal} seeds before anything is claimed; fewer are
-shown as they are. Random search, evolution and zero-cost search have no supernet: they train, or score, cells by themselves. *Random, same time* is what random search
-had found after as many seconds. *Tau* is Kendall's between a method's indicator and the accuracies of the cells, mean over edges and seeds.
+**Protocol**, fixed before the first look-up. Supernet, data split, batch size, optimiser of the weights and length
+(50 epochs) are those of IT-NAS's recipe for all methods; each method keeps its own settings. Nothing is tuned on the
+table. A method's row has at least {goal} seeds before anything is claimed; fewer are shown as they are. Random
+search, evolution and zero-cost search have no supernet: they train, or score, cells by themselves. *Random, same
+time* is what random search had found after as many seconds. *Tau* is Kendall's between a method's indicator and the
+accuracies of the cells, mean over edges and seeds.
 
-**State: {complete} of {total} methods have {goal} seeds or more, {begun} have at least one.** Published means are the papers' own numbers, with their own recipes; the
-other columns are ours.
+**State: {complete} of {total} methods have {goal} seeds or more, {begun} have at least one.** Published means are the
+papers' own numbers, with their own recipes; the other columns are ours.
+"""
+
+ENDING = """## Earlier searches
+
+IT-NAS with the norm (3 seeds, 91.53 ± 2.96), SNAS, DARTS and EnTranNAS (one seed each) were searched with an earlier
+form of this study; [Results](results.md#table-5-nas-bench-201) has their numbers. The [page of
+IT-NAS](papers/it-nas.md) says what was tried to reach its published mean.
+
+## Repeat or extend it
+
+```console
+$ python -m studies.nb201 --data-root ~/data --table nb201.csv.gz --arms snas gdas --seeds 0 1 --minutes 30
+$ python -m studies.nb201 --data-root ~/data --table nb201.csv.gz --arms zero-cost --device cpu   # minutes per seed
+$ python -m scripts.nb201_page
+```
+
+Every finished search is a file in `results/nb201/rows`, so that any number of commands and machines fill the table.
+[Benchmarks](bench.md) has the form of the table of trained cells.
 """
 
 
@@ -134,23 +155,13 @@ def page() -> str:
         parts.append(f"## Searched on {name}\n\n" + (table(record, data) if measured else "Not measured."))
         if measured:
             parts.append(
-                f"Accuracies in percent, mean ± standard deviation over seeds ([record](../results/nb201/nb201.json)).\n\n"
+                "Accuracies in percent, mean ± standard deviation over seeds "
+                "([record](../results/nb201/nb201.json)). Seconds are those of the device that the search ran on, "
+                "which the next table names.\n\n"
                 f"![Accuracy of the derived cell over the seconds of the search](images/nb201-{data}.svg)\n\n"
                 f"Every search:\n\n{cells(rows, data)}"
             )
-    parts.append(
-        "## Earlier searches\n\nIT-NAS with the norm (3 seeds, 91.53 ± 2.96), SNAS, DARTS and EnTranNAS (one seed each) were searched with an earlier form "
-        "of this study; [Results](results.md#table-5-nas-bench-201) has their numbers. The [page of IT-NAS](papers/it-nas.md) says what was tried to reach its "
-        "published mean.\n\n"
-        "## Repeat or extend it\n\n"
-        "```console\n"
-        "$ python -m studies.nb201 --data-root ~/data --table nb201.csv.gz --arms snas gdas --seeds 0 1 --minutes 30\n"
-        "$ python -m studies.nb201 --data-root ~/data --table nb201.csv.gz --arms zero-cost --device cpu   # minutes per seed\n"
-        "$ python -m scripts.nb201_page\n"
-        "```\n\n"
-        "Every finished search is a file in `results/nb201/rows`, so that any number of commands and machines fill the table. [Benchmarks](bench.md) has the form "
-        "of the table of trained cells."
-    )
+    parts.append(ENDING)
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
