@@ -246,7 +246,10 @@ def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> st
             if one.std is not None:
                 bands.setdefault(arm, []).append((seconds, one.mean - one.std, one.mean + one.std))
     lines.sort(key=lambda line: line["epoch"])
-    return curves_svg(lines, arms, f"{column} of the derived cell over search seconds, searched on {data}", bands)
+    title = (
+        f"{SETS[column.split('_')[0]]} {column.split('_')[1]} accuracy of the derived cell, searched on {data}, in %"
+    )
+    return curves_svg(lines, arms, title, bands, x_label="seconds of the search")
 
 
 def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from softcell.app.report import bench201
 from softcell.app.report.bench201 import (
     accuracy_rows,
     bench_runs,
@@ -22,10 +23,12 @@ from softcell.app.report.bench201 import (
     trajectory_rows,
     trajectory_svg,
 )
-from softcell.arch import Cell, Genotype, Pick
+from softcell.arch import Cell, Genotype, Pick, sample
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.evaluate.nb201 import Nb201Table, load_table
+from softcell.search.genotypes import line
+from softcell.spaces import build_space
 from tests.helpers.bench_tables import write_made
 from tests.helpers.report_runs import make_search, make_training, write_lines
 from tests.helpers.unsealed import unseal
@@ -129,6 +132,18 @@ def test_a_band_is_one_standard_deviation_over_the_runs_of_a_group(table: Nb201T
         trajectory_svg([r for r in runs if r.method == "snas"], "cifar10_test"),
     )
     assert drawn.count("fill-opacity") == 1 and "fill-opacity" not in plain
+
+
+@pytest.mark.parametrize("key", ["val_accuracy", "score"])
+def test_samplers_are_followed_by_the_best_so_far(table: Nb201Table, key: str) -> None:
+    layout = build_space("nb201").layout()
+    cells = [sample(layout, seed) for seed in range(4)]
+    scores = [0.1, 3e40, 0.2, 4e40]
+    rows = [line(n, cell, **{key: score}) for n, (cell, score) in enumerate(zip(cells, scores, strict=True))]
+    best = [cells[i] for i in (0, 1, 1, 3)]
+    assert [{name: row[name] for name in row if name != "epoch"} for row in bench201._trajectory(table, rows)] == [
+        table.lookup(cell) for cell in best
+    ]
 
 
 def test_a_folder_with_the_name_of_a_method_does_not_replace_the_mean(table: Nb201Table, tmp_path: Path) -> None:

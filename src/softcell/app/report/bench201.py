@@ -127,12 +127,12 @@ def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched
 
 
 def _trajectory(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Per epoch the accuracies of the derived cell; for methods that train single architectures, of the best so far."""
+    """Per epoch the accuracies of the derived cell; for methods that score single architectures, of the best so far."""
     found: list[dict[str, float]] = []
     best = -math.inf
     for row in rows:
         genotype = genotype_of(row, SPACE)
-        score = float(row.get("val_accuracy", math.inf))
+        score = float(row.get("val_accuracy", row.get("score", math.inf)))  # a zero-cost score is not an accuracy
         if "tables" in row or score > best:
             best = max(best, score)
             accuracies = table.lookup(genotype)

@@ -90,11 +90,12 @@ def curves_svg(
     keys: Iterable[str],
     title: str,
     bands: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+    x_label: str = "epoch",
 ) -> str:
     """An SVG file with the metrics `keys` over epochs, each named at the end of its line.
 
     history: one mapping per epoch, which is drawn at its `epoch`, or else its position. bands: by metric (epoch, low,
-    high).
+    high). x_label: below the axis, where `epoch` holds something else, for example seconds.
 
     Example:
         >>> from softcell.app.report import curves_svg
@@ -113,7 +114,7 @@ def curves_svg(
     left, top = MARGIN + max(cells(label) for _, label in rows) * DIGITS + 10, MARGIN + 40
     axes = _axes((left, top, left + FILE_SIZE[0], top + FILE_SIZE[1]), [x for x, _ in points], rows)
     x_ticks = ticks(axes.low[0], axes.high[0], whole=True)
-    body = [text(MARGIN, MARGIN + 16, heading, "sc-title"), *_frame(axes, rows, x_ticks, "epoch")]
+    body = [text(MARGIN, MARGIN + 16, heading, "sc-title"), *_frame(axes, rows, x_ticks, x_label)]
     facts, ends = [], []
     for i, line in enumerate(lines):
         body += _line(axes, line, i)
