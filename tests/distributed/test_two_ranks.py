@@ -51,8 +51,8 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 NAMES = tuple(cases(Path("data.npz")))
-FUSED = ("bilevel-darts", "snas")
-"""Cases that run again with fused cells, by the kernels' plain twins, on two ranks."""
+FUSED = {"bilevel-darts": {}, "snas": {}, "train": {"fused": True}}
+"""Cases that run again with fused cells, by the kernels' plain twins, on two ranks; and their settings for it."""
 PAIRS = [
     pytest.param(method, space, marks=[] if (method, space) in DEFAULT else [pytest.mark.exhaustive])
     for method in METHODS
@@ -149,7 +149,8 @@ def test_two_ranks_on_half_batches_equal_one_on_the_whole(twice: Twice) -> None:
 def test_fused_cells_on_two_ranks_equal_modules_on_one(name: str, data: Path, tmp_path: Path) -> None:
     kind, given = cases(data)[name]
     # Factors of drop-path are float32 in fused cells.
-    twice = Twice(forks(), tmp_path, kind, {**given, "drop_path": 0.0, "epochs": 1}, {"fuse": True})
+    given |= {"drop_path": 0.0, "epochs": 1, **FUSED[name]}
+    twice = Twice(forks(), tmp_path, kind, given, {"fuse": True})
     assert twice.values[0]["fused"] > 0
     check_close(twice)
 
