@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softcell.engine.distributed import World
-from tests.helpers.derived_ranks import CHANNELS, FORMS, SIZE, cell_pass, network_steps, norm_groups, part_of
+from tests.helpers.derived_ranks import CHANNELS, FORMS, SIZE, cell_pass, groups_of, network_steps, part_of
 from tests.helpers.engine_launch import results, start_ranks
 from tests.helpers.kernel_runs import MARKS
 
@@ -59,7 +59,7 @@ def test_fused_cells_send_one_collective_per_norm_group(ranks: list[dict[str, An
     counts = ranks[0]["collectives"]
     assert counts["local"] == 1, "the gradients"
     assert 1 < counts["fused"] < counts["modules"] / 2
-    assert len(ranks[0]["sizes"]) == 2 * sum(len(norm_groups(form)) for form in FORMS), "forward and backward"
+    assert len(ranks[0]["sizes"]) == 2 * sum(len(groups_of(form)[0]) for form in FORMS), "forward and backward"
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +81,11 @@ class TestKernels:
     def test_kernels_send_every_norm_once_and_those_of_a_group_together(
         self, kernels: list[dict[str, Any]], form: str
     ) -> None:
-        groups, sizes = norm_groups(form), kernels[0][f"{form}: sizes"]
-        # Of each rank a row: mean and squares of all channels of a group, and the number of its rows.
-        assert sizes[: len(groups)] == [2 * (2 * CHANNELS * norms + 1) for norms in groups]
-        # Backward two sums of each channel. Norms of finished nodes are one group more than forward.
-        assert sum(sizes[len(groups) :]) == 2 * CHANNELS * sum(groups)
-        assert len(sizes) <= 2 * len(groups) + 1
+        forward, backward = groups_of(form)
+        assert sum(forward) == sum(backward), "every norm once in each direction"
+        # Forward a row of each rank: mean and squares of all channels, and the number of its rows. Backward two sums.
+        rows = [2 * (2 * CHANNELS * norms + 1) for norms in forward]
+        assert kernels[0][f"{form}: sizes"] == [*rows, *(2 * CHANNELS * norms for norms in backward)]
 
     def test_local_norms_are_those_of_a_process_with_this_part(self, kernels: list[dict[str, Any]]) -> None:
         for number, rank in enumerate(kernels):

@@ -13,7 +13,7 @@ from torch import Tensor
 from softcell.arch import notation
 from softcell.engine import distributed
 from softcell.engine.optim import classification_step
-from softcell.kernels.derived import derived_cell, derived_cell_reference
+from softcell.kernels.derived import derived_cell, derived_cell_reference, norm_groups
 from softcell.kernels.shared import local_norms
 from softcell.spaces import _derived_plan, build_space, execution
 from softcell.spaces.execution import fused_networks, is_modules_only
@@ -121,9 +121,6 @@ def kernels_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
     return found
 
 
-def norm_groups(form: str) -> list[int]:
-    """The numbers of norms in the groups of a cell's forward pass: the inputs, and two of each round at most."""
+def groups_of(form: str) -> tuple[list[int], list[int]]:
     stride, larger, normed = FORMS[form]
-    program = Cell(CHANNELS, stride, older_is_larger=larger, pool_norm=normed).plan().program
-    inner = [len(planes) for r in program.rounds for planes in (r.measured, r.measured_second)]
-    return [program.inputs, *(count for count in inner if count)]
+    return norm_groups(Cell(CHANNELS, stride, older_is_larger=larger, pool_norm=normed).plan().program)

@@ -379,3 +379,18 @@ def consumers(program: Derived) -> dict[int, tuple[int, int]]:
         for i, one in enumerate(inputs)
         if not (one.plane < program.inputs or program.is_node(one.plane))
     }
+
+
+def norm_groups(program: Derived) -> tuple[list[int], list[int]]:
+    """How many norms are merged over ranks together, by collective, in the kernels' order: forward and backward."""
+    inner = [len(planes) for r in program.rounds for planes in (r.measured, r.measured_second) if planes]
+    normed = {norm.plane for norm in program.norms} - set(range(program.inputs))
+    backward, arrived = [], 0
+    for plane in reversed((program.inputs - 1, *program.node_planes)):
+        found = program.round_of(plane)
+        if found is not None:
+            backward += [arrived, len(found.second), program.inputs if plane < program.inputs else 0]
+            arrived = 0
+        if program.is_node(plane):
+            arrived += sum(one.plane in normed for one in program.node_inputs[plane - program.inputs])
+    return [program.inputs, *inner], [count for count in backward if count]
