@@ -1,8 +1,9 @@
-"""`python -m benchmarks.scaling`: expected efficiency of a search step on several GPUs. A model, not measured.
+"""`python -m benchmarks.scaling`: expected efficiency of a step on several GPUs. A model, not measured.
 
-Counted on this machine: the collectives of one search step and their bytes, at the paper's size of the space. Given:
-the time of a step on one GPU (recorded ones by default, with their source), bandwidths and latencies of the links. From
-these, ring all-reduces of n ranks take
+Counted on this machine, for two ranks: the collectives of one step and their bytes. A step is that of a search, at the
+paper's size of the space, or of a training of DARTS_V2 (20 fused cells of 36 channels, auxiliary head). Given: the time
+of a step on one GPU (recorded ones by default, with their source), bandwidths and latencies of the links. From these,
+ring all-reduces of n ranks take
 
     t(bytes) = 2 (n − 1) / n · bytes / bandwidth + 2 (n − 1) · latency
 
@@ -12,6 +13,7 @@ weights are hidden by it as far as they fit; the last bucket of a pass and the e
 
 python -m benchmarks.scaling
 python -m benchmarks.scaling --method darts --space darts --step-ms 27 --norms local --bucket-mb 1
+python -m benchmarks.scaling --method train --space darts
 """
 
 from __future__ import annotations
@@ -31,18 +33,28 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.steps import Case, batch, step, step_state
+from softcell.arch import notation
 from softcell.engine import reduce
 from softcell.engine.distributed import World
+from softcell.engine.optim import classification_step
+from softcell.kernels.derived import Derived, derived_cell_reference, norm_groups
 from softcell.kernels.shared import Norms, norms_of
+from softcell.nn.norm import running_statistics
 from softcell.search import resolve
-from softcell.spaces import execution
+from softcell.spaces import _derived_plan, build_space, execution
+from softcell.spaces.execution import fused_networks
 from studies.runs import write_record
+from tests.reference.published_genotypes import DARTS_V2
 
+CPU = torch.device("cpu")
 RECORDS = Path(__file__).parent / "records"
-SEARCHES = (("darts", "darts"), ("snas", "darts"), ("entrannas-dst", "darts"), ("darts", "nb201"))
-"""Methods and spaces with a recorded time of a step on one GPU."""
+TRAINING, TRAINED = ("train", "darts"), {"cells": 20, "channels": 36}
+STEPS = (("darts", "darts"), ("snas", "darts"), ("entrannas-dst", "darts"), ("darts", "nb201"), TRAINING)
+"""Methods and spaces with a recorded time of a step on one GPU; and a training."""
 BACKWARD_SHARE = {"bilevel": 1 / 3, "single-level": 2 / 3}
-"""Assumed share of the backward pass of the weights in a step: two thirds of a pass; bilevel steps have two passes."""
+"""Assumed share of the backward pass of the weights in a step: two thirds of a pass; bilevel steps have two passes.
+
+A training has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,31 +105,47 @@ def paper_case(method: str, space: str) -> Case:
 
 
 def counted(case: Case, norms: Norms, bucket_bytes: int) -> list[Collective]:
-    """The collectives of one search step.
+    """The collectives of one search step. Cells run as fused programs, by the kernels' plain twins."""
+    state = step_state(case, CPU, plain=False)
+    state.world, state.norms = World(0, 2, 0, CPU), norms
+    with _two_ranks(bucket_bytes) as found, norms_of(norms):
+        step(state, batch(case, CPU), case.regime)
+    return found
 
-    Cells run as fused programs, by the kernels' plain twins. The group is torch's fake one: it has two ranks, and its
-    collectives do nothing.
-    """
-    state = step_state(case, torch.device("cpu"), plain=False)
-    state.world, state.norms = World(0, 2, 0, torch.device("cpu")), norms
-    found: list[Collective] = []
-    original = reduce.GRADIENT_BUCKET_BYTES
-    reduce.GRADIENT_BUCKET_BYTES = bucket_bytes
-    try:
-        with _two_ranks(found), norms_of(norms):
-            step(state, batch(case, torch.device("cpu")), case.regime)
-    finally:
-        reduce.GRADIENT_BUCKET_BYTES = original
+
+def counted_training(settings: dict[str, Any], norms: Norms, bucket_bytes: int) -> list[Collective]:
+    """The collectives of one training step of DARTS_V2 with fused cells; settings: of the space."""
+    torch.manual_seed(0)
+    network = build_space("darts", settings).network(notation.parse(DARTS_V2), (3, 32, 32), 10, auxiliary=True).train()
+    optimiser = torch.optim.SGD(network.parameters(), lr=0.025, momentum=0.9)
+    images, labels = torch.randn(2, 3, 32, 32), torch.tensor([0, 1])
+    also = running_statistics([network]) if norms == "local" else []
+    with _two_ranks(bucket_bytes) as found, norms_of(norms), fused_networks():
+        classification_step(network, optimiser, images, labels, World(0, 2, 0, CPU), clip=5.0, auxiliary=0.4, also=also)
     return found
 
 
 @contextmanager
-def _two_ranks(found: list[Collective]) -> Iterator[None]:
-    """Within this context there are two ranks, cells are fused, and collectives are listed in `found`."""
+def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
+    """Within this context there are two ranks and cells are fused; gives the list that receives collectives.
+
+    The group is torch's fake one: its collectives do nothing.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    found: list[Collective] = []
     all_reduce, serve, finish = dist.all_reduce, execution.kernels_serve, reduce._Buckets.finish
+    derived_cell, original = _derived_plan.derived_cell, reduce.GRADIENT_BUCKET_BYTES
     ending = False
+
+    def cell(program: Derived, *given: Any, shared: bool = False) -> tuple[Tensor, Tensor]:
+        """Lists what the kernels send: the twin's backward pass sends twice the bytes."""
+        if shared:
+            forward, backward = norm_groups(program)
+            sizes = [2 * (2 * program.channels * norms + 1) for norms in forward]  # a row of each of two ranks
+            sizes += [2 * program.channels * norms for norms in backward]
+            found.extend(Collective(4 * size, "norms") for size in sizes)
+        return derived_cell_reference(program, *given)
 
     def listed(tensor: Tensor, *given: Any, **options: Any) -> Any:
         of_gradients = bool(options.get("async_op"))
@@ -135,9 +163,12 @@ def _two_ranks(found: list[Collective]) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     dist.all_reduce, reduce._Buckets.finish = listed, last  # type: ignore[method-assign]
     execution.kernels_serve = lambda x: True
+    _derived_plan.derived_cell = cell
+    reduce.GRADIENT_BUCKET_BYTES = bucket_bytes
     try:
-        yield
+        yield found
     finally:
+        _derived_plan.derived_cell, reduce.GRADIENT_BUCKET_BYTES = derived_cell, original
         dist.all_reduce, reduce._Buckets.finish = all_reduce, finish  # type: ignore[method-assign]
         execution.kernels_serve = serve
         dist.destroy_process_group()
@@ -145,6 +176,10 @@ def _two_ranks(found: list[Collective]) -> Iterator[None]:
 
 def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
     """The recorded time of a step on one GPU, fused, recorded and in bfloat16, and where it is from."""
+    if (method, space) == TRAINING:
+        file = "derived-h200-2026-11-18-second.json"
+        (ms,) = [row["ms"] for row in json.loads((RECORDS / file).read_text())["steps"] if row["way"] == "fused"]
+        return ms, file
     file = "methods-h200-2026-11-16.json"
     for row in json.loads((RECORDS / file).read_text())["rows"]:
         if (row["method"], row["space"]) == (method, space):
@@ -159,10 +194,15 @@ def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
 def modelled(
     method: str, space: str, norms: Norms, step_ms: float, source: str, connected: Sequence[Link], bucket_bytes: int
 ) -> dict[str, Any]:
-    """One search in numbers: bytes and collectives of a step, and the efficiency over every link."""
-    case, seconds = paper_case(method, space), step_ms / 1e3
-    collectives = counted(case, norms, bucket_bytes)
-    backward = seconds * BACKWARD_SHARE["single-level" if case.regime == "single-level" else "bilevel"]
+    """One search or training in numbers: bytes and collectives of a step, and the efficiency over every link."""
+    seconds, passes = step_ms / 1e3, "single-level"
+    if (method, space) == TRAINING:
+        collectives = counted_training(TRAINED, norms, bucket_bytes)
+    else:
+        case = paper_case(method, space)
+        collectives = counted(case, norms, bucket_bytes)
+        passes = "single-level" if case.regime == "single-level" else "bilevel"
+    backward = seconds * BACKWARD_SHARE[passes]
     sums = {
         kind: {
             "collectives": sum(one.kind == kind for one in collectives),
@@ -184,7 +224,7 @@ def modelled(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--method", help="with --space: one search instead of all with a recorded time")
+    parser.add_argument("--method", help="with --space: one instead of all with a recorded time; train: DARTS_V2")
     parser.add_argument("--space")
     parser.add_argument("--step-ms", type=float, help="time of a step on one GPU instead of the recorded one")
     parser.add_argument("--norms", choices=get_args(Norms), help="one of both")
@@ -203,15 +243,15 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} must be positive, but is {value}")
     if (options.method is None) != (options.space is None):
         parser.error("--method and --space must be given together")
-    searches = SEARCHES if options.method is None else ((options.method, options.space),)
+    chosen = STEPS if options.method is None else ((options.method, options.space),)
     network = (options.network_gbit, options.network_us, options.gpus_per_machine)
     connected = links(options.nvlink_gb, options.nvlink_us, *network)
     table = Table(title="MODEL, NOT MEASURED: expected efficiency, without and with overlap", title_justify="left")
-    columns = ("search", "norms", "step, ms", "gradients", "norms' sums", *(link.name for link in connected))
+    columns = ("step", "norms", "step, ms", "gradients", "norms' sums", *(link.name for link in connected))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < 2 else "right")
     rows = []
-    for method, space in searches:
+    for method, space in chosen:
         known = (options.step_ms, "given") if options.step_ms is not None else recorded_ms(method, space)
         if known is None:
             parser.error(f"no time of a step of {method} in {space} is recorded; measure it and give --step-ms")

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.process_groups import ProcessGroups
+
 # Tests keep their list of trusted files out of the user's home.
 os.environ["SOFTCELL_STATE"] = tempfile.mkdtemp(prefix="softcell-state-")
 atexit.register(shutil.rmtree, os.environ["SOFTCELL_STATE"], ignore_errors=True)
@@ -34,6 +36,13 @@ def same_start() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def process_groups() -> Iterator[ProcessGroups]:
+    groups = ProcessGroups()
+    yield groups
+    groups.end()
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,23 @@ import pytest
 import torch
 
 from benchmarks import scaling
-from benchmarks.scaling import Collective, Link, counted, efficiency, links, recorded_ms, ring_seconds
+from benchmarks.scaling import (
+    Collective,
+    Link,
+    counted,
+    counted_training,
+    efficiency,
+    links,
+    recorded_ms,
+    ring_seconds,
+)
 from benchmarks.steps import Case, step_state
+from softcell.arch import notation
+from softcell.kernels.derived import norm_groups
 from softcell.nn.norm import running_statistics
+from softcell.spaces import build_space
+from softcell.spaces.darts import DartsNetwork
+from tests.reference.published_genotypes import DARTS_V2
 
 SMALL = Case("nb201", {"cells_per_stage": 1, "channels": 2}, (3, 8, 8), 2, "darts")
 FOUR = Link("four", 4, 1e9, 1e-5)
@@ -50,11 +64,33 @@ def test_counted_bytes_are_those_of_weights_architecture_and_statistics(norms: s
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("norms", ["local", "shared"])
+def test_counted_bytes_of_a_training_are_those_of_weights_and_statistics(norms: scaling.Norms) -> None:
+    sizes = {"cells": 3, "channels": 4}
+    found = counted_training(sizes, norms, 2**30)
+    network = build_space("darts", sizes).network(notation.parse(DARTS_V2), (3, 32, 32), 10, auxiliary=True)
+    expected = sum(tensor.numel() for tensor in network.parameters())
+    if norms == "local":
+        expected += sum(tensor.numel() for tensor in running_statistics([network]))
+    assert [one.num_bytes for one in found if one.kind == "gradients"] == [4 * expected]
+    statistics = [one.num_bytes for one in found if one.kind == "norms"]
+    if norms == "local":
+        assert not statistics
+        return
+    # Forward two ranks' rows (mean, squares, a count), backward two sums; a norm outside of cells sends rows twice.
+    norms_of = {name: m for name, m in network.named_modules() if isinstance(m, torch.nn.BatchNorm2d)}
+    outside = [m.num_features for name, m in norms_of.items() if name.split(".")[0] in ("stem", "auxiliary")]
+    inside = sum(m.num_features for m in norms_of.values()) - sum(outside)
+    assert isinstance(network, DartsNetwork)
+    groups = sum(len(norm_groups(cell.program)[0]) for i in range(3) if (cell := network._fused(i)) is not None)
+    assert sum(statistics) == 4 * (6 * inside + 2 * groups + 8 * sum(outside) + 4 * len(outside))
+
+
 def test_default_times_are_those_of_the_records() -> None:
     rows = json.loads((scaling.RECORDS / "methods-h200-2026-11-16.json").read_text())["rows"]
     (ms,) = [row["ways"]["recorded bf16"]["ms"] for row in rows if (row["method"], row["space"]) == ("snas", "darts")]
     assert recorded_ms("snas", "darts") == (ms, "methods-h200-2026-11-16.json")
-    assert all(recorded_ms(*search) for search in scaling.SEARCHES)
+    assert all(recorded_ms(*step) for step in scaling.STEPS)
     assert recorded_ms("nos", "nos") is None
 
 

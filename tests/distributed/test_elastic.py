@@ -21,6 +21,7 @@ from softcell.engine.checkpoint import load_latest
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN
 from tests.helpers.engine_launch import free_port
 from tests.helpers.engine_toy import same, untimed
+from tests.helpers.process_groups import ProcessGroups
 from tests.helpers.search_forks import Ended, forks
 
 PATIENCE = 2.0  # long against the delays of a busy machine
@@ -137,24 +138,21 @@ def test_a_restart_never_continues_the_run_of_another_launch(attempt, tmp_path, 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rendezvous", [["--standalone"], ["--master-port", "PORT"]])
 def test_torchrun_restarts_a_killed_rank_and_the_result_is_bit_for_bit_the_same(
-    tmp_path: Path, rendezvous: list[str]
+    tmp_path: Path, process_groups: ProcessGroups, rendezvous: list[str]
 ) -> None:
     def start(out: str, restarts: int) -> subprocess.Popen[str]:
         port = [str(free_port()) if word == "PORT" else word for word in rendezvous]
         launcher = ["-m", "torch.distributed.run", *port, "--nproc-per-node=2", "--max-restarts", str(restarts)]
         command = ["-m", "softcell", "search", *TINY, "--batch-size", "128", "--epochs", "4", "--out", out]
-        return subprocess.Popen(
+        return process_groups.start(
             [sys.executable, *launcher, *command],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(Path(softcell.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
 
     whole = start("whole", 0)
-    output, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, output
+    output, error = whole.communicate(timeout=300)
+    assert whole.returncode == 0, output + error
     broken = start("broken", 1)
     until = time.monotonic() + 120
     while not (tmp_path / "broken" / "checkpoint.bin").exists() and time.monotonic() < until:
@@ -162,7 +160,7 @@ def test_torchrun_restarts_a_killed_rank_and_the_result_is_bit_for_bit_the_same(
     # The second child of torchrun's agent is rank 1.
     children = Path(f"/proc/{broken.pid}/task/{broken.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    output, _ = broken.communicate(timeout=300)
+    output = "".join(broken.communicate(timeout=300))
     assert broken.returncode == 0, output
     assert "was killed or crashed. torchrun restarts all processes" in output and "resuming at epoch" in output
     states = [load_latest(tmp_path / name) for name in ("whole", "broken")]

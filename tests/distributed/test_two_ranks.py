@@ -51,8 +51,8 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 NAMES = tuple(cases(Path("data.npz")))
-FUSED = ("bilevel-darts", "snas")
-"""Cases that run again with fused cells, by the kernels' plain twins, on two ranks."""
+FUSED = {"bilevel-darts": {}, "snas": {}, "train": {"fused": True}}
+"""Cases that run again with fused cells, by the kernels' plain twins, on two ranks; and their settings for it."""
 PAIRS = [
     pytest.param(method, space, marks=[] if (method, space) in DEFAULT else [pytest.mark.exhaustive])
     for method in METHODS
@@ -149,7 +149,8 @@ def test_two_ranks_on_half_batches_equal_one_on_the_whole(twice: Twice) -> None:
 def test_fused_cells_on_two_ranks_equal_modules_on_one(name: str, data: Path, tmp_path: Path) -> None:
     kind, given = cases(data)[name]
     # Factors of drop-path are float32 in fused cells.
-    twice = Twice(forks(), tmp_path, kind, {**given, "drop_path": 0.0, "epochs": 1}, {"fuse": True})
+    given |= {"drop_path": 0.0, "epochs": 1, **FUSED[name]}
+    twice = Twice(forks(), tmp_path, kind, given, {"fuse": True})
     assert twice.values[0]["fused"] > 0
     check_close(twice)
 
@@ -253,6 +254,18 @@ def test_a_signal_to_one_rank_stops_both_within_the_epoch(broken: Twice) -> None
     check_same(broken, folder)
 
 
+def resumed(twice: Twice, before: int, now: int, trial: int = 0) -> Path:
+    """The folder of a run that is stopped after its first step and resumed with another number of processes."""
+    folder = twice.root / f"from-{before}-to-{now}-{trial}"
+    ended = [job.wait() for job in twice.start(folder, {0: {"strike_at_check": [signal.SIGTERM, 1]}}, before)]
+    assert [one.code for one in ended] == [143] * before, ended[0].output
+    loaded = load_latest(folder)
+    assert loaded is not None and (loaded.state["world_size"], loaded.state["step"]) == (before, 1)
+    first, *_ = [job.wait().get() for job in twice.start(folder, size=now)]
+    assert any(f"had {before} processes and now has {now}" in note for note in first["notes"])
+    return folder
+
+
 @pytest.mark.parametrize("name", ["snas", "train"])
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
 def test_a_run_resumes_within_an_epoch_with_another_number_of_processes(
@@ -260,14 +273,21 @@ def test_a_run_resumes_within_an_epoch_with_another_number_of_processes(
 ) -> None:
     """Up to rounding it leaves what one process leaves; `snas` also records sums of an observer within the epoch."""
     twice = made(name)
-    folder = twice.root / f"from-{before}-to-{now}"
-    ended = [job.wait() for job in twice.start(folder, {0: {"strike_at_check": [signal.SIGTERM, 1]}}, before)]
-    assert [one.code for one in ended] == [143] * before, ended[0].output
-    loaded = load_latest(folder)
-    assert loaded is not None and (loaded.state["world_size"], loaded.state["step"]) == (before, 1)
-    first, *_ = [job.wait().get() for job in twice.start(folder, size=now)]
-    assert any(f"had {before} processes and now has {now}" in note for note in first["notes"])
+    folder = resumed(twice, before, now)
     assert_close(rows(folder), rows(twice.one))
     assert_close(state(folder), state(twice.one))
     if name == "snas":
         assert_close(rows(folder, "credit.jsonl"), rows(twice.one, "credit.jsonl"))
+
+
+def test_the_same_numbers_of_processes_repeat_a_run_bit_by_bit_and_others_round_otherwise(
+    made: Callable[[str], Twice],
+) -> None:
+    twice = made("train")
+    first, second = (resumed(twice, 2, 1, trial) for trial in (1, 2))
+    assert rows(first) == rows(second)
+    equal(state(first), state(second))
+    # Parts of a batch are summed on each process and then over processes: another order of additions.
+    for other in (twice.one, twice.two):
+        with pytest.raises(AssertionError):
+            equal(state(first), state(other))

@@ -17,9 +17,11 @@ from softcell.engine.capture import CapturedStep, prepare_step
 from softcell.engine.distributed import World
 from softcell.engine.optim import apply_gradients, sgd
 from softcell.engine.reduce import gradients_of
+from softcell.kernels.derived import derived_cell
 from softcell.spaces.execution import modules_only
+from tests.helpers.derived_cells import Cell, states
 from tests.helpers.engine_launch import free_port, results, start_ranks
-from tests.helpers.fused_ranks import CELLS, CUDA_STEPS, ON_CUDA, SIZE, cell_step, cuda_step, part_of
+from tests.helpers.fused_ranks import CELLS, CUDA_STEPS, ON_CUDA, SIZE, Counted, cell_step, cuda_step, part_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -121,3 +123,38 @@ def _steps(device: torch.device, engine: Any, claimed: int, scale: float = 1.0) 
     if engine == "graph":
         assert isinstance(step, CapturedStep) and step._graphs, "it was recorded"
     return [p.detach().clone() for p in parameters]
+
+
+def test_fused_derived_cells_with_shared_norms_are_recorded_with_nccl() -> None:
+    """One rank, so the statistics of all rows are its own: the same as without collectives."""
+    device = torch.device("cuda", 0)
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        with Counted() as counted:
+            recorded = _derived_steps(device, "graph", shared=True)
+        assert counted.sizes, "statistics are exchanged"
+        close_in_norm([recorded], [_derived_steps(device, "eager", shared=False)], 1e-5)
+    finally:
+        dist.destroy_process_group()
+
+
+def _derived_steps(device: torch.device, engine: Any, *, shared: bool) -> Tensor:
+    """The parameters of a fused cell after eight steps in float32."""
+    torch.manual_seed(0)
+    fused = Cell(8, 2, older_is_larger=True, pool_norm=True).to(device).plan()
+    parameters = nn.Parameter(fused.flat_parameters().detach().clone())
+    world = World(0, 1, 0, device)
+    optimiser = sgd([parameters], device, lr=2**-10, momentum=0.5, weight_decay=0.0)
+
+    def learn(older: Tensor, newer: Tensor) -> None:
+        out, _ = derived_cell(fused.program, torch.float32, parameters, None, None, older, newer, shared=shared)
+        (gradient,) = torch.autograd.grad((out - 1.0).square().mean(), [parameters])
+        apply_gradients(optimiser, [parameters], [gradient], world, 0.0, averaged=True)
+
+    step = prepare_step(learn, engine, world, pytest.fail)
+    for _ in range(8):
+        step(*(x.to(device) for x in states(4, (8, 8), older_is_larger=True)))
+    if engine == "graph":
+        assert isinstance(step, CapturedStep) and step._graphs, "it was recorded"
+    return parameters.detach().clone()

@@ -18,11 +18,13 @@ from softcell.errors import LostRankError
 from softcell.evaluate import count_genotype, stored_training, train
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
+from softcell.kernels.derived import derived_cell_reference
 from softcell.registry import load_plugin
 from softcell.search import resolve, search, stored_recipe
 from softcell.search.samplers import IndependentTask
 from softcell.search.task import SearchTask
-from softcell.spaces import build_space, execution
+from softcell.spaces import _derived_plan, build_space, execution
+from softcell.spaces._derived_plan import DerivedPass
 from softcell.spaces._fused_cell import FusedCell
 
 Settings = dict[str, Any]
@@ -90,7 +92,16 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
             fused += 1
             return original(cell, *arguments)
 
+        run_derived = DerivedPass.run
+
+        def counted_derived(*arguments: Any) -> Any:
+            nonlocal fused
+            fused += 1
+            return run_derived(*arguments)
+
         FusedCell.__call__ = counted  # type: ignore[method-assign]
+        DerivedPass.run = counted_derived  # type: ignore[method-assign]
+        _derived_plan.derived_cell = derived_cell_reference
         execution.kernels_serve = lambda x: x.numel() > 0 and not execution.is_modules_only()
 
     def checked(step: Any, state: Any) -> Any:

@@ -38,7 +38,7 @@ from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
 from softcell.settings import MOST_EPOCHS
 from softcell.spaces import Network
-from softcell.spaces.execution import can_fuse, fused_networks, runs_one_by_one
+from softcell.spaces.execution import can_fuse, fused_networks, is_modules_only
 from softcell.text import clock
 
 FEWEST_EPOCHS = 5
@@ -87,11 +87,6 @@ class TrainTask:
         self._average = AveragedWeights(network, recipe.ema) if recipe.ema else None
         self._tally = Tally(world.device)
         self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
-        if recipe.fused and recipe.norms == "shared" and world.size > 1 and world.device.type == "cuda":
-            notify(
-                "fused=true: fused cells of derived networks cannot share norms between processes; cells run module by "
-                "module. Add --set norms=local for fused cells with statistics per process"
-            )
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._run = prepare_step(learn, recipe.engine, world, notify, divides=recipe.norms == "local")
 
@@ -125,14 +120,17 @@ class TrainTask:
     def _warm_up(self) -> None:
         """Compile the kernels of fused cells side by side, before the first step would compile them one by one."""
         recipe = self.recipe
-        if not recipe.fused or self.world.device.type != "cuda" or runs_one_by_one() or not can_fuse():
+        if not recipe.fused or self.world.device.type != "cuda" or is_modules_only() or not can_fuse():
             return
         if recipe.precision == "float64" or not isinstance(self.network, Network):
             return
         dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
-        schedules = self.network.schedules(self._train.batch_size, dtype, training=True)
+        size = self.world.size  # of ranks, which each have their part of a batch
+        with norms_of(recipe.norms):
+            schedules = self.network.schedules(self._train.batch_size // size, dtype, training=True)
         if self._held is not None:  # accuracy is measured in full precision
-            schedules += self.network.schedules(self._held.batch_size, torch.float32, training=False)
+            part = -(-self._held.batch_size // size)
+            schedules += self.network.schedules(part, torch.float32, training=False)
         began = time.perf_counter()
         compiled = warm_up(schedules)
         if compiled:

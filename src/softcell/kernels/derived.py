@@ -22,11 +22,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.pool import average_pool
+from softcell.kernels.shared import merge_over_ranks
 
 NONE = -1
 
@@ -146,6 +148,7 @@ class Form:
     """What decides about the launches of a pass besides the program.
 
     shapes: of the input tensors, [n, h_i, w_i, c_i]. known: norms use given statistics. drops: drop-path is active.
+    rank, ranks: this rank and the number of those that share norms, 0 if each has its own.
     """
 
     dtype: torch.dtype
@@ -153,11 +156,26 @@ class Form:
     num_parameters: int
     known: bool
     drops: bool
+    rank: int = 0
+    ranks: int = 0
 
     @staticmethod
-    def of(parameters: Tensor, running: Tensor | None, factors: Tensor | None, inputs: Sequence[Tensor]) -> Form:
-        shapes = tuple(tuple(x.shape) for x in inputs)
-        return Form(inputs[-1].dtype, shapes, parameters.numel(), running is not None, factors is not None)
+    def of(
+        dtype: torch.dtype,
+        shapes: Sequence[Sequence[int]],
+        num_parameters: int,
+        *,
+        known: bool,
+        drops: bool,
+        shared: bool,
+    ) -> Form:
+        """shared: whether all ranks of the process group share norms, which they do in training alone."""
+        place = (dist.get_rank(), dist.get_world_size()) if shared and not known else (0, 0)
+        return Form(dtype, tuple(map(tuple, shapes)), num_parameters, known, drops, *place)
+
+    @property
+    def shared(self) -> bool:
+        return self.ranks > 0
 
 
 def derived_cell(
@@ -167,15 +185,17 @@ def derived_cell(
     running: Tensor | None,
     factors: Tensor | None,
     *states: Tensor,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
 
     dtype: what maps are kept in; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and
     variance to normalise by, None for those of the batch; factors [paths, n] float32 or None; states: the input
     tensors [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and unbiased variance (as running statistics
-    keep it), without gradient.
+    keep it), without gradient. shared: those of a batch are of the rows of all ranks, which merge them by one
+    collective per norm group, forward and backward.
     """
-    out, moments = _DerivedCell.apply(program, dtype, parameters, running, factors, *states)  # type: ignore[no-untyped-call]
+    out, moments = _DerivedCell.apply(program, dtype, shared, parameters, running, factors, *states)  # type: ignore[no-untyped-call]
     return out, moments
 
 
@@ -186,6 +206,7 @@ def derived_cell_reference(
     running: Tensor | None,
     factors: Tensor | None,
     *states: Tensor,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The literal twin of `derived_cell`, by plain autograd; differentiable any number of times."""
     c = program.channels
@@ -199,18 +220,29 @@ def derived_cell_reference(
             x = states[-1 - stage.source] if stage.source < 0 else values[stage.source]
             raw.setdefault(stage.plane, []).append(_apply(stage, x.to(dtype), parameters.to(dtype)))
 
+    def measure(ys: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, biased and unbiased variance of a norm group, each [planes, c]."""
+        variance, mean = (
+            torch.stack(own) for own in zip(*(torch.var_mean(y, (0, 2, 3), correction=0) for y in ys), strict=True)
+        )
+        rows = ys[0].numel() // c
+        if not shared:
+            return mean, variance, variance * (rows / max(rows - 1, 1))
+        total, mean, variance = merge_over_ranks(rows, mean, variance * rows)
+        return mean, variance, variance * (total / (total - 1).clamp(min=1))
+
     def normalise(planes: Sequence[int]) -> None:
-        for plane in planes:
-            y = torch.cat(raw[plane], 1).to(parameters.dtype)
-            if running is None:
-                variance, mean = torch.var_mean(y, dim=(0, 2, 3), correction=0)
-                rows = y.numel() // c
-                unbiased = variance * (rows / max(rows - 1, 1))
-            else:
-                mean, variance = running[:, plane]
-                unbiased = variance
-            rstd = torch.rsqrt(variance + program.eps)
-            moments[:, plane] = torch.stack([mean, rstd, unbiased]).detach()
+        if not planes:
+            return
+        ys = [torch.cat(raw[plane], 1).to(parameters.dtype) for plane in planes]
+        if running is None:
+            means, variances, unbiased = measure(ys)
+        else:
+            means, variances = running[:, list(planes)]
+            unbiased = variances
+        rstds = torch.rsqrt(variances + program.eps)
+        moments[:, list(planes)] = torch.stack([means, rstds, unbiased]).detach()
+        for plane, y, mean, rstd in zip(planes, ys, means, rstds, strict=True):
             z = (y - mean.view(-1, 1, 1)) * rstd.view(-1, 1, 1)
             norm = norms[plane]
             if norm.scale != NONE:
@@ -270,20 +302,22 @@ class _DerivedCell(torch.autograd.Function):
         ctx: Any,
         program: Derived,
         dtype: torch.dtype,
+        shared: bool,
         parameters: Tensor,
         running: Tensor | None,
         factors: Tensor | None,
         *states: Tensor,
     ) -> tuple[Tensor, Tensor]:
         inputs = [_rows_last(state, dtype) for state in states]
-        form = Form.of(parameters, running, factors, inputs)
+        shapes, known, drops = [x.shape for x in inputs], running is not None, factors is not None
+        form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shared)
         tensors = _named(parameters, running, factors, inputs)
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
         kept = [tensors[name] for name in _KEPT if name != "given" or program.stride != 1]
         ctx.program, ctx.form = program, form
         ctx.save_for_backward(parameters, running, factors, *inputs, *kept)
         ctx.set_materialize_grads(False)
-        moments = tensors["state"].view(8, program.planes, program.channels)[:3]
+        moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
         ctx.mark_non_differentiable(moments)
         n, height, width, _ = inputs[-1].shape
         height, width = -(-height // program.stride), -(-width // program.stride)
@@ -297,7 +331,7 @@ class _DerivedCell(torch.autograd.Function):
         parameters, running, factors, *kept = ctx.saved_tensors
         inputs, kept = kept[: program.inputs], kept[program.inputs :]
         if gradient is None:
-            return (None,) * (5 + len(inputs))
+            return (None,) * (6 + len(inputs))
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
@@ -309,7 +343,7 @@ class _DerivedCell(torch.autograd.Function):
         tensors["buffer_gradient"][: arrived.numel()].copy_(arrived)
         triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
         states = (tensors[f"input{i}_gradient"].view(x.shape).permute(0, 3, 1, 2) for i, x in enumerate(inputs))
-        return None, None, tensors["parameter_gradient"], None, None, *states
+        return None, None, None, tensors["parameter_gradient"], None, None, *states
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths")
@@ -345,3 +379,18 @@ def consumers(program: Derived) -> dict[int, tuple[int, int]]:
         for i, one in enumerate(inputs)
         if not (one.plane < program.inputs or program.is_node(one.plane))
     }
+
+
+def norm_groups(program: Derived) -> tuple[list[int], list[int]]:
+    """How many norms are merged over ranks together, by collective, in the kernels' order: forward and backward."""
+    inner = [len(planes) for r in program.rounds for planes in (r.measured, r.measured_second) if planes]
+    normed = {norm.plane for norm in program.norms} - set(range(program.inputs))
+    backward, arrived = [], 0
+    for plane in reversed((program.inputs - 1, *program.node_planes)):
+        found = program.round_of(plane)
+        if found is not None:
+            backward += [arrived, len(found.second), program.inputs if plane < program.inputs else 0]
+            arrived = 0
+        if program.is_node(plane):
+            arrived += sum(one.plane in normed for one in program.node_inputs[plane - program.inputs])
+    return [program.inputs, *inner], [count for count in backward if count]

@@ -164,6 +164,7 @@ class Pass:
         self.buffer, self.winners, self.depths = Name("buffer"), Name("winners"), Name("depths")
         self.given = self.buffer if program.stride == 1 else Name("given")
         self.moments, self.coefficients, self.slopes = Name("moments"), Name("coefficients"), Name("slopes")
+        self.reciprocals = Name("reciprocals")
         self._temporaries = 0
 
     def unit(self, plane):
@@ -193,19 +194,21 @@ class Pass:
             return buffer, buffer
         return self.schedule.new("given" + suffix, p.inputs * self.rows_in * c, self.dtype), buffer
 
-    def temporary(self, size, dtype=torch.float32):
+    def temporary(self, size, dtype=torch.float32, *, zeroed=False):
         """A tensor for a few launches, which must be freed."""
         self._temporaries += 1
-        return self.schedule.new(f"temporary{self._temporaries}", size, dtype)
+        return self.schedule.new(f"temporary{self._temporaries}", size, dtype, zeroed=zeroed)
 
     def _partial(self, splits, terms):
         return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)
 
     def split_state(self, state):
-        """Views of the planes' state [8, planes, c]: moments [3, …], coefficients [2, …] and slopes [3, …]."""
+        """Views of the planes' state: moments [3, …], coefficients [2, …], slopes [3, …], reciprocals [1, …]."""
         size = self.program.planes * self.c
         for name, start in (("moments", 0), ("coefficients", 3), ("slopes", 5)):
             self.schedule.view(name, state, start * size)
+        if self.form.shared:
+            self.schedule.view("reciprocals", state, 8 * size)
 
     def _depth_at(self, stage):
         """Offset of its depthwise kernel among those, in multiples of c."""

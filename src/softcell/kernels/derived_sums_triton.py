@@ -1,19 +1,22 @@
 # mypy: ignore-errors
-"""Triton kernels of `derived` that turn sums over rows into the norms' coefficients, forward and backward."""
+"""Triton kernels of `derived` that turn sums over rows into the norms' coefficients, forward and backward.
+
+Where ranks share norms, each of the two becomes two kernels with a collective between them: the first leaves the sums
+of this rank's rows, the second reads those of all ranks. Nothing waits for the host, so a step can be recorded.
+"""
 
 import triton
 import triton.language as tl
 
+from softcell.kernels.shared import sum_in_place
 
-@triton.jit(do_not_specialize=["rows", "tiles", "planes", "measured"])
-def _finish_moments(
-    partial_ptr, w_ptr, moments_ptr, coefficients_ptr, jobs_ptr, rows, tiles, planes, measured, eps, C: tl.constexpr,
-    CB: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+
+@triton.jit
+def _moments_of(
+    partial_ptr, plane, c, c_ok, rows, tiles, measured, C: tl.constexpr, CB: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(0) * 3
-    plane, scale, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
-    c = tl.program_id(1) * CB + tl.arange(0, CB)
-    c_ok = c < C
+    """Mean and biased variance of a plane from sums and centred squares of tiles of rows."""
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     square = tl.zeros((BLOCK, CB), dtype=tl.float32)
     # Squares are taken around the mean of the first tile, which is near that of all: one pass, little cancellation.
@@ -29,17 +32,88 @@ def _finish_moments(
         total += sums
         square += tl.where(ok, inner + count * off * off, 0.0)
     mean = tl.sum(total, 0) / rows
-    variance = tl.maximum(tl.sum(square, 0) / rows - (mean - near) * (mean - near), 0.0)
+    return mean, tl.maximum(tl.sum(square, 0) / rows - (mean - near) * (mean - near), 0.0)
+
+
+@triton.jit
+def _store_moments(
+    mean, variance, unbiased, w_ptr, moments_ptr, coefficients_ptr, plane, scale, shift, c, c_ok, planes, eps,
+    C: tl.constexpr,
+):  # fmt: skip
     rstd = 1.0 / tl.sqrt(variance + eps)
     to = moments_ptr + plane * C + c
     tl.store(to, mean, mask=c_ok)
     tl.store(to + planes * C, rstd, mask=c_ok)
-    tl.store(to + 2 * planes * C, variance * (rows / tl.maximum(rows - 1, 1)), mask=c_ok)
+    tl.store(to + 2 * planes * C, unbiased, mask=c_ok)
     gamma = tl.load(w_ptr + scale + c, mask=c_ok & (scale >= 0), other=1.0)
     beta = tl.load(w_ptr + shift + c, mask=c_ok & (scale >= 0), other=0.0)
     to = coefficients_ptr + plane * C + c
     tl.store(to, gamma * rstd, mask=c_ok)
     tl.store(to + planes * C, beta - mean * gamma * rstd, mask=c_ok)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "planes", "measured"])
+def _finish_moments(
+    partial_ptr, w_ptr, moments_ptr, coefficients_ptr, jobs_ptr, rows, tiles, planes, measured, eps, C: tl.constexpr,
+    CB: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    job = jobs_ptr + tl.program_id(0) * 3
+    plane, scale, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    mean, variance = _moments_of(partial_ptr, plane, c, c_ok, rows, tiles, measured, C, CB, TILE, BLOCK)
+    unbiased = variance * (rows / tl.maximum(rows - 1, 1))
+    _store_moments(
+        mean, variance, unbiased, w_ptr, moments_ptr, coefficients_ptr, plane, scale, shift, c, c_ok, planes, eps, C
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "measured", "rank", "terms"])
+def _collect_moments(
+    partial_ptr, to_ptr, jobs_ptr, rows, tiles, measured, rank, terms, C: tl.constexpr, CB: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Means and centred squares of this rank's rows, and their number, into its row of `to` [ranks, 2 terms C + 1]."""
+    term = tl.program_id(0)
+    plane = tl.load(jobs_ptr + term * 3)
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    mean, variance = _moments_of(partial_ptr, plane, c, c_ok, rows, tiles, measured, C, CB, TILE, BLOCK)
+    to = to_ptr + rank * (2 * terms * C + 1)
+    tl.store(to + term * C + c, mean, mask=c_ok)
+    tl.store(to + (terms + term) * C + c, variance * rows, mask=c_ok)
+    tl.store(to + 2 * terms * C, rows.to(tl.float32), mask=(term == 0) & (tl.program_id(1) == 0))
+
+
+@triton.jit(do_not_specialize=["ranks", "terms", "planes"])
+def _merge_moments(
+    from_ptr, w_ptr, moments_ptr, coefficients_ptr, reciprocals_ptr, jobs_ptr, ranks, terms, planes, eps,
+    C: tl.constexpr, CB: tl.constexpr,
+):  # fmt: skip
+    """What `_finish_moments` writes, of the rows of all ranks (`kernels.shared` has the rule); and 1 / their number."""
+    term = tl.program_id(0)
+    job = jobs_ptr + term * 3
+    plane, scale, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    length = 2 * terms * C + 1
+    rows = tl.load(from_ptr + length - 1)
+    mean = tl.load(from_ptr + term * C + c, mask=c_ok, other=0.0) * rows
+    for rank in range(1, ranks):
+        count = tl.load(from_ptr + rank * length + length - 1)
+        rows += count
+        mean += count * tl.load(from_ptr + rank * length + term * C + c, mask=c_ok, other=0.0)
+    mean = mean / rows
+    square = tl.zeros((CB,), dtype=tl.float32)
+    for rank in range(ranks):
+        row = from_ptr + rank * length
+        off = tl.load(row + term * C + c, mask=c_ok, other=0.0) - mean
+        square += tl.load(row + (terms + term) * C + c, mask=c_ok, other=0.0) + tl.load(row + length - 1) * off * off
+    tl.store(reciprocals_ptr + plane * C + c, tl.zeros((CB,), dtype=tl.float32) + 1.0 / rows, mask=c_ok)
+    _store_moments(
+        mean, square / rows, square / tl.maximum(rows - 1.0, 1.0), w_ptr, moments_ptr, coefficients_ptr, plane, scale,
+        shift, c, c_ok, planes, eps, C,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["planes"])
@@ -53,15 +127,9 @@ def _known_moments(
     ok = c < C
     mean = tl.load(running_ptr + plane * C + c, mask=ok, other=0.0)
     variance = tl.load(running_ptr + (planes + plane) * C + c, mask=ok, other=1.0)
-    rstd = 1.0 / tl.sqrt(variance + eps)
-    to = moments_ptr + plane * C + c
-    tl.store(to, mean, mask=ok)
-    tl.store(to + planes * C, rstd, mask=ok)
-    tl.store(to + 2 * planes * C, variance, mask=ok)
-    a = tl.load(w_ptr + scale + c, mask=ok & (scale >= 0), other=1.0) * rstd
-    b = tl.load(w_ptr + shift + c, mask=ok & (scale >= 0), other=0.0) - mean * a
-    tl.store(coefficients_ptr + plane * C + c, a, mask=ok)
-    tl.store(coefficients_ptr + (planes + plane) * C + c, b, mask=ok)
+    _store_moments(
+        mean, variance, variance, w_ptr, moments_ptr, coefficients_ptr, plane, scale, shift, c, ok, planes, eps, C
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each", "samples", "planes", "terms"])
@@ -99,6 +167,35 @@ def _arrival_sums(
     tl.store(to + tl.num_programs(0) * terms * C, tl.sum(product, 0), mask=c_ok)
 
 
+@triton.jit
+def _sums_of(partial_ptr, place, c, c_ok, splits, terms, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ g and Σ g·ŷ of this rank's rows."""
+    plain = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    product = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for start in range(0, splits, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        ok = (s < splits)[:, None] & c_ok[None, :]
+        at = partial_ptr + ((s * terms + place) * C)[:, None] + c[None, :]
+        plain += tl.load(at, mask=ok, other=0.0)
+        product += tl.load(at + splits * terms * C, mask=ok, other=0.0)
+    return tl.sum(plain, 0), tl.sum(product, 0)
+
+
+@triton.jit
+def _store_slopes(
+    first, second, reciprocal, w_ptr, moments_ptr, slopes_ptr, plane, gamma_at, c, c_ok, planes, C: tl.constexpr
+):
+    """∂y as a linear function of g and y."""
+    mean = tl.load(moments_ptr + plane * C + c, mask=c_ok, other=0.0)
+    rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
+    gamma = tl.load(w_ptr + gamma_at + c, mask=c_ok & (gamma_at >= 0), other=1.0)
+    a = gamma * rstd
+    to = slopes_ptr + plane * C + c
+    tl.store(to, a, mask=c_ok)
+    tl.store(to + planes * C, -a * rstd * second * reciprocal, mask=c_ok)
+    tl.store(to + 2 * planes * C, a * (rstd * mean * second - first) * reciprocal, mask=c_ok)
+
+
 @triton.jit(do_not_specialize=["splits", "terms", "planes"])
 def _finish_slopes(
     partial_ptr, w_ptr, moments_ptr, slopes_ptr, parameter_gradient_ptr, jobs_ptr, splits, terms, planes, scale,
@@ -109,22 +206,93 @@ def _finish_slopes(
     place, plane, gamma_at, beta_at = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     c_ok = c < C
-    plain = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    product = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    for start in range(0, splits, BLOCK):
-        s = start + tl.arange(0, BLOCK)
-        ok = (s < splits)[:, None] & c_ok[None, :]
-        at = partial_ptr + ((s * terms + place) * C)[:, None] + c[None, :]
-        plain += tl.load(at, mask=ok, other=0.0)
-        product += tl.load(at + splits * terms * C, mask=ok, other=0.0)
-    first, second = tl.sum(plain, 0), tl.sum(product, 0)
+    first, second = _sums_of(partial_ptr, place, c, c_ok, splits, terms, C, CB, BLOCK)
     tl.store(parameter_gradient_ptr + gamma_at + c, second, mask=c_ok & (gamma_at >= 0))
     tl.store(parameter_gradient_ptr + beta_at + c, first, mask=c_ok & (gamma_at >= 0))
-    mean = tl.load(moments_ptr + plane * C + c, mask=c_ok, other=0.0)
-    rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
-    gamma = tl.load(w_ptr + gamma_at + c, mask=c_ok & (gamma_at >= 0), other=1.0)
-    a = gamma * rstd
-    to = slopes_ptr + plane * C + c
-    tl.store(to, a, mask=c_ok)
-    tl.store(to + planes * C, -a * rstd * second * scale, mask=c_ok)
-    tl.store(to + 2 * planes * C, a * (rstd * mean * second - first) * scale, mask=c_ok)
+    _store_slopes(first, second, scale, w_ptr, moments_ptr, slopes_ptr, plane, gamma_at, c, c_ok, planes, C)
+
+
+@triton.jit(do_not_specialize=["splits", "terms"])
+def _collect_slopes(
+    partial_ptr, to_ptr, parameter_gradient_ptr, jobs_ptr, splits, terms, C: tl.constexpr, CB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ g and Σ g·ŷ of this rank's rows into `to` [2, terms, C]; they are its gradients of shift and scale."""
+    job = jobs_ptr + tl.program_id(0) * 4
+    place, gamma_at, beta_at = tl.load(job), tl.load(job + 2), tl.load(job + 3)
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    first, second = _sums_of(partial_ptr, place, c, c_ok, splits, terms, C, CB, BLOCK)
+    tl.store(parameter_gradient_ptr + gamma_at + c, second, mask=c_ok & (gamma_at >= 0))
+    tl.store(parameter_gradient_ptr + beta_at + c, first, mask=c_ok & (gamma_at >= 0))
+    tl.store(to_ptr + place * C + c, first, mask=c_ok)
+    tl.store(to_ptr + (terms + place) * C + c, second, mask=c_ok)
+
+
+@triton.jit(do_not_specialize=["terms", "planes"])
+def _merge_slopes(
+    from_ptr, w_ptr, moments_ptr, slopes_ptr, reciprocals_ptr, jobs_ptr, terms, planes, C: tl.constexpr,
+    CB: tl.constexpr,
+):  # fmt: skip
+    """∂y as a linear function of g and y, from sums over the rows of all ranks."""
+    job = jobs_ptr + tl.program_id(0) * 4
+    place, plane, gamma_at = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    c_ok = c < C
+    first = tl.load(from_ptr + place * C + c, mask=c_ok, other=0.0)
+    second = tl.load(from_ptr + (terms + place) * C + c, mask=c_ok, other=0.0)
+    reciprocal = tl.load(reciprocals_ptr + plane * C + c, mask=c_ok, other=0.0)
+    _store_slopes(first, second, reciprocal, w_ptr, moments_ptr, slopes_ptr, plane, gamma_at, c, c_ok, planes, C)
+
+
+def measure(run, partial, planes, rows):
+    """From the sums of a norm group's planes to moments and coefficients."""
+    p, c, schedule = run.program, run.c, run.schedule
+    jobs = schedule.table(tuple((plane, run.norms[plane].scale, run.norms[plane].shift) for plane in planes))
+    grid = (len(planes), triton.cdiv(c, 4))
+    sizes = {"C": c, "CB": 4, "TILE": run.tile, "BLOCK": min(1024, triton.next_power_of_2(partial.splits))}
+    if not run.form.shared:
+        schedule.launch(
+            _finish_moments, grid, partial.tensor, run.parameters, run.moments, run.coefficients, jobs, rows,
+            partial.splits, p.planes, partial.terms, p.eps, **sizes,
+        )  # fmt: skip
+        return
+    # A sum of rows that are zero elsewhere is a gather.
+    merged = run.temporary(run.form.ranks * (2 * len(planes) * c + 1), zeroed=True)
+    schedule.launch(
+        _collect_moments, grid, partial.tensor, merged, jobs, rows, partial.splits, partial.terms, run.form.rank,
+        len(planes), **sizes,
+    )  # fmt: skip
+    schedule.call(sum_in_place, merged)
+    schedule.launch(
+        _merge_moments, grid, merged, run.parameters, run.moments, run.coefficients, run.reciprocals, jobs,
+        run.form.ranks, len(planes), p.planes, p.eps, C=c, CB=4,
+    )  # fmt: skip
+    schedule.free(merged)
+
+
+def finish_slopes(run, partial, planes, rows):
+    """From the gradients' sums of a norm group's planes, by place among `planes`, to slopes; frees the sums."""
+    p, c, schedule, norms = run.program, run.c, run.schedule, run.norms
+    jobs = schedule.table(tuple((i, plane, norms[plane].scale, norms[plane].shift) for i, plane in enumerate(planes)))
+    grid = (len(planes), triton.cdiv(c, 4))
+    sizes = {"C": c, "CB": 4, "BLOCK": min(1024, triton.next_power_of_2(partial.splits))}
+    if not run.form.shared:
+        schedule.launch(
+            _finish_slopes, grid, partial.tensor, run.parameters, run.moments, run.slopes, run.parameter_gradient, jobs,
+            partial.splits, partial.terms, p.planes, 0.0 if run.form.known else 1.0 / rows, **sizes,
+        )  # fmt: skip
+        schedule.free(partial.tensor)
+        return
+    assert partial.terms == len(planes)
+    merged = run.temporary(2 * len(planes) * c)
+    schedule.launch(
+        _collect_slopes, grid, partial.tensor, merged, run.parameter_gradient, jobs, partial.splits, partial.terms,
+        **sizes,
+    )  # fmt: skip
+    schedule.call(sum_in_place, merged)
+    schedule.launch(
+        _merge_slopes, grid, merged, run.parameters, run.moments, run.slopes, run.reciprocals, jobs, len(planes),
+        p.planes, C=c, CB=4,
+    )  # fmt: skip
+    schedule.free(partial.tensor, merged)

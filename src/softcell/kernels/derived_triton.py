@@ -12,7 +12,7 @@ from softcell.kernels.derived import NONE, consumers
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _stages, _start
 from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
 from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, by_size, overridden
-from softcell.kernels.derived_sums_triton import _arrival_sums, _finish_moments, _finish_slopes, _known_moments
+from softcell.kernels.derived_sums_triton import _arrival_sums, _known_moments, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
 
@@ -63,16 +63,16 @@ class Forward(Pass):
             self.schedule.free(early.tensor, partial.tensor)
 
     def begin(self):
-        """Depthwise kernels in the kernels' order, and the planes' state [8, planes, c].
+        """Depthwise kernels in the kernels' order, and the planes' state [8, planes, c] ([9, planes, c] if shared).
 
         Mean, 1/√(variance + eps) and variance; the two coefficients of the value, 1 and 0 without a norm; the three of
-        the gradient, 1, 0 and 0, which the backward pass fills.
+        the gradient, 1, 0 and 0, which the backward pass fills; if ranks share norms, 1 / the number of their rows.
         """
         p, c = self.program, self.c
         deep = [s for s in _stages_of(p) if s.depth != NONE]
         jobs = tuple((s.depth, self._depth_at(s), s.taps) for s in deep)
         self.schedule.new("depths", sum(s.taps for s in deep) * c, torch.float32)
-        state = self.schedule.new("state", 8 * p.planes * c, torch.float32)
+        state = self.schedule.new("state", (9 if self.form.shared else 8) * p.planes * c, torch.float32)
         self.split_state(state)
         longest = max(p.planes, *(s.taps for s in deep), 1) * c
         self.schedule.launch(
@@ -115,15 +115,8 @@ class Forward(Pass):
         )  # fmt: skip
 
     def _measure(self, partial, planes, rows):
-        if partial is None or not planes:
-            return
-        p, c = self.program, self.c
-        jobs = tuple((plane, self.norms[plane].scale, self.norms[plane].shift) for plane in planes)
-        self.schedule.launch(
-            _finish_moments, (len(jobs), triton.cdiv(c, 4)), partial.tensor, self.parameters, self.moments,
-            self.coefficients, self.schedule.table(jobs), rows, partial.splits, p.planes, partial.terms, p.eps, C=c,
-            CB=4, TILE=self.tile, BLOCK=min(1024, triton.next_power_of_2(partial.splits)),
-        )  # fmt: skip
+        if partial is not None and planes:
+            measure(self, partial, planes, rows)
 
     def _add_up(self, planes):
         """Sums into nodes, of several at a time: one node alone would not occupy a GPU."""
@@ -214,18 +207,7 @@ class Backward(Pass):
             partial.tensor, self.schedule.table(jobs), self.rows, each, size=self.rows * c, planes=p.planes,
             terms=len(jobs), C=c, CB=self.block_c, BLOCK=block, **self._drops(),
         )  # fmt: skip
-        self._finish_slopes(partial, planes, self.rows)
-
-    def _finish_slopes(self, partial, planes, rows):
-        p, c = self.program, self.c
-        norms = self.norms
-        jobs = tuple((i, plane, norms[plane].scale, norms[plane].shift) for i, plane in enumerate(planes))
-        self.schedule.launch(
-            _finish_slopes, (len(jobs), triton.cdiv(c, 4)), partial.tensor, self.parameters, self.moments, self.slopes,
-            self.parameter_gradient, self.schedule.table(jobs), partial.splits, partial.terms, p.planes,
-            0.0 if self.form.known else 1.0 / rows, C=c, CB=4, BLOCK=min(1024, triton.next_power_of_2(partial.splits)),
-        )  # fmt: skip
-        self.schedule.free(partial.tensor)
+        finish_slopes(self, partial, planes, self.rows)
 
     def _leave(self, found):
         """From the gradients of all that leaves a round's sources to those of the sources."""
@@ -311,7 +293,7 @@ class Backward(Pass):
         if pulled is not None:
             self.schedule.free(pulled)
         if partial is not None:
-            self._finish_slopes(partial, sources, rows)
+            finish_slopes(self, partial, sources, rows)
 
     def _pulls(self, pools):
         if not pools:

@@ -66,7 +66,7 @@ class Launch:
 
 
 class Schedule:
-    """Steps on named tensors: allocations, launches of kernels, and the end of a tensor's use.
+    """Steps on named tensors: allocations, launches of kernels, calls, and the end of a tensor's use.
 
     given: the dtypes of the tensors that a run receives, by name.
 
@@ -113,6 +113,14 @@ class Schedule:
         def step(tensors: Tensors) -> None:
             for name in names:
                 del tensors[name]
+
+        self._steps.append(step)
+
+    def call(self, function: Callable[[Tensor], None], name: Name) -> None:
+        """Call `function` with a tensor; it must not wait for the device."""
+
+        def step(tensors: Tensors) -> None:
+            function(tensors[name])
 
         self._steps.append(step)
 

@@ -82,6 +82,11 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return _SumOverRanks.apply(x)  # type: ignore[no-untyped-call, no-any-return]
 
 
+def sum_in_place(x: Tensor) -> None:
+    """Replace `x` (any shape, the same on all ranks) by its sum over the ranks, without gradient."""
+    dist.all_reduce(x)
+
+
 def merge_over_ranks(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count [], mean and biased variance (both shaped like `mean`) of the rows of all ranks, by one collective.
 

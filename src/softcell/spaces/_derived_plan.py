@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.derived import NONE, Derived, Form, NodeInput, Norm, Pooling, Round, Stage, derived_cell, interned
 from softcell.kernels.schedule import Schedule
+from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
@@ -65,7 +66,7 @@ class DerivedCell:
         rows_last = tuple((n, height, width, c) for n, c, height, width in shapes)
         size = sum(w.numel() for w in self.parameters())
         drops = training and self.drop_path.probability > 0.0 and program.paths > 0
-        form = Form(dtype, rows_last, size, not training, drops)
+        form = Form.of(dtype, rows_last, size, known=not training, drops=drops, shared=shares_norms())
         found = [kernels.forward_schedule(program, form, device)]
         return [*found, kernels.backward_schedule(program, form, device)] if training else found
 
@@ -94,9 +95,10 @@ class DerivedPass:
         with torch.autocast(newest.device.type, enabled=False):
             parameters = cell.flat_parameters()
             running = None if training else running_statistics(cell.norms, program.planes, program.channels)
-            out, moments = derived_cell(program, dtype, parameters, running, self._factors.get(id(cell)), *states)
+            shared, factors = training and shares_norms(), self._factors.get(id(cell))
+            out, moments = derived_cell(program, dtype, parameters, running, factors, *states, shared=shared)
         if training:
-            if out.numel() <= out.shape[1]:
+            if out.numel() <= out.shape[1] and not shared:  # there a check would stall the device
                 raise ValueError(f"training needs more than 1 value per channel, but got {tuple(out.shape)}")
             self._measured.append((cell, moments))
         return out

@@ -97,11 +97,8 @@ def plan_layer(mix: Mix, site: int, layer: int, x: Tensor) -> LayerExecution:
 
 
 def plan_network(x: Tensor) -> bool:
-    """Whether cells of derived networks on inputs like `x` are fused, where they have a fused form.
-
-    Their kernels finish statistics themselves, so they cannot merge them over several ranks.
-    """
-    return _NETWORKS.get() and kernels_serve(x) and not shares_norms()
+    """Whether cells of derived networks on inputs like `x` are fused, where they have a fused form."""
+    return _NETWORKS.get() and kernels_serve(x)
 
 
 def kernels_serve(x: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from softcell.app.cli import train as train_command
 from softcell.app.cli.main import explain_failure
 from softcell.engine import session
 from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell
+from tests.helpers.process_groups import ProcessGroups
 
 
 def test_a_network_that_does_not_fit_into_memory(call: Softcell) -> None:
@@ -57,14 +57,14 @@ def test_threads_beyond_the_cores(call: Softcell, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_lost_process_is_named_by_the_other(tmp_path: Path, victim: int) -> None:
+def test_a_lost_process_is_named_by_the_other(tmp_path: Path, process_groups: ProcessGroups, victim: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     source = str(Path(softcell.__file__).parents[1])
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "softcell", "search", "darts", *TINY, "--epochs", "9999", "--out", "run", "-q"],
+        process_groups.start(
+            [sys.executable, "-m", "softcell", "search", "darts", *TINY, "--epochs", "300", "--out", "run", "-q"],
             cwd=tmp_path,
             env={
                 **os.environ,
@@ -76,22 +76,14 @@ def test_a_lost_process_is_named_by_the_other(tmp_path: Path, victim: int) -> No
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]
-    try:
-        until = time.monotonic() + 120
-        while not (tmp_path / "run" / "checkpoint.bin").exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        ranks[victim].kill()
-        _, error = ranks[1 - victim].communicate(timeout=60)
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    until = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoint.bin").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    ranks[victim].kill()
+    _, error = ranks[1 - victim].communicate(timeout=60)
     assert ranks[1 - victim].returncode == 2
     lines = [line for line in error.splitlines() if "warning" not in line.lower()]
     process = ranks[victim].pid
