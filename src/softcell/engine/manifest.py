@@ -141,6 +141,7 @@ TYPES: dict[str, Test] = {
     "recipe.task": TEXT,
     "recipe.classifier": TEXT,
     "recipe.epochs": WHOLE,
+    "recipe.time": NUMBER,
     "recipe.space_settings": MAPPING,
     "recipe.method_settings": MAPPING,
     "recipe.classifier_settings": MAPPING,

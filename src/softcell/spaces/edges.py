@@ -272,7 +272,13 @@ def total(terms: Sequence[Tensor]) -> Tensor:
 
 def node_value(node: int, summed: Tensor | None, like: Tensor, spec: Spec, bottleneck: Bottleneck | None) -> Tensor:
     """The value of a node from the sum of its inputs, None if it has none; like: an input of the cell."""
-    value = zeros(like, spec) if summed is None else summed
+    if summed is not None:
+        value = summed
+    elif bottleneck is None and spec.stride == 1 and spec.c_in == spec.channels:
+        # The same as `zeros`, but without sizes: exported cells of all widths then share one class.
+        value = torch.zeros_like(like, memory_format=torch.contiguous_format)
+    else:
+        value = zeros(like, spec)
     return value if bottleneck is None else bottleneck.recover_target(node, value)
 
 

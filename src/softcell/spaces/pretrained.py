@@ -17,6 +17,7 @@ from softcell.errors import UserError
 from softcell.files import Fields, read_json
 from softcell.registry import load_plugins
 from softcell.spaces.base import Inputs, Network, build_space
+from softcell.text import clock, count_of
 from softcell.trust import trusting
 
 WEIGHTS = "model.safetensors"
@@ -81,7 +82,8 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         about["accuracy"] = f"{results['accuracy']:.2%} on the {results['split']} split ({results['count']:,} images)"
     if results.get("recall_at_1") is not None:
         about["recall at 1"] = f"{results['recall_at_1']:.2%} among {results['count']:,} images of {results['split']}"
-    about["training"] = f"{recipe['epochs']} epochs, recipe {recipe['recipe']}, seed {manifest['seed']}"
+    length = count_of(recipe["epochs"], "epoch") if recipe["epochs"] else clock(recipe.get("time") or 0.0)
+    about["training"] = f"{length}, recipe {recipe['recipe']}, seed {manifest['seed']}"
     return {
         "genotype": Genotype.load(path).to_dict(),
         "space_settings": recipe["space_settings"],

@@ -44,6 +44,15 @@ def test_two_lines_load_a_network(trained: Path) -> None:
         network.normalise(x)
 
 
+def test_a_file_states_the_length_of_its_training(trained: Path, tmp_path: Path) -> None:
+    assert read_model(trained).about["training"] == "1 epoch, recipe small, seed 0"
+    timed = unseal(Path(shutil.copytree(trained, tmp_path / "timed")))
+    manifest = json.loads((timed / "run.json").read_text(encoding="utf-8"))
+    manifest["recipe"] |= {"epochs": 0, "time": 90.0}  # as after `softcell train --time 90s`
+    (timed / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert read_model(timed).about["training"] == "1:30, recipe small, seed 0"
+
+
 def test_command_writes_every_format_and_each_gives_the_networks_logits(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,7 @@ def test_python_file_holds_no_candidate_that_is_not_used(tmp_path: Path) -> None
 SIX_EDGES = {
     "convolutions": "|nor_conv_3x3~0|+|nor_conv_1x1~0|nor_conv_3x3~1|+|nor_conv_1x1~0|nor_conv_3x3~1|nor_conv_1x1~2|",
     "mixed": "|nor_conv_3x3~0|+|avg_pool_3x3~0|skip_connect~1|+|nor_conv_1x1~0|avg_pool_3x3~1|nor_conv_3x3~2|",
+    "plain": "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none~2|",
     "pools": "|avg_pool_3x3~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|nor_conv_1x1~0|nor_conv_1x1~1|avg_pool_3x3~2|",
 }
 
@@ -184,6 +185,7 @@ def test_python_file_of_a_six_edge_cell_is_the_network_in_less_than_200_lines(ce
     assert max(map(len, text.splitlines())) <= 120
     for word in ("checkpoint", "Calibration", "Runner", "bottleneck", "dataclass", "drop_path", "is_cuda"):
         assert word not in text, word
+    assert text.count("class Cell") == 1  # for all widths, also with a node that has no inputs
     assert python.check_python(file, model) < 1e-6
 
 

@@ -127,6 +127,24 @@ def test_a_search_was_worth_it_only_if_it_beats_the_plain_network_beyond_chance(
     assert "no difference can be claimed" in lines[0]  # within the spread of random architectures
 
 
+def with_costs(summary: Summary, **costs: tuple[int, int]) -> Summary:
+    """`random_1=(900, 5000)` are the parameters and multiply-adds of random-1."""
+    named = {name.replace("_", "-"): own for name, own in costs.items()}
+    entries = tuple(Entry(entry.name, entry.kind, *named.get(entry.name, (1000, 9000))) for entry in summary.entries)
+    return dataclasses.replace(summary, entries=entries)
+
+
+def test_the_verdict_names_costs_that_differ_by_more_than_a_tenth() -> None:
+    summary = made(results(plain_1=0.85, found=0.9, random_1=0.8, random_2=0.81))
+    equal = with_costs(summary, random_1=(1100, 9000), plain_1=(910, 9900))
+    assert not any("sizes differ" in line for line in verdict(equal)[1])
+    smaller = with_costs(summary, random_1=(640, 9000), random_2=(700, 9100), plain_1=(1200, 5000))
+    lines = verdict(smaller)[1]
+    assert lines[0].endswith("Their sizes differ: 1,000 parameters against 640 to 700.")
+    assert lines[1].endswith("Their sizes differ: 1,000 parameters against 1,200, 9,000 multiply-adds against 5,000.")
+    assert smaller.to_dict()["verdict"] == lines  # which reports and summary.json show
+
+
 def test_the_verdict_uses_the_last_round_that_both_reached() -> None:
     first = results(plain_1=0.5, found=0.6, plain_2=0.4, random_1=0.4, random_2=0.41)
     second = results(plain_1=0.8, found=0.7)

@@ -65,8 +65,10 @@ def test_the_family_has_every_depth_from_16_channels_on_and_meets_both_limits() 
     assert all(cost.parameters <= 1e6 for _, cost in found)
     only = [settings for settings, _ in plain_networks((3, 32, 32), 10, {"parameters": 5000})]
     assert only and all(settings["channels"] < 8 for settings in only)  # if the budget asks for it
-    with pytest.raises(UserError, match="no plain residual network fits"):
-        plain_networks((3, 32, 32), 10, {"parameters": 10})
+    least = plain_costs((3, 32, 32), 10)(1, 1)
+    words = f"fits 1 parameter and 5 multiply-adds; the smallest has {least.parameters:,} parameters and "
+    with pytest.raises(UserError, match=f"{words}{least.multiply_adds:,} multiply-adds for 32x32 images"):
+        plain_networks((3, 32, 32), 10, {"parameters": 1, "multiply_adds": 5})
 
 
 def test_more_epochs_make_networks_larger_and_deeper() -> None:

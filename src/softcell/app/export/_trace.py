@@ -270,6 +270,8 @@ class _Writer:
                 text = self._value(index)[0]
             return f"{self._inner(args[0], _ATOM)}[{text}]", _ATOM
         name = getattr(target, "__name__", "")
+        if target is torch.zeros_like:
+            kwargs.pop("memory_format", None)  # the layout does not change values
         for prefix, place in (("F", F), ("torch", torch)):
             if getattr(place, name, None) is target:
                 return f"{prefix}.{name}({self._arguments(args, kwargs)})", _ATOM

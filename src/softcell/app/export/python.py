@@ -19,7 +19,7 @@ from softcell.errors import UserError
 
 WEIGHTS = "model.safetensors"
 
-HEADER = '''"""A network found by architecture search; ABOUT has the facts about it.
+HEADER = '''"""A network of cells; ABOUT has the facts about it.
 
     from {module} import load, normalise
 

@@ -11,7 +11,7 @@ from typing import Any
 from softcell.app.baseline import APART, STRIDE
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import WIDTHS, meets
+from softcell.app.pipeline.plain import WIDTHS, in_words, meets
 from softcell.app.pipeline.plan import LEAST_BATCH, Plan, RunRequest
 from softcell.arch import Genotype, Layout, count, sample
 from softcell.errors import UserError
@@ -160,13 +160,10 @@ def sized(
     # Costs grow with the width, so the widest is found by bisection.
     fitting = bisect_right(widths, False, key=lambda channels: not meets(cost(channels), limits))
     if not fitting:
-        stated, least = (
-            " and ".join(f"{values[kind]:,.0f} {kind.replace('_', '-')}" for kind in limits)
-            for values in (limits, asdict(cost(widths[0])))
-        )
+        least = in_words(asdict(cost(widths[0])), limits)
         raise UserError(
-            f"no network of space {choice.space} fits {stated}; the narrowest has {least}: raise the budget, or choose "
-            "another --space or a smaller --image-size"
+            f"no network of space {choice.space} fits {in_words(limits, limits)}; the narrowest has {least}: raise the "
+            "budget, or choose another --space or a smaller --image-size"
         )
     fair = [channels for channels in widths[:fitting] if cost(channels).multiply_adds <= most_multiply_adds]
     channels = fair[-1] if fair else widths[0]

@@ -7,7 +7,8 @@ networks learn faster at first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from softcell.arch import Genotype, notation
 from softcell.errors import UserError
 from softcell.spaces import Shape, build_space
 from softcell.spaces.costs import Cost, count_genotype
+from softcell.text import count_of
 
 PLAIN_SPACE = "nb201"
 RESIDUAL = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none~2|"
@@ -94,6 +96,11 @@ def meets(cost: Cost, limits: Mapping[str, float]) -> bool:
     return all(getattr(cost, kind) <= limit for kind, limit in limits.items())
 
 
+def in_words(costs: Mapping[str, float], kinds: Iterable[str]) -> str:
+    """`1,000 parameters and 1 multiply-add`: those of `kinds`."""
+    return " and ".join(count_of(int(costs[kind]), kind.replace("_", "-").removesuffix("s")) for kind in kinds)
+
+
 def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) -> list[tuple[dict[str, Any], Cost]]:
     """Settings and costs of all plain residual networks that meet the limits, the costliest first."""
     cost_of = plain_costs(shape, num_classes)
@@ -104,7 +111,11 @@ def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) 
         if meets(cost := cost_of(channels, depth), limits)
     ]
     if not found:
-        raise UserError("no plain residual network fits the budget; raise it")
+        least = in_words(asdict(cost_of(WIDTHS[0], 1)), limits)
+        raise UserError(
+            f"no plain residual network fits {in_words(limits, limits)}; the smallest has {least} for "
+            f"{shape[1]}x{shape[2]} images: raise the budget"
+        )
     wide = [each for each in found if each[0]["channels"] >= NARROWEST] or found[-2:]
     return sorted(wide, key=lambda item: item[1].multiply_adds, reverse=True)
 

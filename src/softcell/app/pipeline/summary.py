@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 VERSION = 2
 """Of summary.json; the first version had no competition, and reports still show it."""
+EQUAL = 0.1
+"""Costs that differ by no more than this share count as equal in the verdict."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +183,17 @@ def _compared(summary: Summary) -> tuple[list[str], bool]:
         chance = max(spread, 2 * standard_error(found[0].accuracy, mean, summary.held_out))
         lines.append(
             f"Found against {count_of(len(random), 'random architecture')} ({_how(summary, 0)}): "
-            f"{_claim(found[0].accuracy - mean, chance)}"
+            f"{_claim(found[0].accuracy - mean, chance)}{_unequal(summary, random)}"
         )
         beats, loses = found[0].accuracy - mean > chance, mean - found[0].accuracy > chance
     last = max(i for i in range(len(summary.rounds)) if summary.of_kind("found", i) and summary.of_kind("plain", i))
     best, own = summary.of_kind("plain", last)[0], summary.of_kind("found", last)[0]
     chance = 2 * standard_error(own.accuracy, best.accuracy, summary.held_out)
     ahead = own.accuracy - best.accuracy
-    lines.append(f"Found against {best.name}, the best plain network ({_how(summary, last)}): {_claim(ahead, chance)}")
+    lines.append(
+        f"Found against {best.name}, the best plain network ({_how(summary, last)}): {_claim(ahead, chance)}"
+        f"{_unequal(summary, [best])}"
+    )
     worth = ahead > chance and not loses
     if worth:
         lines.append(
@@ -215,6 +220,22 @@ def _claim(difference: float, chance: float) -> str:
         points = "equal"
     within = abs(difference) <= chance
     return f"{points}; up to {chance * 100:.1f} may be chance{': no difference can be claimed' if within else ''}."
+
+
+def _unequal(summary: Summary, others: Sequence[Result]) -> str:
+    """The costs of the found network and the others, where they differ by more than `EQUAL`; else nothing.
+
+    Networks are sized to equal multiply-adds, in steps of a few channels. Their parameters may be far apart.
+    """
+    entries = {entry.name: entry for entry in summary.entries}
+    found = next(entry for entry in summary.entries if entry.kind == "found")
+    stated = []
+    for kind, noun in (("parameters", "parameters"), ("multiply_adds", "multiply-adds")):
+        own, costs = getattr(found, kind), sorted(getattr(entries[result.name], kind) for result in others)
+        if any(abs(own - cost) > EQUAL * min(own, cost) for cost in costs):
+            least, most = f"{costs[0]:,}", f"{costs[-1]:,}"
+            stated.append(f"{own:,} {noun} against {least if least == most else f'{least} to {most}'}")
+    return f" Their sizes differ: {', '.join(stated)}." if stated else ""
 
 
 def summarise(
