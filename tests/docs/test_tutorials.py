@@ -27,7 +27,8 @@ SHORTER = {
     "range(600)": "range(60)",
     "methods: [darts, snas]": "methods: [snas]",
     "seeds: 5": "seeds: 1",
-    "epochs: 10": "epochs: 1, batch_size: 256",
+    "epochs: 10": "epochs: 1, batch_size: 256, space: {channels: 2}",
+    "--image-size 24": "--image-size 8 --set space.channels=2",
     "--epochs 10 --random 3": "--epochs 1 --random 1",
     "--epochs 10": "--epochs 1",
     "--max-params 100k": "--max-params 11k --random 2 --image-size 8 --threads 1",
@@ -40,6 +41,7 @@ def shortened(text: str) -> str:
     return text
 
 
+@pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
