@@ -1,4 +1,4 @@
-"""One thread per test process: tensors here are small, and processes that spin for each other are slow."""
+"""One thread per test process, since tensors here are small; the longest files first; the same start for every test."""
 
 import atexit
 import os
@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,10 @@ os.environ["SOFTCELL_STATE"] = tempfile.mkdtemp(prefix="softcell-state-")
 atexit.register(shutil.rmtree, os.environ["SOFTCELL_STATE"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for child processes too
 
+# Child processes would compile the whole package each time: a second for each of some hundred.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Tests kill processes, never the machine, so nothing has to reach the disk: a run calls this some 40 times.
 os.fsync = lambda descriptor: None
 
@@ -25,6 +30,33 @@ os.fsync = lambda descriptor: None
 # forever.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONGEST = (
+    "docs/test_tutorials.py",
+    "app/pipeline/test_pipeline_run.py",
+    "app/export/test_export_spaces.py",
+    "distributed/test_two_ranks.py",
+    "search/test_perturb.py",
+    "methods/test_method_conformance.py",
+    "spaces/test_space_conformance.py",
+    "search/test_kill.py",
+    "engine/test_loop_kill.py",
+    "search/test_hypergradient.py",
+    "spaces/test_calibrations_together.py",
+    "app/export/test_quantise.py",
+)
+"""Files that take longest, from the longest on."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would start with the files that have the most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: one that starts last would run while the other processes have nothing left."""
+    here = Path(__file__).parent
+    ranks = {here / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 @pytest.fixture(autouse=True)

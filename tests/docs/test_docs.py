@@ -30,6 +30,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize(
     ("where", "code"),
     [block for block in blocks("python") if not block[0].startswith("docs/tutorials/")],  # those run as whole pages
@@ -40,6 +41,7 @@ def test_python_block_runs(where: str, code: str, tmp_path: Path, monkeypatch: p
     exec(compile(code, where, "exec"), {"__name__": "documentation"})
 
 
+@pytest.mark.usefixtures("few_digits")
 def test_the_teacher_of_the_documentation_guides_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = [code for where, code in blocks("python") if "nos.md" in where and "register_teacher" in code]
     monkeypatch.chdir(tmp_path)

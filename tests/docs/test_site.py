@@ -31,18 +31,31 @@ def build(place: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
+    """Two pages of the documentation with the settings of all."""
     pytest.importorskip("mkdocs", reason="a development tool")
     pytest.importorskip("mkdocstrings", reason="a development tool")
-    for name in ("docs", "scripts"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "docs").mkdir()
+    for name in ("index", "learn"):
+        (tmp_path / "docs" / f"{name}.md").write_text(f"# The page {name}\n", encoding="utf-8")
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    menu = "nav:\n  - Home: index.md\n  - Learn: learn.md\n"
+    (tmp_path / "mkdocs.yml").write_text(
+        re.sub(r"^nav:\n(?:  .*\n)+", menu, text, flags=re.MULTILINE), encoding="utf-8"
+    )
     (tmp_path / "src").symlink_to(ROOT / "src")
     return tmp_path
 
 
+def test_two_pages_without_faults_are_built(place: Path) -> None:
+    found = build(place)
+    assert found.returncode == 0, found.stderr
+    assert (place / "build" / "site" / "learn.html").exists()
+
+
 def test_faults_of_the_documentation_fail_the_build(place: Path) -> None:
     with open(place / "docs" / "learn.md", "a", encoding="utf-8") as file:
-        file.write("\n[nowhere](nowhere.md) [no such part](report.md#no-such-part)\n")
+        file.write("\n[nowhere](nowhere.md) [no such part](index.md#no-such-part)\n")
     (place / "docs" / "lost.md").write_text("# A page outside the menu\n", encoding="utf-8")
     found = build(place)
     assert found.returncode != 0

@@ -27,7 +27,8 @@ SHORTER = {
     "range(600)": "range(60)",
     "methods: [darts, snas]": "methods: [snas]",
     "seeds: 5": "seeds: 1",
-    "epochs: 10": "epochs: 1, batch_size: 256",
+    "epochs: 10": "epochs: 1, batch_size: 256, space: {channels: 2}",
+    "--image-size 24": "--image-size 8 --set space.channels=2",
     "--epochs 10 --random 3": "--epochs 1 --random 1",
     "--epochs 10": "--epochs 1",
     "--max-params 100k": "--max-params 11k --random 2 --image-size 8 --threads 1",
@@ -40,6 +41,7 @@ def shortened(text: str) -> str:
     return text
 
 
+@pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -125,7 +127,7 @@ def test_the_notebook_runs_and_shows_what_its_page_shows(tmp_path: Path, monkeyp
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
             continue
-        shown = evaluated("".join(cell["source"]), names)
+        shown = evaluated("".join(cell["source"]).replace("seeds=3", "seeds=2"), names)
         stored = [output["data"] for output in cell["outputs"] if output["output_type"] == "execute_result"]
         kind = "text/html" if getattr(shown, "_repr_html_", lambda: None)() is not None else "text/plain"
         assert [kind] == [one for data in stored for one in data], cell["source"]

@@ -27,9 +27,11 @@ ALONE = World(0, 1, 0, torch.device("cpu"))
 TINY: dict[str, dict[str, Any]] = {
     "nb201": {"cells_per_stage": 1, "channels": 2},
     "darts": {"cells": 3, "channels": 2, "nodes": 2},
-    "s4": {"cells": 3, "channels": 2},
+    "s4": {"cells": 3, "channels": 2, "nodes": 2},
 }
 """The smallest sizes that still have every part of a space."""
+THREE_EDGES = {**TINY["nb201"], "nodes": 3}
+"""Half the edges of NAS-Bench-201, for tests that make many searches and do not look at their cells."""
 
 # Exact in float32, in which learning rates are kept on CUDA.
 LR, ARCHITECTURE_LR = 2**-4, 2**-6

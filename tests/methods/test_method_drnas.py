@@ -17,7 +17,7 @@ from softcell.methods.drnas import DrNas, DrNasSettings, concentration, divergen
 from softcell.nn.stochastic import SharedDraws, draw_gamma
 from softcell.search import resolve
 from softcell.testing import tiny_space
-from tests.helpers.search_toys import check_resumed, settings, write_data
+from tests.helpers.search_toys import THREE_EDGES, check_resumed, settings, write_data
 
 TABLE = Table(
     "cell",
@@ -213,5 +213,5 @@ def test_recipes_are_those_of_the_released_code(
 @pytest.mark.parametrize("regime", ["bilevel", "unrolled"])
 def test_a_search_is_the_same_when_it_is_stopped_and_resumed(regime: str, tmp_path: Path) -> None:
     data = write_data(tmp_path / "toy.npz")
-    changes = {"method": "drnas", "regime": regime, "method_settings": {"kl_weight": 1e-3}}
-    check_resumed(resolve(settings("nb201", data, **changes)), tmp_path, 1, 1)
+    changes = {"method": "drnas", "regime": regime, "method_settings": {"kl_weight": 1e-3}, "epochs": 2}
+    check_resumed(resolve(settings("nb201", data, **changes, space_settings=THREE_EDGES)), tmp_path, 1, 1)

@@ -24,7 +24,7 @@ from softcell.spaces import build_space
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.edges import Combiner
 from softcell.testing import RaggedSpace, one_hot, tiny_space
-from tests.helpers.search_toys import batch, check_resumed, same, settings, step_state, write_data
+from tests.helpers.search_toys import THREE_EDGES, batch, check_resumed, same, settings, step_state, write_data
 
 TABLE = Table(
     "cell",
@@ -413,8 +413,8 @@ def test_a_record_is_the_mean_over_the_steps_of_its_own_epoch(
 
 
 def test_an_unrolled_search_is_the_same_when_it_is_stopped_and_resumed(data: Path, tmp_path: Path) -> None:
-    recipe = resolve(settings("nb201", data, method="snas", regime="unrolled", drop_path=0.3))
-    check_resumed(recipe, tmp_path, 1, 1)
+    changes = {"method": "snas", "regime": "unrolled", "drop_path": 0.3, "epochs": 2, "space_settings": THREE_EDGES}
+    check_resumed(resolve(settings("nb201", data, **changes)), tmp_path, 1, 1)
 
 
 def test_samples_and_credit_are_the_same_when_a_search_is_stopped_and_resumed(data: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from softcell.search.validation import measure_child, recalibrate_, recalibrated
 from softcell.spaces import Supernet
 from softcell.spaces.execution import is_modules_only
 from softcell.testing import one_hot, tiny_space
-from tests.helpers.search_toys import ALONE, same, settings, state_of, write_data
+from tests.helpers.method_kinds import one_of_each_kind
+from tests.helpers.search_toys import ALONE, THREE_EDGES, same, settings, state_of, write_data
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Method)]
 
@@ -28,6 +29,10 @@ DIFFERENTIABLE = [name for name in METHODS if issubclass(METHODS.get(name), Meth
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "data.npz")
+
+
+def small(data: Path, **changes: Any) -> dict[str, Any]:
+    return settings("nb201", data, space_settings=THREE_EDGES, **changes)
 
 
 def batches(number: int, seed: int, size: int = 6) -> list[Batch]:
@@ -42,9 +47,9 @@ def batches(number: int, seed: int, size: int = 6) -> list[Batch]:
     ]
 
 
-@pytest.mark.parametrize("method", DIFFERENTIABLE)
+@pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
 def test_children_are_measured_as_often_as_asked_and_at_the_end(method: str, data: Path, tmp_path: Path) -> None:
-    given = settings("nb201", data, method=method, epochs=5, child_every=2, evolution={"generations": 0})
+    given = small(data, method=method, epochs=5, child_every=2, evolution={"generations": 0})
     result = search(resolve(given), tmp_path / "run")
     assert [row["epoch"] for row in result.metrics if "child_accuracy" in row] == [1, 3, 4]
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
@@ -54,11 +59,11 @@ def test_children_are_measured_as_often_as_asked_and_at_the_end(method: str, dat
     assert results["child_split"] == "validation"
 
 
-@pytest.mark.parametrize("method", DIFFERENTIABLE)
+@pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
 def test_looking_at_children_changes_nothing_in_the_search(method: str, data: Path, tmp_path: Path) -> None:
     runs: dict[int, Any] = {}
     for every in (0, 1):
-        given = settings("nb201", data, method=method, epochs=2, child_every=every)
+        given = small(data, method=method, epochs=2, child_every=every)
         runs[every] = search(resolve(given), tmp_path / str(every)).metrics
     for off, on in zip(runs[0], runs[1], strict=True):
         assert "child_accuracy" not in off
@@ -162,12 +167,12 @@ def test_recalibrated_norms_are_means_over_batches_and_everything_is_restored() 
     assert {norm.momentum for norm in norms} == {0.1} and torch.equal(supernet.drop_path.current, chance)
 
 
-@pytest.mark.parametrize("method", DIFFERENTIABLE)
+@pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
 def test_methods_of_many_cells_end_with_norms_of_their_own(
     method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = METHODS.get(method)
-    given = settings("nb201", data, method=method, epochs=3, drop_path=0.3, evolution={"generations": 0})
+    given = small(data, method=method, epochs=3, drop_path=0.3, evolution={"generations": 0})
     result = search(resolve(given), tmp_path / "run")
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     many = method in ("snas", "spos", "entrannas", "entrannas-dst", "gdas", "drnas")

@@ -230,7 +230,7 @@ def hypergradient_of(
     return kept
 
 
-@pytest.mark.parametrize("space", ["nb201", "darts"])
+@pytest.mark.parametrize("space", ["nb201", pytest.param("darts", marks=pytest.mark.exhaustive)])
 def test_on_a_supernet_the_exact_hypergradient_equals_differences(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = step_state(space)
     steps.weight_step(one, *batch(5))  # so that there is momentum

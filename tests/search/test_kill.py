@@ -11,7 +11,7 @@ import pytest
 
 from softcell.engine.checkpoint import CURRENT, PREVIOUS, load_latest
 from tests.helpers.search_forks import Forks, forks
-from tests.helpers.search_toys import remains, same, settings, state_of, training, write_data
+from tests.helpers.search_toys import THREE_EDGES, remains, same, settings, state_of, training, write_data
 
 
 class Case:
@@ -37,19 +37,20 @@ class Case:
         return folder
 
 
-CASES = ("darts-nb201", "unrolled-darts", "random-nb201", "train-darts")
+CASES = ("darts-nb201", "unrolled-nb201", "random-nb201", "train-darts")
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("kill")
     data = write_data(root / "data.npz")
+    sizes = {"space_settings": THREE_EDGES}
     wanted = {
-        "darts-nb201": ("run_search", settings("nb201", data, cutout=2)),
-        "unrolled-darts": ("run_search", settings("darts", data, regime="unrolled", epochs=2)),
+        "darts-nb201": ("run_search", settings("nb201", data, cutout=2, **sizes)),
+        "unrolled-nb201": ("run_search", settings("nb201", data, regime="unrolled", epochs=2, **sizes)),
         "random-nb201": (
             "run_search",
-            settings("nb201", data, method="random", epochs=2, method_settings={"samples": 2}),
+            settings("nb201", data, method="random", epochs=2, method_settings={"samples": 2}, **sizes),
         ),
         "train-darts": ("run_train", training("darts", data)),
     }
@@ -105,7 +106,7 @@ def test_a_run_interrupted_from_outside_at_random_moments_ends_the_same(cases: d
 def test_a_run_killed_at_its_birth_or_at_its_end_can_be_resumed(kind: str, tmp_path: Path) -> None:
     """Dies before each file operation up to the first checkpoint, and before each of those after the last one."""
     make = {"search": settings, "train": training}[kind]
-    given = make("nb201", write_data(tmp_path / "data.npz", train=32), epochs=1)
+    given = make("nb201", write_data(tmp_path / "data.npz", train=32), epochs=1, space_settings=THREE_EDGES)
     case = Case(forks(), tmp_path / "runs", f"run_{kind}", given)
     count = case.go(case.fresh("counted"), die_before=10**6).wait().get()["operations"]
     assert count > 16

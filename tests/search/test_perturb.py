@@ -24,7 +24,7 @@ from softcell.search.perturb import FILE, PerturbationSelection, num_inputs, que
 from softcell.search.restored import restore
 from softcell.search.validation import batch_statistics, measure_child
 from softcell.spaces import Supernet, build_space
-from tests.helpers.search_toys import ALONE, settings, write_data
+from tests.helpers.search_toys import ALONE, THREE_EDGES, settings, write_data
 
 HALVES = {"weights": 0.5, "validation": 0.5}
 
@@ -36,7 +36,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(data: Path, space: str = "nb201", **changes: Any) -> dict[str, Any]:
     select = {"by": "perturbation", "epochs": 1, **changes.pop("select", {})}
-    return settings(space, data, **{"method": "darts", "epochs": 1, "split": HALVES, "select": select, **changes})
+    sizes = {"space_settings": THREE_EDGES} if space == "nb201" else {}
+    own = {"method": "darts", "epochs": 1, "split": HALVES, "select": select, **sizes}
+    return settings(space, data, **{**own, **changes})
 
 
 def selection_of(folder: Path) -> dict[str, Any]:
@@ -91,9 +93,12 @@ def test_a_selection_matches_the_literal_algorithm(data: Path, tmp_path: Path, m
         assert row["kept"] == candidates[best]
         kept[row["edge"]] = candidates[best]
         table[edge] = F.one_hot(torch.tensor(best), 5).to(table)
-        for epoch in range(number * epochs, (number + 1) * epochs if number < 5 else 0):
+        for epoch in range(number * epochs, (number + 1) * epochs if number < len(edges) - 1 else 0):
             fallen = min(w.lr_min, lr)
-            rate = fallen + (lr - fallen) * (1 + torch.cos(torch.tensor(torch.pi * epoch / (5 * epochs)))) / 2
+            rate = (
+                fallen
+                + (lr - fallen) * (1 + torch.cos(torch.tensor(torch.pi * epoch / ((len(edges) - 1) * epochs)))) / 2
+            )
             optimiser.param_groups[0]["lr"] = float(rate)
             supernet.train()
             for batch in training.epoch(found.recipe.epochs + epoch):
@@ -243,27 +248,27 @@ def test_an_interrupted_selection_continues_after_its_latest_round_bit_for_bit(
     given = resolve(recipe(data, method=method, epochs=2, drop_path=0.4))
     whole = search(given, tmp_path / "whole")
     with pytest.raises(Killed):
-        search(given, tmp_path / "killed", on_event=kill_at("4 of 6"))
+        search(given, tmp_path / "killed", on_event=kill_at("3 of 3"))
     state = checkpoint.load_file(tmp_path / "killed" / FILE)
-    assert state is not None and state["round"] == 3 and "supernet" in state
+    assert state is not None and state["round"] == 2 and "supernet" in state
     torch.manual_seed(99)
     notes: list[str] = []
     listen = lambda event: notes.append(event.text) if isinstance(event, Note) else None  # noqa: E731
     resumed = search(given, tmp_path / "killed", resume=True, on_event=listen)
     assert resumed.genotype == whole.genotype
     assert selection_of(tmp_path / "killed") == selection_of(tmp_path / "whole")
-    assert any("continuing after 3 of 6" in note for note in notes) and not any(": 3 of 6" in note for note in notes)
+    assert any("continuing after 2 of 3" in note for note in notes) and not any(": 2 of 3" in note for note in notes)
 
 
 def test_the_state_of_another_search_is_not_continued(data: Path, tmp_path: Path) -> None:
     given = resolve(recipe(data))
     with pytest.raises(Killed):
-        search(given, tmp_path / "run", on_event=kill_at("4 of 6"))
+        search(given, tmp_path / "run", on_event=kill_at("3 of 3"))
     other = resolve(recipe(data, seed=1))
     (tmp_path / "kept").write_bytes((tmp_path / "run" / FILE).read_bytes())
     plain = search(other, tmp_path / "plain")
     with pytest.raises(Killed):
-        search(other, tmp_path / "run", overwrite=True, on_event=kill_at("1 of 6"))
+        search(other, tmp_path / "run", overwrite=True, on_event=kill_at("1 of 3"))
     assert not (tmp_path / "run" / FILE).exists(), "overwriting removes it"
     (tmp_path / "run" / FILE).write_bytes((tmp_path / "kept").read_bytes())
     found = search(other, tmp_path / "run", resume=True)
@@ -275,7 +280,7 @@ def test_the_state_of_another_search_is_not_continued(data: Path, tmp_path: Path
 SHOWN = [
     ("batch", "snas", "nb201", None),
     ("batch", "darts", "nb1shot1-1", {"cells_per_stack": 1, "channels": 2}),
-    ("batch", "darts", "proxyless", {}),
+    ("batch", "darts", "proxyless", {"width": 0.25, "depths": (1,) * 6, "kernels": (3, 5), "head": 16}),
     ("recalibrated", "spos", "nb201", None),
 ]
 OTHERS = [

@@ -137,6 +137,8 @@ def marks(method: str, space: str) -> list[pytest.MarkDecorator]:
     homes = {METHODS.get(name).home for name in METHODS}
     if issubclass(METHODS.get(method), UntrainedSampler):
         return [pytest.mark.exhaustive]  # has no epochs; its own tests are quicker
+    if method in ("darts-minus", "edge-normalised"):  # recipes of DARTS and PC-DARTS
+        return [pytest.mark.exhaustive]
     return [] if own or (method == "darts" and space not in ALIKE | homes) else [pytest.mark.exhaustive]
 
 

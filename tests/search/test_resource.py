@@ -29,7 +29,17 @@ from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.spaces import build_space
 from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_candidates, count_genotype
-from tests.helpers.search_toys import batch, check_resumed, same, settings, state_of, step_state, write_data
+from tests.helpers.method_kinds import one_of_each_kind
+from tests.helpers.search_toys import (
+    THREE_EDGES,
+    batch,
+    check_resumed,
+    same,
+    settings,
+    state_of,
+    step_state,
+    write_data,
+)
 
 DIFFERENTIABLE = [name for name in METHODS if issubclass(kind := METHODS.get(name), Method) and kind.learns]
 WITH_LOGITS = [name for name in DIFFERENTIABLE if name != "itnas"]  # its test file has its own
@@ -447,20 +457,17 @@ def test_the_budget_means_the_network_that_training_would_build(data: Path, tmp_
     assert result.metrics[0]["derived_parameters"] == count_genotype(trained, result.genotype, (1, 8, 8), 10).parameters
 
 
-def test_only_recording_costs_changes_nothing_else(data: Path, tmp_path: Path) -> None:
-    for method in DIFFERENTIABLE:
-        given = settings("nb201", data, method=method, epochs=1, child_every=0, drop_path=0.0)
-        plain = search(resolve(given, {"resource": {"preset": "none"}}), tmp_path / f"{method}-plain")
-        counted = search(
-            resolve(given, {"resource": {"preset": "none", "weight": 0.0}}), tmp_path / f"{method}-counted"
-        )
-        for one, other in zip(plain.metrics, counted.metrics, strict=True):
-            assert {k: v for k, v in other.items() if not k.startswith("expected") and k != "seconds"} == {
-                k: v for k, v in one.items() if k != "seconds"
-            }
-        assert same(
-            state_of(tmp_path / f"{method}-plain")["method"], state_of(tmp_path / f"{method}-counted")["method"]
-        )
+@pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
+def test_only_recording_costs_changes_nothing_else(method: str, data: Path, tmp_path: Path) -> None:
+    own = {"method": method, "epochs": 1, "child_every": 0, "drop_path": 0.0, "space_settings": THREE_EDGES}
+    given = settings("nb201", data, **own)
+    plain = search(resolve(given, {"resource": {"preset": "none"}}), tmp_path / "plain")
+    counted = search(resolve(given, {"resource": {"preset": "none", "weight": 0.0}}), tmp_path / "counted")
+    for one, other in zip(plain.metrics, counted.metrics, strict=True):
+        assert {k: v for k, v in other.items() if not k.startswith("expected") and k != "seconds"} == {
+            k: v for k, v in one.items() if k != "seconds"
+        }
+    assert same(state_of(tmp_path / "plain")["method"], state_of(tmp_path / "counted")["method"])
 
 
 def test_multipliers_survive_a_stop(data: Path, tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ from softcell.engine.metrics import Measured
 from softcell.engine.session import open_session
 from softcell.engine.task import Note
 from softcell.errors import UserError
-from softcell.methods import METHODS, UntrainedSampler
+from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import resolve, search
 from softcell.search.build import build_task
 from softcell.search.hypergradient import Unrolling
 from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.search.validation import Validation
+from tests.helpers.method_kinds import ALIKE, one_of_each_kind
 from tests.helpers.search_forks import forks
-from tests.helpers.search_toys import TINY, settings, write_data
+from tests.helpers.search_toys import THREE_EDGES, TINY, settings, write_data
 
 RECIPE = sys.modules["softcell.search.recipe"]
 
@@ -81,10 +82,14 @@ def test_data_that_cannot_be_found_leaves_no_folder_behind(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not issubclass(METHODS.get(name), UntrainedSampler)])
+@pytest.mark.parametrize(
+    "method",
+    one_of_each_kind(name for name in METHODS if not issubclass(METHODS.get(name), UntrainedSampler)),
+)
 def test_a_loss_that_is_not_finite_stops_with_step_value_and_advice(method: str, data: Path, tmp_path: Path) -> None:
     """The first epoch is calm, the rest explodes: the learning rate is raised behind the search's back."""
-    recipe = resolve(settings("nb201", data, method=method, weights={"lr": 0.01, "lr_min": 0.0, "clip": 0.0}))
+    given = {"method": method, "weights": {"lr": 0.01, "lr_min": 0.0, "clip": 0.0}, "space_settings": THREE_EDGES}
+    recipe = resolve(settings("nb201", data, **given))
     calls: list[float] = []
 
     def explode(epoch: float, num_epochs: int, first: float, *_: Any, **__: Any) -> float:
@@ -304,14 +309,23 @@ def forbidden(*arguments: Any) -> Dataset:
     )
 
 
-@pytest.mark.parametrize("method", list(METHODS))
-@pytest.mark.parametrize("regime", ["single-level", "bilevel", "unrolled"])
+def in_each_regime() -> list[Any]:
+    """Every method, and every regime with a method of each kind; samplers have no regimes."""
+    found = []
+    for regime in ("bilevel", "single-level", "unrolled"):
+        for name in METHODS:
+            is_default = regime == "bilevel" or (name not in ALIKE and issubclass(METHODS.get(name), Method))
+            found.append(pytest.param(name, regime, marks=[] if is_default else [pytest.mark.exhaustive]))
+    return found
+
+
+@pytest.mark.parametrize(("method", "regime"), in_each_regime())
 def test_no_search_looks_at_the_test_set(
     method: str, regime: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RECIPE, "load", forbidden)
-    recipe = resolve(settings("nb201", data, method=method, regime=regime, epochs=1))
-    assert search(recipe, tmp_path / "run").genotype is not None
+    given = {"method": method, "regime": regime, "epochs": 1, "space_settings": THREE_EDGES}
+    assert search(resolve(settings("nb201", data, **given)), tmp_path / "run").genotype is not None
 
 
 CHEAT = """

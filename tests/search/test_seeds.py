@@ -17,7 +17,7 @@ from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
 from softcell.search.seeds import search_seeds
-from tests.helpers.search_toys import settings, write_data
+from tests.helpers.search_toys import THREE_EDGES, settings, write_data
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def recipe(tmp_path: Path) -> SearchRecipe:
     """Concrete samples and dropped paths draw in every step."""
     data = write_data(tmp_path / "data.npz")
-    return resolve(settings("nb201", data, method="snas", drop_path=0.3, epochs=2))
+    return resolve(settings("nb201", data, method="snas", drop_path=0.3, epochs=2, space_settings=THREE_EDGES))
 
 
 def state(folder: Path) -> dict[str, Any]:

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
 
-from softcell.spaces import SPACES, Shape, Space, Supernet, build_space
+from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.darts import DartsSpace
 from softcell.testing import SPACE_CHECKS, RaggedSpace, check_name, tiny_space
 from softcell.testing import spaces as checks
 from softcell.testing.candidates import RULE_CHECKS, small_cuts
-from softcell.testing.tools import SHAPE, build_supernet
+from tests.helpers.shared_supernets import shared_supernet
 
 FOUND = tuple(SPACES)
 ALIKE = {"s2", "s3", "nb1shot1-1", "nb1shot1-3"}
@@ -43,22 +42,6 @@ VARIANTS = {
     ),
     "nb201-deep": build_space("nb201", {"cells_per_stage": 2, "channels": 2, "nodes": 3}),
 }
-
-
-_KNOWN: dict[tuple[Space, Shape], tuple[Supernet, dict[str, Tensor], bool]] = {}
-
-
-def shared_supernet(space: Space, shape: Shape = SHAPE) -> Supernet:
-    """One supernet for all checks of a space and shape, in the state in which it was built."""
-    if (space, shape) not in _KNOWN:
-        supernet = build_supernet(space, shape)
-        state = {name: value.clone() for name, value in supernet.state_dict().items()}
-        _KNOWN[space, shape] = supernet, state, supernet.training
-    supernet, state, training = _KNOWN[space, shape]
-    supernet.load_state_dict(state)
-    supernet.zero_grad()
-    assert not any(module._forward_hooks for module in supernet.modules()), "a check removes its hooks"
-    return supernet.train(training)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from studies import snas_levels
 
 TINY = ["--data", "digits", "--epochs", "1", "--scale", "small", "--seeds", "1", "--weights", "0", "0.005"]
 TINY += ["--set", "space.cells=3", "--set", "space.channels=2", "--set", "space.nodes=2", "--set", "batch_size=256"]
+TINY += ["--set", "split.weights=0.1", "--set", "split.validation=0.1"]
 
 
 def test_it_records_the_parameters_of_every_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

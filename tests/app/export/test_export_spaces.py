@@ -43,6 +43,9 @@ CASES = [
 ]
 
 
+ELSEWHERE = {"s4", "ragged", "nb201", "nb1shot1-2"}
+
+
 SMALLER = {"nodes": 2, "layers": 1, "depths": (1, 1, 1, 1, 1, 1), "dynamics": ("dynamic_conv_3x3",)}
 
 
@@ -207,8 +210,9 @@ def test_python_file_can_be_loaded_by_its_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        # Their modules are in the other spaces and in `test_onnx_holds_candidates_of_every_kind`.
-        pytest.param(name, marks=[pytest.mark.exhaustive] if name in {*ALIKE, "s4", "ragged"} else [])
+        # Their modules are in the other spaces and in `test_onnx_holds_candidates_of_every_kind`; `test_export_runs.py`
+        # exports a network of NAS-Bench-201.
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in {*ALIKE, *ELSEWHERE} else [])
         for name in subjects()
     ],
 )
