@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
 
     found: list[Collective] = []
     all_reduce, serve, finish = dist.all_reduce, execution.kernels_serve, reduce._Buckets.finish
-    derived_cell, original = _derived_plan.derived_cell, reduce.GRADIENT_BUCKET_BYTES
+    original = reduce.GRADIENT_BUCKET_BYTES
     ending = False
 
     def cell(program: Derived, *given: Any, shared: bool = False) -> tuple[Tensor, Tensor]:
@@ -163,12 +164,12 @@ def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     dist.all_reduce, reduce._Buckets.finish = listed, last  # type: ignore[method-assign]
     execution.kernels_serve = lambda x: True
-    _derived_plan.derived_cell = cell
     reduce.GRADIENT_BUCKET_BYTES = bucket_bytes
     try:
-        yield found
+        with patch.object(_derived_plan, "derived_cell", cell):
+            yield found
     finally:
-        _derived_plan.derived_cell, reduce.GRADIENT_BUCKET_BYTES = derived_cell, original
+        reduce.GRADIENT_BUCKET_BYTES = original
         dist.all_reduce, reduce._Buckets.finish = all_reduce, finish  # type: ignore[method-assign]
         execution.kernels_serve = serve
         dist.destroy_process_group()
