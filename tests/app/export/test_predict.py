@@ -150,6 +150,11 @@ def test_a_csv_is_written_whole_or_not_at_all(
     assert target.read_text() == "before" and os.listdir(tmp_path) == ["all.csv"]
 
 
+def test_arrays_are_refused_with_what_takes_them(trained: Path) -> None:
+    with pytest.raises(UserError, match=r"files or folders, but got ndarray; .*Network\.from_pretrained"):
+        predict(trained, [np.zeros((8, 8), np.uint8)])  # type: ignore[list-item]
+
+
 def test_a_retrieval_has_no_classes_to_predict(trained: Path, exported: Path, digits: Path, tmp_path: Path) -> None:
     export(trained, "safetensors", tmp_path)
     known = onnx.load(exported / "model.onnx")

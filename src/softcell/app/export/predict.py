@@ -65,7 +65,14 @@ def predict(
         >>> found.file.name, len(found.classes), found.probabilities[0] >= found.probabilities[1]
         ('grey.png', 2, True)
     """
-    files = image_files([images] if isinstance(images, str | Path) else images)
+    given = [images] if isinstance(images, str | Path) else list(images)
+    strange = next((one for one in given if not isinstance(one, str | Path)), None)
+    if strange is not None:
+        raise UserError(
+            f"images must be files or folders, but got {type(strange).__name__}; for arrays and tensors use "
+            "softcell.api.Network.from_pretrained(RUN)"
+        )
+    files = image_files(given)
     with trusting(trust):
         classifier = read_classifier(run, device)
     return list(classifier.classify(files, top))

@@ -103,7 +103,7 @@ SAFE = 0.97
 """Share of the time that is planned; the end of the process takes seconds on a busy machine."""
 ENDING = 5.0
 """CPU seconds for latency, report and exports after the trainings; a busy machine takes longer."""
-MOST_RESERVED = 0.2
+MOST_RESERVED = 0.1
 """Most of the time that is reserved for the end, as a share."""
 MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 0
 """Limits besides the time; 0 for none."""
