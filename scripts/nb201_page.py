@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.results_page import NOT_MEASURED, markdown
+from scripts.results_page import NOT_MEASURED, made_with, markdown
+from softcell.app.report.bench201 import shown
 from softcell.files import atomic_write_text
-from studies.nb201 import ARMS, PUBLISHED, SEPARATE
+from studies.nb201 import ARMS, PUBLISHED, SEPARATE, read_rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "nas-bench-201.md"
@@ -87,33 +88,33 @@ Every finished search is a file in `results/nb201/rows`, so that any number of c
 """
 
 
-def spread(figure: Mapping[str, Any]) -> str:
-    return f"{figure['mean']:.2f}" + ("" if figure["std"] is None else f" ± {figure['std']:.2f}")
-
-
 def row(arm: str, found: Mapping[str, Any] | None, data: str) -> list[str]:
     published = PUBLISHED.get(arm) if data == "cifar10" else None
-    paper = "–" if published is None else f"{published[0]:.2f} ± {published[1]:.2f}"
+    paper = "–" if published is None else shown(*published)
     if found is None:
         return [LABELS[arm], "0", *[NOT_MEASURED] * len(COLUMNS), *["–"] * 4, paper]
     random = found["random"]
     return [
         LABELS[arm],
         str(found["n"]),
-        *(spread(found["accuracies"][column]) for column in COLUMNS),
+        *(_spread(found["accuracies"][column]) for column in COLUMNS),
         f"{found['seconds']['mean']:.0f}",
         "–" if found["memory"] is None else f"{found['memory']['mean'] / 2**30:.1f}",
-        "–" if arm in SEPARATE else NOT_MEASURED if random is None else spread(random),
+        "–" if arm in SEPARATE else NOT_MEASURED if random is None else _spread(random),
         "–" if found["tau"] is None else f"{found['tau']:+.2f}",
         paper,
     ]
+
+
+def _spread(figure: Mapping[str, Any]) -> str:
+    return shown(figure["mean"], figure["std"])
 
 
 def table(record: Mapping[str, Any], data: str) -> str:
     found = {own["arm"]: own for own in record["summary"] if own["data"] == data}
     headings = ["", "seeds", *COLUMNS.values(), "seconds", "GPU memory, GB", "random, same time", "tau", "published"]
     rows = [row(arm, found.get(arm), data) for arm in ARMS]
-    chance = [f"{record['random'][key][0]:.2f} ± {record['random'][key][1]:.2f}" for key in COLUMNS]
+    chance = [shown(*record["random"][key]) for key in COLUMNS]
     best = [f"{record['optimum'][key]:.2f}" for key in COLUMNS]
     rows += [["a cell drawn at random", "", *chance, *["–"] * 5], ["the best cell", "", *best, *["–"] * 5]]
     return markdown(headings, rows)
@@ -121,26 +122,18 @@ def table(record: Mapping[str, Any], data: str) -> str:
 
 def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
     headings = ["", "seed", "cell", "CIFAR-10 test", "made with"]
-    shown = []
+    lines = []
     for own in rows:
         if own["data"] == data:
-            device = ", ".join(own["hardware"]["gpus"]) or f"{own['hardware']['cores']} CPU cores"
-            changed = " with changes" if own["git"]["dirty"] else ""
-            made = f"{device}, commit {own['git']['commit'][:7]}{changed}"
             cell = own["architecture"].replace("|", "\\|")
             accuracy = f"{own['accuracies']['cifar10_test']:.2f}"
-            shown.append([LABELS[own["arm"]], str(own["seed"]), f"`{cell}`", accuracy, made])
-    return markdown(headings, shown)
-
-
-def sorted_rows() -> list[dict[str, Any]]:
-    rows = [json.loads(file.read_text(encoding="utf-8")) for file in sorted((RESULTS / "rows").glob("*.json"))]
-    return sorted(rows, key=lambda own: (own["data"], list(ARMS).index(own["arm"]), own["seed"]))
+            lines.append([LABELS[own["arm"]], str(own["seed"]), f"`{cell}`", accuracy, made_with(own)])
+    return markdown(headings, lines)
 
 
 def page() -> str:
     record = json.loads((RESULTS / "nb201.json").read_text(encoding="utf-8"))
-    rows = sorted_rows()
+    rows = read_rows(RESULTS / "rows")
     seeds = {arm: sum(own["arm"] == arm and own["data"] == "cifar10" for own in rows) for arm in ARMS}
     parts = [
         INTRODUCTION.format(

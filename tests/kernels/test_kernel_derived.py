@@ -118,7 +118,7 @@ class TestKernels:
         # Rounding flips ReLUs and winners of pools: the twin in the same precision says how far that carries.
         exact = dtype == torch.float32
         if exact and channels > 100:
-            tolerance = 1e-4  # a ReLU of a value near 0 may flip among so many: one did, 5e-5 of the largest gradient
+            tolerance = 1e-4  # rounding can flip a ReLU near 0; on an H200 a gradient was off by 5e-5
         twin = theirs if exact else outcomes(cell.plan(), given, dtype, plain=True, training=training)
         far = {
             name: f"error {relative(a, b):.2e}, bound {tolerance + 2 * relative(rounded, b):.2e}"

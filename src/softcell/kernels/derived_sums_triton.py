@@ -168,8 +168,11 @@ def _arrival_sums(
 
 
 @triton.jit
-def _sums_of(partial_ptr, place, c, c_ok, splits, terms, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ g and Σ g·ŷ of this rank's rows."""
+def _parameter_gradients(
+    partial_ptr, parameter_gradient_ptr, place, gamma_at, beta_at, c, c_ok, splits, terms, C: tl.constexpr,
+    CB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ g and Σ g·ŷ of this rank's rows, which are also stored as its gradients of shift and scale."""
     plain = tl.zeros((BLOCK, CB), dtype=tl.float32)
     product = tl.zeros((BLOCK, CB), dtype=tl.float32)
     for start in range(0, splits, BLOCK):
@@ -178,7 +181,10 @@ def _sums_of(partial_ptr, place, c, c_ok, splits, terms, C: tl.constexpr, CB: tl
         at = partial_ptr + ((s * terms + place) * C)[:, None] + c[None, :]
         plain += tl.load(at, mask=ok, other=0.0)
         product += tl.load(at + splits * terms * C, mask=ok, other=0.0)
-    return tl.sum(plain, 0), tl.sum(product, 0)
+    first, second = tl.sum(plain, 0), tl.sum(product, 0)
+    tl.store(parameter_gradient_ptr + gamma_at + c, second, mask=c_ok & (gamma_at >= 0))
+    tl.store(parameter_gradient_ptr + beta_at + c, first, mask=c_ok & (gamma_at >= 0))
+    return first, second
 
 
 @triton.jit
@@ -206,9 +212,9 @@ def _finish_slopes(
     place, plane, gamma_at, beta_at = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     c_ok = c < C
-    first, second = _sums_of(partial_ptr, place, c, c_ok, splits, terms, C, CB, BLOCK)
-    tl.store(parameter_gradient_ptr + gamma_at + c, second, mask=c_ok & (gamma_at >= 0))
-    tl.store(parameter_gradient_ptr + beta_at + c, first, mask=c_ok & (gamma_at >= 0))
+    first, second = _parameter_gradients(
+        partial_ptr, parameter_gradient_ptr, place, gamma_at, beta_at, c, c_ok, splits, terms, C, CB, BLOCK
+    )
     _store_slopes(first, second, scale, w_ptr, moments_ptr, slopes_ptr, plane, gamma_at, c, c_ok, planes, C)
 
 
@@ -222,9 +228,9 @@ def _collect_slopes(
     place, gamma_at, beta_at = tl.load(job), tl.load(job + 2), tl.load(job + 3)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     c_ok = c < C
-    first, second = _sums_of(partial_ptr, place, c, c_ok, splits, terms, C, CB, BLOCK)
-    tl.store(parameter_gradient_ptr + gamma_at + c, second, mask=c_ok & (gamma_at >= 0))
-    tl.store(parameter_gradient_ptr + beta_at + c, first, mask=c_ok & (gamma_at >= 0))
+    first, second = _parameter_gradients(
+        partial_ptr, parameter_gradient_ptr, place, gamma_at, beta_at, c, c_ok, splits, terms, C, CB, BLOCK
+    )
     tl.store(to_ptr + place * C + c, first, mask=c_ok)
     tl.store(to_ptr + (terms + place) * C + c, second, mask=c_ok)
 
