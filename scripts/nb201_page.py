@@ -112,7 +112,16 @@ def _spread(figure: Mapping[str, Any]) -> str:
 
 def table(record: Mapping[str, Any], data: str) -> str:
     found = {own["arm"]: own for own in record["summary"] if own["data"] == data}
-    headings = ["", "seeds", *COLUMNS.values(), "seconds", "GPU memory, GB", "random, same time", "tau", "published"]
+    headings = [
+        "",
+        "seeds",
+        *COLUMNS.values(),
+        "seconds of the device",
+        "GPU memory, GB",
+        "random, same time",
+        "tau",
+        "published",
+    ]
     rows = [row(arm, found.get(arm), data) for arm in ARMS]
     chance = [shown(*record["random"][key]) for key in COLUMNS]
     best = [f"{record['optimum'][key]:.2f}" for key in COLUMNS]
@@ -121,13 +130,14 @@ def table(record: Mapping[str, Any], data: str) -> str:
 
 
 def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
-    headings = ["", "seed", "cell", "CIFAR-10 test", "made with"]
+    headings = ["", "seed", "cell", "CIFAR-10 test", "seconds", "made with"]
     lines = []
     for own in rows:
         if own["data"] == data:
             cell = own["architecture"].replace("|", "\\|")
             accuracy = f"{own['accuracies']['cifar10_test']:.2f}"
-            lines.append([LABELS[own["arm"]], str(own["seed"]), f"`{cell}`", accuracy, made_with(own)])
+            seconds = f"{own['seconds']:.0f}" + (f", {own['at_once']} at once" if own["at_once"] > 1 else "")
+            lines.append([LABELS[own["arm"]], str(own["seed"]), f"`{cell}`", accuracy, seconds, made_with(own)])
     return markdown(headings, lines)
 
 
@@ -149,9 +159,9 @@ def page() -> str:
         if measured:
             parts.append(
                 "Accuracies in percent, mean ± standard deviation over seeds "
-                "([record](../results/nb201/nb201.json)). Seconds are those of the device that the search ran on, "
-                "which the next table names.\n\n"
-                f"![Accuracy of the derived cell over the seconds of the search](images/nb201-{data}.svg)\n\n"
+                "([record](../results/nb201/nb201.json)). Seconds are those of the device that the next table names; "
+                "where several searches shared it, their time is divided equally.\n\n"
+                f"![Accuracy of the derived cell over the seconds of the device](images/nb201-{data}.svg)\n\n"
                 f"Every search:\n\n{cells(rows, data)}"
             )
     parts.append(ENDING)

@@ -4,9 +4,10 @@ All searches use the supernet, data, batch size, weight optimiser and length of 
 order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
 look-up. `random` trains cells by themselves and keeps the best on the validation half; beside every other arm is what
 `random` had found after the same number of seconds. `random cell` and `optimum` come from the table. GPU memory is that
-of one search, also where several share the GPU. Kendall's tau per edge compares indicators with the table: the method's
-own, that of a selection by perturbation, with --indicators perturbation and discretisation on every trained supernet,
-and with --proxies Zero-Cost-PT on untrained ones.
+of one search, also where several share the GPU; its seconds are then divided by the number of searches at once.
+Kendall's tau per edge compares indicators with the table: the method's own, that of a selection by perturbation, with
+--indicators perturbation and discretisation on every trained supernet, and with --proxies Zero-Cost-PT on untrained
+ones.
 
 Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that a table can be collected by any number of
 commands on any number of machines. Stop a command at any time (or with --minutes); the same command resumes.
@@ -116,9 +117,14 @@ def label(arm: str, seed: int, options: argparse.Namespace) -> str:
 
 
 def row_of(
-    arm: str, seed: int, table: Nb201Table, options: argparse.Namespace, memory: int | None = None
+    arm: str, seed: int, table: Nb201Table, options: argparse.Namespace, at_once: int = 1, memory: int | None = None
 ) -> dict[str, Any]:
-    """What a finished search found, with all that the table needs once its folder is gone; memory: peak in bytes."""
+    """What a finished search found, with all that the table needs once its folder is gone.
+
+    Args:
+        at_once: how many searches shared the device.
+        memory: peak in bytes.
+    """
     folder = options.runs / label(arm, seed, options)
     manifest = RunFolder.open(folder).manifest
     (found,) = bench201.bench_runs(table, [folder])
@@ -130,12 +136,19 @@ def row_of(
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "seconds_by_epoch": list(accumulate(epoch["seconds"] for epoch in epochs)),
+        "at_once": at_once,
         "memory": memory,
         "perturbation": _removals(manifest["results"].get("perturbation")),
         "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")} if epochs else {},
         **{key: manifest[key] for key in ("recipe", "hardware", "versions", "git")},
     }
     return cast(dict[str, Any], without_folders(row))
+
+
+def device_seconds(row: Mapping[str, Any], epoch: int | None = None) -> float:
+    """A search's share of the device's time, whole or up to the end of an epoch: seconds / searches at once."""
+    seconds = row["seconds"] if epoch is None else row["seconds_by_epoch"][epoch]
+    return float(seconds) / int(row["at_once"])
 
 
 def _removals(selection: Mapping[str, Any] | None) -> list[list[float]] | None:
@@ -179,7 +192,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Per dataset and arm, over seeds: accuracies, search seconds, GPU memory, the mean Kendall's tau of its indicator.
+    """Per dataset and arm, over seeds: accuracies, device seconds, GPU memory, the mean Kendall's tau of its indicator.
 
     `random`: what random search had found in the same seconds.
     """
@@ -189,7 +202,8 @@ def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict
     found = []
     for (data, arm), own in groups.items():
         accuracies = {c: spread([row["accuracies"][c] for row in own]) for c in COLUMNS}
-        seconds, memory = spread([row["seconds"] for row in own]), [row["memory"] for row in own if row.get("memory")]
+        seconds = spread([device_seconds(row) for row in own])
+        memory = [row["memory"] for row in own if row.get("memory")]
         others = groups.get((data, "random"), []) if arm not in SEPARATE else []
         found.append(
             {
@@ -212,11 +226,11 @@ def random_within(seconds: float, rows: Sequence[Mapping[str, Any]]) -> dict[str
     """
     reached = []
     for row in rows:
-        times = [row["seconds_by_epoch"][int(one["epoch"])] for one in row["trajectory"]]
+        times = [device_seconds(row, int(one["epoch"])) for one in row["trajectory"]]
         reached.append([one for one, time in zip(row["trajectory"], times, strict=True) if time <= seconds])
     if not all(reached):
         return None
-    shorter = any(row["seconds"] < seconds for row in rows)
+    shorter = any(device_seconds(row) < seconds for row in rows)
     best = spread([own[-1][RANKED_BY] for own in reached])
     return {**best, "cells": sum(map(len, reached)) / len(reached), "is_shorter": shorter}
 
@@ -240,7 +254,7 @@ def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> st
         steps = min(len(row["trajectory"]) for row in own)
         for i in range(steps):
             epoch = int(own[0]["trajectory"][i]["epoch"])
-            seconds = summarise([row["seconds_by_epoch"][epoch] for row in own]).mean
+            seconds = summarise([device_seconds(row, epoch) for row in own]).mean
             one = summarise([row["trajectory"][i][column] for row in own])
             lines.append({"epoch": seconds, arm: one.mean})
             if one.std is not None:
@@ -249,7 +263,7 @@ def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> st
     title = (
         f"{SETS[column.split('_')[0]]} {column.split('_')[1]} accuracy of the derived cell, searched on {data}, in %"
     )
-    return curves_svg(lines, arms, title, bands, x_label="seconds of the search")
+    return curves_svg(lines, arms, title, bands, x_label="seconds of the device")
 
 
 def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]) -> None:
@@ -258,7 +272,7 @@ def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]
         for head in ("method", "n", *(f"{SETS[c.split('_')[0]]}\n{c.split('_')[1]}" for c in COLUMNS)):
             shown.add_column(head, justify="left" if head == "method" else "right")
         for head in (
-            "seconds",
+            "seconds of\nthe device",
             "random, same seconds\nCIFAR-10 test",
             "GPU memory\nGB",
             "tau",
@@ -292,6 +306,7 @@ def main(arguments: list[str] | None = None) -> None:
     left = [pair for pair in wanted if not (kept / f"{label(*pair, options)}.json").is_file()]
     at_once = options.at_once or (AT_ONCE if resolve_device(options.device).type == "cuda" else 1)
     jobs = [(recipe_of(*pair, options), options.runs / label(*pair, options)) for pair in left]
+    shared_by = min(at_once, max(len(jobs), 1))
     peaks: dict[Path, PeakMemory] = {}
     try:
         run_searches(jobs, deadline, options.device, at_once, peaks)
@@ -300,7 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
             folder = options.runs / label(*pair, options)
             if finished(folder):
                 peak = peaks[folder].peak if folder in peaks else None
-                text = json.dumps(row_of(*pair, table, options, peak), indent=1)
+                text = json.dumps(row_of(*pair, table, options, shared_by, peak), indent=1)
                 kept.mkdir(parents=True, exist_ok=True)
                 atomic_write_text(kept / f"{label(*pair, options)}.json", text + "\n")
     if options.indicators:
@@ -322,7 +337,10 @@ def main(arguments: list[str] | None = None) -> None:
         options.out / "nb201.json",
         "studies.nb201",
         summary=found,
-        searches=[{key: row[key] for key in ("arm", "data", "seed", "architecture", "seconds", "git")} for row in rows],
+        searches=[
+            {key: row[key] for key in ("arm", "data", "seed", "architecture", "seconds", "at_once", "git")}
+            for row in rows
+        ],
         taus=per_edge,
         zero_cost=untrained,
         optimum=table.optimum(),

@@ -88,14 +88,15 @@ def test_rows_of_unknown_arms_are_refused(tmp_path: Path) -> None:
 
 
 def test_random_search_is_compared_after_the_same_seconds() -> None:
-    """Cells end after 10, 20, 30 and 12, 24, 36 seconds."""
+    """Cells end after 10, 20, 30 and 12, 24, 36 seconds of the device, which the second search shared with another."""
     rows = [
         {
-            "seconds": 3 * pace,
-            "seconds_by_epoch": [pace / 2, pace, 1.5 * pace, 2 * pace, 2.5 * pace, 3 * pace],
+            "seconds": 3 * pace * at_once,
+            "seconds_by_epoch": [at_once * pace * half / 2 for half in range(1, 7)],
+            "at_once": at_once,
             "trajectory": [{"epoch": 2 * i + 1, "cifar10_test": best + i} for i in range(3)],
         }
-        for pace, best in ((10.0, 90.0), (12.0, 80.0))
+        for pace, best, at_once in ((10.0, 90.0, 1), (12.0, 80.0, 2))
     ]
     assert nb201.random_within(11.0, rows) is None, "one of them has trained no cell"
     found = nb201.random_within(23.0, rows)
