@@ -51,6 +51,8 @@ CHANGES: dict[str, dict[str, int]] = {
         "gather_rows": 64,
         "weight_programs": 1056,
     },
+    "gather by pixels": {"gather_groups": 0},
+    "gather groups 8": {"gather_groups": 8},
     "weight stages 1": {"weight_stages": 1},  # loads pass through the L1 cache, where neighbouring taps meet
     "weight waves 1": {"weight_waves": 1},
     "weight programs 1056": {"weight_programs": 1056},

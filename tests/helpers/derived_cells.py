@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -25,21 +27,45 @@ EDGES = [
 WIDTHS = (7, 9)
 
 
+def edges_of_one_size(size: int) -> list[tuple[int, int, str]]:
+    """Edges whose windows all have one size, some of them dilated, beside pools and identities."""
+    plain, dilated = f"sep_conv_{size}x{size}", f"dil_conv_{size}x{size}"
+    return [
+        (0, 2, plain),
+        (1, 2, dilated),
+        (0, 3, dilated),
+        (2, 3, plain),
+        (1, 4, "skip_connect"),
+        (2, 4, plain),
+        (2, 4, dilated),
+        (2, 5, "max_pool_3x3"),
+        (3, 5, "avg_pool_3x3"),
+        (3, 5, dilated),
+    ]
+
+
 class Cell(nn.Module):
     """A cell of four inner nodes with its preprocessing; 7 and 9 channels arrive, the older may be twice as large."""
 
     def __init__(
-        self, channels: int, stride: int, *, older_is_larger: bool, pool_norm: bool, affine: bool = True
+        self,
+        channels: int,
+        stride: int,
+        *,
+        older_is_larger: bool,
+        pool_norm: bool,
+        affine: bool = True,
+        edges: Sequence[tuple[int, int, str]] = EDGES,
     ) -> None:
         super().__init__()
-        self.channels, self.stride = channels, stride
+        self.channels, self.stride, self.edges = channels, stride, edges
         first = FactorisedReduction if older_is_larger else lambda i, o, affine: ReLUConvBN(i, o, 1, affine=affine)
         self.older = first(WIDTHS[0], channels, affine=affine)
         self.newer = ReLUConvBN(WIDTHS[1], channels, 1, affine=affine)
         self.drop_path = DropPath(0.3)
         self.modules_of_edges = nn.ModuleList(
             get_candidate(op).build(Spec(channels, stride if source < 2 else 1, affine=affine, pool_norm=pool_norm))
-            for source, _, op in EDGES
+            for source, _, op in edges
         )
         for norm in self.modules():
             if isinstance(norm, nn.BatchNorm2d) and norm.affine:
@@ -47,7 +73,7 @@ class Cell(nn.Module):
                 nn.init.normal_(norm.bias)
 
     def plan(self) -> DerivedCell:
-        picks = [Pick(s, t, m) for (s, t, _), m in zip(EDGES, self.modules_of_edges, strict=True)]
+        picks = [Pick(s, t, m) for (s, t, _), m in zip(self.edges, self.modules_of_edges, strict=True)]
         return plan_derived((self.older, self.newer), picks, 4, self.channels, self.stride, self.drop_path)
 
     def forward(self, older: Tensor, newer: Tensor, factors: Tensor | None) -> Tensor:
@@ -55,7 +81,7 @@ class Cell(nn.Module):
         values = [self.older(older), self.newer(newer)]
         for node in range(2, 6):
             total, path = None, 0
-            for (source, target, _), module in zip(EDGES, self.modules_of_edges, strict=True):
+            for (source, target, _), module in zip(self.edges, self.modules_of_edges, strict=True):
                 identity = isinstance(module, nn.Identity)
                 if target == node:
                     value = module(values[source])

@@ -23,7 +23,7 @@ from softcell.spaces._derived_plan import Pick, plan_derived
 from softcell.spaces._fused_cell import update_running
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
-from tests.helpers.derived_cells import Cell, states
+from tests.helpers.derived_cells import Cell, edges_of_one_size, states
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 from tests.reference.published_genotypes import DARTS_V2
 
@@ -148,6 +148,27 @@ class TestBlocks:
         torch.manual_seed(0)
         cell = Cell(20, 1, older_is_larger=True, pool_norm=True).to(DEVICE)
         given = states(2, (8, 8), older_is_larger=True)
+        monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", settings)
+        mine = outcomes(cell.plan(), given, torch.float32, plain=False, training=True)
+        theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=True)
+        errors = {name: relative(a, b) for name, a, b in zip(OUTCOMES, mine, theirs, strict=True)}
+        assert all(error <= 1e-5 for error in errors.values()), errors
+
+    @pytest.mark.parametrize("settings", [{}, {"gather_groups": 2, "gather_flat": 16}, {"gather_groups": 0}])
+    @pytest.mark.parametrize(("window", "size"), [(3, (7, 6)), (3, (8, 8)), (5, (5, 9))])
+    def test_windows_of_one_size_are_gathered_by_lines(
+        self,
+        window: int,
+        size: tuple[int, int],
+        settings: dict[str, int],
+        nan_memory: None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Of 7 and 5 lines the last group of four is not whole, and 6 or 9 columns do not fill blocks."""
+        torch.manual_seed(0)
+        parts = {"older_is_larger": False, "pool_norm": True, "edges": edges_of_one_size(window)}
+        cell = Cell(20, 1, **parts).to(DEVICE)
+        given = states(3, size, older_is_larger=False)
         monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", settings)
         mine = outcomes(cell.plan(), given, torch.float32, plain=False, training=True)
         theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=True)

@@ -146,6 +146,60 @@ def _pulls(
     tl.store(to, dy.to(to_ptr.dtype.element_ty), mask=m_ok[:, None] & c_ok[None, :])
 
 
+@triton.jit
+def _complete(
+    total, own, m, image, i, j, c, ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, samples, x_size,
+    dy_size, C: tl.constexpr, STRIDE: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradient of a plane's value and returns it with y: ReLU's mask, what was there, identities, pools.
+
+    total: of the convolutions' results. m, image, i, j, c: pixel, its image, line and column, and channel, which
+    broadcast to the shape of `total`; ok: where they exist. a, b: the coefficients of the plane's value.
+    """
+    unit, column, distance = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C
+    other, last, adds = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
+    at = unit.to(tl.int64) * x_size + column + m * distance + c
+    y = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    total = tl.where(y * a + b > 0, total, 0.0)
+    total += tl.load(dx_ptr + at, mask=ok & (adds > 0), other=0.0).to(tl.float32)
+    for number in range(other, last):
+        # Of an identity where its gradient lies and its path; of a pool its number and slot (-1: an average).
+        job = others_ptr + number * 6
+        if tl.load(job + 5) == -2:
+            g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+            g = tl.load(dy_ptr + g_unit.to(tl.int64) * dy_size + g_column + m * apart + c, mask=ok, other=0.0)
+            g = g.to(tl.float32)
+            if DROPS:
+                g *= tl.load(factors_ptr + path * samples + image, mask=(image < samples) & (path >= 0), other=1.0)
+            total += g
+        elif POOLED:
+            pool, slot = tl.load(job + 4), tl.load(job + 5)
+            for tap in range(9):
+                h = i + 1 - tap // 3
+                w = j + 1 - tap % 3
+                here = (h >= 0) & (w >= 0)
+                if STRIDE == 2:
+                    here = here & ((h & 1) == 0) & ((w & 1) == 0)
+                    h = h >> 1
+                    w = w >> 1
+                seen = ok & here & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
+                inner = ((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C + c
+                dy = tl.load(pulled_ptr + pool.to(tl.int64) * dy_size + inner, mask=seen, other=0.0).to(tl.float32)
+                if slot >= 0:
+                    won = tl.load(winners_ptr + slot.to(tl.int64) * dy_size + inner, mask=seen, other=9).to(tl.int32)
+                    total += tl.where(won == tap, dy, 0.0)
+                else:
+                    top = h * STRIDE - 1
+                    left = w * STRIDE - 1
+                    high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
+                    broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
+                    total += dy / tl.maximum(high * broad, 1).to(tl.float32)
+    g = total.to(dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + at, g, mask=ok)
+    return tl.where(ok, g.to(tl.float32), 0.0), y
+
+
 @triton.jit(do_not_specialize=["rows", "samples", "planes", "terms"])
 def _gather(
     x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
@@ -159,9 +213,7 @@ def _gather(
     SIZE: that of all windows, 0 where they differ. STEP: taps of a line that are read at a time.
     """
     own = sources_ptr + tl.program_id(1) * 10
-    unit, column, distance, source = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C, tl.load(own + 3)
-    begin, end, other, last = tl.load(own + 4), tl.load(own + 5), tl.load(own + 6), tl.load(own + 7)
-    adds, place = tl.load(own + 8), tl.load(own + 9)
+    begin, end = tl.load(own + 4), tl.load(own + 5)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(2) * CB + tl.arange(0, CB)
     c_ok = c < C
@@ -208,56 +260,138 @@ def _gather(
                             depth_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
                         )
                     total += d * weight[None, :]
-    at = unit.to(tl.int64) * x_size + column + m[:, None] * distance + c[None, :]
-    y = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)
-    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-    total = tl.where(y * a[None, :] + b[None, :] > 0, total, 0.0)
-    total += tl.load(dx_ptr + at, mask=ok & (adds > 0), other=0.0).to(tl.float32)
-    for number in range(other, last):
-        # Of an identity where its gradient lies and its path; of a pool its number and slot (-1: an average).
-        job = others_ptr + number * 6
-        if tl.load(job + 5) == -2:
-            g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
-            g = tl.load(
-                dy_ptr + g_unit.to(tl.int64) * dy_size + g_column + m[:, None] * apart + c[None, :],
-                mask=ok,
-                other=0.0,
-            ).to(tl.float32)
-            if DROPS:
-                factor = tl.load(factors_ptr + path * samples + image, mask=m_ok & (path >= 0), other=1.0)
-                g *= factor[:, None]
-            total += g
-        elif POOLED:
-            pool, slot = tl.load(job + 4), tl.load(job + 5)
-            for tap in range(9):
-                h = i + 1 - tap // 3
-                w = j + 1 - tap % 3
-                here = m_ok & (h >= 0) & (w >= 0)
-                if STRIDE == 2:
-                    here = here & ((h & 1) == 0) & ((w & 1) == 0)
-                    h = h >> 1
-                    w = w >> 1
-                here = here & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
-                inner = (((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C)[:, None] + c[None, :]
-                seen = here[:, None] & c_ok[None, :]
-                dy = tl.load(pulled_ptr + pool.to(tl.int64) * dy_size + inner, mask=seen, other=0.0).to(tl.float32)
-                if slot >= 0:
-                    won = tl.load(winners_ptr + slot.to(tl.int64) * dy_size + inner, mask=seen, other=9).to(tl.int32)
-                    total += tl.where(won == tap, dy, 0.0)
-                else:
-                    top = h * STRIDE - 1
-                    left = w * STRIDE - 1
-                    high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
-                    broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
-                    total += dy / tl.maximum(high * broad, 1).to(tl.float32)[:, None]
-    g = total.to(dx_ptr.dtype.element_ty)
-    tl.store(dx_ptr + at, g, mask=ok)
+    source, place = tl.load(own + 3), tl.load(own + 9)
+    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
+    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)[None, :]
+    g, y = _complete(
+        total, own, m[:, None], image[:, None], i[:, None], j[:, None], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr,
+        dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, samples, x_size, dy_size, C,
+        STRIDE, DROPS, POOLED,
+    )  # fmt: skip
     if STATS:
         mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)
         rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-        g = tl.where(ok, g.to(tl.float32), 0.0)
         to = partial_ptr + (tl.program_id(0) * terms + place) * C + c
         tl.store(to, tl.sum(g, 0), mask=c_ok)
         normed = (y - mean[None, :]) * rstd[None, :]
         tl.store(to + tl.num_programs(0) * terms * C, tl.sum(g * normed, 0), mask=c_ok)
+
+
+@triton.jit
+def _windows(
+    t0, t1, t2, t3, base, start, line, f, f_ok, depth_ptr, shift, c, c_ok, last: tl.constexpr, STRAIGHT: tl.constexpr,
+    PITCH: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr,
+):  # fmt: skip
+    """Adds the windows of four lines below each other to t0…t3 [groups, flat]: what they share is read once.
+
+    start, line [groups]: where the map of a group begins and the line that its topmost tap reads. shift: from the
+    column of a pixel to that of its first tap, in values. STRAIGHT: values from line to line. last: the last line of a
+    map, where some groups have no four lines (the others are read in its place and not stored); 0 where all have.
+    """
+    for s in range(SIZE):  # not unrolled, or registers would hold the values of all columns
+        at = base + (f + shift - s * DILATION * PITCH)[None, :]
+        column = depth_ptr + s * C + c
+        w0 = tl.load(column, mask=c_ok, other=0.0)[None, :]
+        w1 = tl.load(column + SIZE * C, mask=c_ok, other=0.0)[None, :]
+        w2 = tl.load(column + 2 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+        w3, w4, w5, w6 = w2, w2, w2, w2
+        if SIZE > 3:
+            w3 = tl.load(column + 3 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+            w4 = tl.load(column + 4 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+        if SIZE > 5:
+            w5 = tl.load(column + 5 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+            w6 = tl.load(column + 6 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+        for v in tl.static_range(4 + (SIZE - 1) * DILATION):
+            below = line + v
+            if last > 0:
+                below = tl.minimum(below, last)
+            x = tl.load(at + (start + below * STRAIGHT)[:, None], mask=f_ok[None, :], other=0.0).to(tl.float32)
+            # Tap r of line l reads line l + (SIZE - 1 - r) · DILATION, counted from the topmost one.
+            for r in tl.static_range(SIZE):
+                weight = (w0, w1, w2, w3, w4, w5, w6)[r]
+                if v == (SIZE - 1 - r) * DILATION:
+                    t0 += x * weight
+                if v == (SIZE - 1 - r) * DILATION + 1:
+                    t1 += x * weight
+                if v == (SIZE - 1 - r) * DILATION + 2:
+                    t2 += x * weight
+                if v == (SIZE - 1 - r) * DILATION + 3:
+                    t3 += x * weight
+    return t0, t1, t2, t3
+
+
+@triton.jit(do_not_specialize=["samples", "planes", "terms"])
+def _gather_lines(
+    x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
+    winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size, planes, terms, C: tl.constexpr, PITCH: tl.constexpr,
+    SIZE: tl.constexpr, DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr, DROPS: tl.constexpr,
+    POOLED: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """`_gather` where nothing strides and all windows have one size: GROUPS of four lines, FLAT values of a line each.
+
+    Columns and channels are one axis, so no thread is idle where a block of channels is not filled; four lines share
+    what their windows have in common. DILATION: that of all windows, 0 where it is 1 or 2.
+    """
+    own = sources_ptr + tl.program_id(1) * 10
+    begin, end = tl.load(own + 4), tl.load(own + 5)
+    groups: tl.constexpr = (HEIGHT + 3) // 4
+    g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    g_ok = g < samples * groups
+    image = tl.minimum(g // groups, samples - 1)
+    i = g % groups * 4
+    f = tl.program_id(2) * FLAT + tl.arange(0, FLAT)
+    f_ok = f < WIDTH * PITCH
+    j = f // PITCH
+    c = f % PITCH
+    c_ok = f_ok & (c < C)
+    straight: tl.constexpr = (WIDTH + 2 * BORDER) * PITCH
+    start = image * ((HEIGHT + 2 * BORDER) * straight)
+    last: tl.constexpr = HEIGHT + 2 * BORDER - 1 if HEIGHT % 4 else 0
+    t0 = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
+    t1, t2, t3 = t0, t0, t0
+    for number in range(begin, end):
+        job = jobs_ptr + number * 5
+        dilation, padding = tl.load(job + 1), tl.load(job + 2)
+        weights = depth_ptr + tl.load(job + 3) * C
+        base = lowered_ptr + tl.load(job + 4).to(tl.int64) * lowered_size
+        line = i + padding + BORDER - (SIZE - 1) * dilation
+        shift = (padding + BORDER) * PITCH
+        if DILATION > 0:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, f, f_ok, weights, shift, c, c_ok, last, straight, PITCH, C, SIZE,
+                DILATION,
+            )  # fmt: skip
+        elif dilation == 1:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, f, f_ok, weights, shift, c, c_ok, last, straight, PITCH, C, SIZE, 1
+            )
+        else:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, f, f_ok, weights, shift, c, c_ok, last, straight, PITCH, C, SIZE, 2
+            )
+    source, place = tl.load(own + 3), tl.load(own + 9)
+    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
+    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)[None, :]
+    sums = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
+    products = sums
+    mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
+    rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
+    for number in tl.static_range(4):
+        total = (t0, t1, t2, t3)[number]
+        h = (i + number)[:, None]
+        m = (image[:, None] * HEIGHT + h) * WIDTH + j[None, :]
+        ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
+        total, y = _complete(
+            total, own, m, image[:, None], h, j[None, :], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr,
+            factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, HEIGHT, WIDTH, samples, x_size, dy_size, C, 1, DROPS,
+            POOLED,
+        )  # fmt: skip
+        if STATS:
+            sums += total
+            products += total * (y - mean)
+    if STATS:
+        # Columns of a line are splits of their own: sums over pixels of one channel lie apart here.
+        to = partial_ptr + ((tl.program_id(0) * WIDTH + j) * terms + place) * C + c
+        tl.store(to, tl.sum(sums, 0), mask=c_ok)
+        tl.store(to + tl.num_programs(0) * WIDTH * terms * C, tl.sum(products, 0) * rstd, mask=c_ok)

@@ -40,6 +40,8 @@ class Blocks:
     gather_rows: int = 64
     gather_warps: int = 4
     gather_registers: int = 0
+    gather_groups: int = 16  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
+    gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
     sums_elements: int = 1024
     add_elements: int = 2048
 

@@ -10,7 +10,7 @@ import triton
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _stages, _start
-from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
+from softcell.kernels.derived_gradient_triton import _gather, _gather_lines, _lower, _pulls
 from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, by_size, overridden
 from softcell.kernels.derived_sums_triton import _arrival_sums, _known_moments, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
@@ -273,21 +273,37 @@ class Backward(Pass):
         )
         stride = p.stride if first else 1
         pulled = self._pulls(pools)
-        sizes = {s.size for s in stages}
+        groups, sizes, dilations = self.blocks.gather_groups, {s.size for s in stages}, {s.dilation for s in stages}
         size = sizes.pop() if len(sizes) == 1 else 0
-        block = self.blocks.gather_rows
-        tiles = triton.cdiv(rows, block)
-        partial = self._partial(tiles, len(sources)) if stats else None
-        self.schedule.launch(
-            _gather, (tiles, len(own), triton.cdiv(c, self.block_c)), x, self.coefficients, self.moments, self.depths,
-            lowered.tensor, self.gradient, x if pulled is None else pulled, dx, self._scales(), self.winners,
+        by_lines = groups > 0 and stride == 1 and size in (3, 5, 7) and dilations <= {1, 2}
+        if by_lines:
+            tiles = triton.cdiv(self.n * triton.cdiv(height, 4), groups)
+            grid = (tiles, len(own), triton.cdiv(width * self.pitch, self.blocks.gather_flat))
+            splits = tiles * width
+        else:
+            splits = tiles = triton.cdiv(rows, self.blocks.gather_rows)
+            grid = (tiles, len(own), triton.cdiv(c, self.block_c))
+        partial = self._partial(splits, len(sources)) if stats else None
+        tensors = (
+            x, self.coefficients, self.moments, self.depths, lowered.tensor, self.gradient,
+            x if pulled is None else pulled, dx, self._scales(), self.winners,
             self.parameters if partial is None else partial.tensor, self.schedule.table(own),
-            self.schedule.table(jobs or ((0,) * 5,)), self.schedule.table(others or ((0,) * 6,)), rows, height, width,
-            self.out_height, self.out_width, lowered.border, self.n, self._plane_size(x), self.rows * c, lowered.size,
-            p.planes, len(sources), C=c, PITCH=self.pitch, CB=self.block_c, SIZE=size, STEP=size or 3, STRIDE=stride,
-            BLOCK=block, DROPS=self.form.drops, POOLED=bool(pools), STATS=partial is not None,
-            num_warps=self.blocks.gather_warps, **at_most(self.blocks.gather_registers),
+            self.schedule.table(jobs or ((0,) * 5,)), self.schedule.table(others or ((0,) * 6,)),
         )  # fmt: skip
+        sizes = (self.n, self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources))
+        common = {"C": c, "PITCH": self.pitch, "SIZE": size, "DROPS": self.form.drops, "POOLED": bool(pools)}
+        common |= {"STATS": partial is not None, "num_warps": self.blocks.gather_warps}
+        common |= at_most(self.blocks.gather_registers)
+        if by_lines:
+            self.schedule.launch(
+                _gather_lines, grid, *tensors, height, width, lowered.border, *sizes, GROUPS=groups,
+                DILATION=dilations.pop() if len(dilations) == 1 else 0, FLAT=self.blocks.gather_flat, **common,
+            )  # fmt: skip
+        else:
+            self.schedule.launch(
+                _gather, grid, *tensors, rows, height, width, self.out_height, self.out_width, lowered.border, *sizes,
+                CB=self.block_c, STEP=size or 3, STRIDE=stride, BLOCK=self.blocks.gather_rows, **common,
+            )  # fmt: skip
         if stages:
             self.schedule.free(lowered.tensor)
         if pulled is not None:
