@@ -27,7 +27,7 @@ from softcell.app.pipeline.choose import (
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection, inspect_dataset
 from softcell.app.pipeline.plain import plain_cell, plain_networks
-from softcell.app.pipeline.run import ENDING, FINAL_SHARE, MOST_RESERVED, SAFE, _Run
+from softcell.app.pipeline.time_budget import ENDING, FINAL_SHARE, MOST_RESERVED, SAFE, RunTime
 from softcell.arch import sample
 from softcell.data import load
 from softcell.errors import UserError
@@ -152,9 +152,9 @@ def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: p
     ends = []
     for used in (20.0, 10.0, 40.0, 1e-9):  # of the processor
         monkeypatch.setattr("time.process_time", lambda used=used: used)
-        run = _Run(plan, Silent())  # type: ignore[arg-type]
-        ends.append(run.end)
-        assert run.final_from == pytest.approx(run.end - FINAL_SHARE * 120)
+        time = RunTime(plan)
+        ends.append(time.end)
+        assert time.final_from == pytest.approx(time.end - FINAL_SHARE * 120)
     alone, half, two_threads, waiting = ends
     assert alone == two_threads == pytest.approx(SAFE * 120 - ENDING)
     assert half == pytest.approx(SAFE * 120 - 2 * ENDING)

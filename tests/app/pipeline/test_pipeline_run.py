@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softcell.api import Network
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import Plan, RunRequest, competition, run, summary
+from softcell.app.pipeline import Plan, RunRequest, compete, competition, run, summary
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.inspect import Inspection
@@ -29,6 +29,7 @@ from softcell.text import parse_time
 from tests.helpers.pipeline_images import folder
 
 module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
+MODULES = (module, compete)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are capped, so that what is trained does not depend on how fast the machine is."""
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 2)
     monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 1)
-    monkeypatch.setattr(module, "MOST_TRAIN_EPOCHS", 2)
-    monkeypatch.setattr(module, "LEAST_EPOCHS", 0)
+    for each in MODULES:
+        monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 2)
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
     monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 2)
@@ -243,7 +245,8 @@ def planned(
 ) -> tuple[Plan, Screen]:
     """The plan of a run on a machine whose steps take the given times, and what was shown; nothing is trained."""
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 150)
-    monkeypatch.setattr(module, "LEAST_EPOCHS", 5)
+    for each in MODULES:
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 5)
     monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 3)
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: search)
     monkeypatch.setattr(module._Run, "_measure_training", lambda self, choice, settings: (train, 1))
@@ -263,9 +266,9 @@ def test_the_final_training_keeps_its_share_and_the_search_gets_less_than_a_fift
         num = plan.search["recipe"]["epochs"] * networks  # all architectures of a random search count
         assert plan.search["expected"] == 1.0 + 2.0 * num
         job = module._Run(plan, screen)
-        between = job.final_from - plan.used()
+        between = job.time.final_from - plan.used()
         assert 0.4 * between < plan.search["expected"] < 0.18 * 600
-        assert job.end - job.final_from == pytest.approx(0.6 * 600)
+        assert job.time.end - job.time.final_from == pytest.approx(0.6 * 600)
     assert any("4 architectures of" in line for line in screen.lines)
 
 
@@ -350,13 +353,13 @@ def test_a_network_that_diverges_in_the_competition_only_loses(
     job = module._Run(plan, screen)
     rows = [{"epoch": 1, "val_count": 50, "seconds": 1.0}]
 
-    def compete(self: Any, choice: Any, candidate: Any, number: int, *_: Any) -> Any:
+    def train(self: Any, choice: Any, candidate: Any, number: int, *_: Any) -> Any:
         if candidate.kind == "plain":
             raise DivergedError(0, Failure(7, float("nan")), tmp_path)
         return SimpleNamespace(accuracy=0.6 if candidate.name == "random-2" else 0.5, metrics=rows)
 
-    monkeypatch.setattr(module._Run, "_compete_once", compete)
-    assert job.compete(a_choice(plan), None, job.inspect()).name == "random-2"
+    monkeypatch.setattr(compete.Contest, "_compete_once", train)
+    assert job.contest.winner(a_choice(plan), None, job.inspect()).name == "random-2"
     assert plan.competition is not None
     assert plan.competition["rounds"][0]["results"]["plain-1"] == {"accuracies": [0.0], "epochs": 0, "seconds": 0.0}
     assert any("plain-1: the loss became nan" in line for line in screen.lines)
@@ -371,9 +374,9 @@ def test_without_time_for_a_competition_the_largest_plain_network_is_trained(
 ) -> None:
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
     job, choice = module._Run(plan, screen), a_choice(plan)
-    monkeypatch.setattr(module._Run, "_compete_once", lambda *_: pytest.fail("there is no time"))
-    plan.seconds = job.final_from - 0.1  # the search took longer than expected
-    winner = job.compete(choice, None, job.inspect())
+    monkeypatch.setattr(compete.Contest, "_compete_once", lambda *_: pytest.fail("there is no time"))
+    plan.seconds = job.time.final_from - 0.1  # the search took longer than expected
+    winner = job.contest.winner(choice, None, job.inspect())
     assert winner.name == "plain-1" and any("no competition: not enough time" in line for line in screen.lines)
 
 
@@ -383,7 +386,7 @@ def test_without_a_search_the_competition_gets_a_fifth_of_the_time_at_most(
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
     job = module._Run(plan, screen)
     before = plan.used()
-    state = job._plan_competition(a_choice(plan), None, job.inspect())
+    state = job.contest.planned(a_choice(plan), None, job.inspect())
     assert before <= state["until"] - 0.2 * 600 <= plan.used()  # and not the time of the search too
 
 
@@ -397,11 +400,11 @@ def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
     plan.competition = {"rounds": [{"results": found}]}
     choice = replace(choice, plain=choice.plain[:2])
     first = choice.plain[0]
-    assert job._affordable(choice, first, 100.0) is first
-    assert job._affordable(choice, first, 99.0).name == "plain-2" and plan.competition["winner"] == "plain-2"
+    assert job.contest.affordable(choice, first, 100.0) is first
+    assert job.contest.affordable(choice, first, 99.0).name == "plain-2" and plan.competition["winner"] == "plain-2"
     assert "plain-1 replaced by plain-2" in screen.lines[-1]
     with pytest.raises(UserError, match=r"49 s are left for 5 epochs or more, but only 4\.9"):
-        job._affordable(choice, first, 49.0)
+        job.contest.affordable(choice, first, 49.0)
 
 
 @pytest.mark.usefixtures("no_onnx")

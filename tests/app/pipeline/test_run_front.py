@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import trained_folder
-from softcell.app.pipeline import Plan, Row, RunRequest, Summary, competition, run, summary
+from softcell.app.pipeline import Plan, Row, RunRequest, Summary, compete, competition, run, summary
 from softcell.app.pipeline.choose import Choice
 from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
 from softcell.app.pipeline.plan import split_budgets
@@ -62,12 +62,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs each, two networks in a competition, no ONNX files."""
     for name, value in (("MOST_SEARCH_EPOCHS", 2), ("LEAST_SEARCH_EPOCHS", 1), ("MOST_TRAIN_EPOCHS", 2)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "LEAST_EPOCHS", 0)
-    monkeypatch.setattr(front, "LEAST_EPOCHS", 0)
+    monkeypatch.setattr(compete, "MOST_TRAIN_EPOCHS", 2)
+    for each in (module, compete, front):
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
     monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 1)
-    monkeypatch.setattr(module, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
+    monkeypatch.setattr(compete, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
     whole = summary.export
     monkeypatch.setattr(summary, "export", lambda at, to, *a, **b: None if to == "onnx" else whole(at, to, *a, **b))

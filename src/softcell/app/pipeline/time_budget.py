@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from softcell.app.pipeline.plan import Plan
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import SearchRecipe
 from softcell.settings import build
 from softcell.spaces import build_space
-from softcell.text import count_of
+from softcell.text import clock, count_of
 
 MOST_SLOWNESS = 8.0
 ENOUGH_STEPS, ENOUGH_ENDS = 100, 3
@@ -66,6 +67,45 @@ def slowness(began: float) -> float:
     Bounded, because a process that waits for its disk uses no CPU either.
     """
     return min(MOST_SLOWNESS, max(1.0, (time.perf_counter() - began) / max(time.process_time(), 1e-3)))
+
+
+FINAL_SHARE = 0.6
+"""Least share of the time for the final training, unless starting and ending alone take more than the rest."""
+SAFE = 0.97
+"""Share of the time that is planned; the end of the process takes seconds on a busy machine."""
+ENDING = 5.0
+"""CPU seconds for latency, report and exports after the trainings; a busy machine takes longer."""
+MOST_RESERVED = 0.1
+"""Most of the time that is reserved for the end, as a share."""
+
+
+class RunTime:
+    """The time of a whole run: what is reserved for its end, and when the final training begins and ends.
+
+    `for_own`: seconds that measuring the user's own model takes at the end.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.for_own = plan, 0.0
+
+    @property
+    def end(self) -> float:
+        """Seconds from the start at which the final training must be over: report and exports follow."""
+        return SAFE * self.plan.request.time - self.reserved()
+
+    @property
+    def final_from(self) -> float:
+        """Seconds from the start at which the final training begins at the latest."""
+        plan = self.plan
+        return self.end - max(FINAL_SHARE * plan.request.time, float((plan.choice or {}).get("final", 0.0)))
+
+    def reserved(self) -> float:
+        """Seconds for what follows the final training."""
+        report = min(ENDING * slowness(self.plan.began), max(ENDING, MOST_RESERVED * self.plan.request.time))
+        return report + self.for_own
+
+    def used_in_words(self) -> str:
+        return f"{clock(self.plan.used())} of {clock(self.plan.request.time)} used"
 
 
 class _MeasuredError(Exception):
