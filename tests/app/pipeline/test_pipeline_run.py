@@ -337,7 +337,7 @@ def test_threads_are_timed_unless_requested_or_the_machine_is_busy(
 
     plan = Plan.create(tmp_path / "run", replace(request(data), threads=asked))
     plan.data = str(data)
-    monkeypatch.setattr(module, "slowness", lambda began: busy)
+    monkeypatch.setattr(module.RunTime, "slowness", busy)
     monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: current[0])
     job = module._Run(plan, Screen())
@@ -405,6 +405,88 @@ def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
     assert "plain-1 replaced by plain-2" in screen.lines[-1]
     with pytest.raises(UserError, match=r"49 s are left for 5 epochs or more, but only 4\.9"):
         job.contest.affordable(choice, first, 49.0)
+
+
+def training(
+    job: Any, monkeypatch: pytest.MonkeyPatch, steps_per_second: dict[str, float]
+) -> tuple[list[str], list[float]]:
+    """Trainings of 10 steps per epoch, on a clock of their own: the networks trained, and the epochs of each."""
+    plan, trained, epochs = job.plan, list[str](), list[float]()
+
+    def train(genotype: Any, recipe: Any, folder: Path, *, on_event: OnEvent, later: Any, **_: Any) -> Any:
+        folder.mkdir(exist_ok=True)
+        trained.append(plan.training["name"])
+        epochs.append(0.0)
+        end = plan.seconds + recipe.time
+        step = 0
+        while plan.seconds < end + later():
+            plan.seconds += 1 / steps_per_second[trained[-1]]
+            step += 1
+            epochs[-1] = step / 10
+            on_event(Stepped((step - 1) // 10, (step - 1) % 10 + 1, 10, 0.0, None))
+        return SimpleNamespace(exit_code=0, accuracy=0.5)
+
+    monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
+    monkeypatch.setattr(Plan, "used", lambda self: self.seconds)
+    return trained, epochs
+
+
+def test_a_training_that_becomes_slow_is_replaced_by_that_of_a_smaller_network(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job, choice = module._Run(plan, screen), a_choice(plan)
+    first, second = (replace(each, length=length) for each, length in zip(choice.plain[:2], (1.0, 0.5), strict=True))
+    choice = replace(choice, plain=(first, second), start=0.0)
+    plan.competition = {"rounds": []}
+    trained, epochs = training(job, monkeypatch, {"plain-1": 0.08, "plain-2": 0.16})  # 4.6 and 9.2 epochs
+    plan.seconds = 0.0
+    job.train(choice, first)
+    assert trained == ["plain-1", "plain-2"] and epochs[0] < 2 and epochs[1] >= 5
+    assert plan.competition["winner"] == "plain-2" == plan.training["name"]
+    assert any("plain-1 replaced by plain-2: the machine is slower" in line for line in screen.lines)
+    # Without a smaller network that has enough epochs, the training is completed, and the verdict says so.
+    plan.training, plan.seconds = None, 0.0
+    trained, epochs = training(job, monkeypatch, {"plain-1": 0.02, "plain-2": 0.04})
+    job.train(choice, first)
+    assert trained == ["plain-1"] and epochs[0] < 5
+
+
+def test_a_load_that_rises_in_the_final_training_ends_it_earlier(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    plan.competition, ends = {"rounds": []}, []
+    for slow in (1.0, 8.0):
+        job, plan.training, plan.seconds = module._Run(plan, screen), None, 0.0
+        monkeypatch.setattr(module.RunTime, "slowness", property(lambda self, s=slow: s if plan.training else 1.0))
+        training(job, monkeypatch, {"plain-1": 10.0})
+        job.train(a_choice(plan), a_choice(plan).plain[0])
+        ends.append(plan.seconds)
+        assert plan.seconds == pytest.approx(job.time.end, abs=0.2)
+    assert ends[1] < ends[0] - 20
+
+
+def test_the_onnx_file_is_left_out_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, written = Plan.create(tmp_path / "run", RunRequest("digits", time=100.0)), list[str]()
+    monkeypatch.setattr(summary, "export", lambda at, to, *_, **__: written.append(to))
+    monkeypatch.setattr(summary, "write_report", lambda *_: None)
+    for used, has_onnx in ((90.0, True), (99.0, False)):
+        screen = Screen()
+        written.clear()
+        monkeypatch.setattr(Plan, "used", lambda self, used=used: used)
+        monkeypatch.setattr(module.RunTime, "slowness", 1.0)
+        summary.finish(plan, screen, module.RunTime(plan))
+        assert written == ["safetensors", "python", *(["onnx"] if has_onnx else [])]
+        assert any("ONNX export left out, for lack of time; `softcell export" in x for x in screen.lines) != has_onnx
+
+
+def test_a_machine_too_busy_to_measure_on_is_refused_at_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.RunTime, "slowness", 20.0)
+    with pytest.raises(UserError, match=r"about 60 s more, .* 30 s: other programs use the CPU cores; .* --time \d+m"):
+        planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2), asked=replace(request(data), time=60.0))
 
 
 @pytest.mark.usefixtures("no_onnx")
@@ -498,8 +580,6 @@ def test_bad_requests_are_rejected_before_anything_is_written(
 
 def test_a_time_too_short_for_anything_says_how_much_is_needed(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "short", replace(request(data), time=1.0))
-    with pytest.raises(
-        UserError, match=r"--time 1s is too short: starting .* took \d+ s.*give at least --time \d+[ms]"
-    ):
+    with pytest.raises(UserError, match=r"--time 1s is too short: starting.* took \d+ s.*give at least --time \d+[ms]"):
         run(plan, Screen())
     assert not plan.folder.exists()

@@ -19,7 +19,7 @@ from softcell.app.pipeline import Plan, Row, RunRequest, Summary, compete, compe
 from softcell.app.pipeline.choose import Choice
 from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
 from softcell.app.pipeline.plan import split_budgets
-from softcell.app.pipeline.time_budget import JobTime, TooLittleTimeError
+from softcell.app.pipeline.time_budget import JobTime, RunTime, TooLittleTimeError
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import folder
@@ -174,6 +174,21 @@ def chosen(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, epoch: float,
     with pytest.raises(KeyboardInterrupt):
         run(plan, Screen())
     return plan
+
+
+def test_the_final_trainings_of_all_budgets_get_most_of_the_whole_time(data: Path, tmp_path: Path) -> None:
+    plan = Plan.create(tmp_path / "run", replace(request(data, "25k,100k"), time=1000.0))
+    plan.search, plan.seconds = {"length": "a search"}, 200.0
+    plan.front = {"budgets": ["25k", "100k"], "shares": [0.25, 0.75], "cells": [], "left_out": {}}
+    choice = Choice("nb201", "snas", None, (1, 8, 8), 8, {}, {})
+    total = 0.0
+    for number in range(2):
+        part = front._part(plan, choice, number)
+        total += RunTime(part).share * part.request.time
+        plan.seconds += part.request.time
+    assert total == pytest.approx(0.6 * 1000.0, rel=0.01)
+    plan.seconds = 950.0  # starting and ending take their time, so a training cannot have all of it
+    assert RunTime(front._part(plan, choice, 1)).share == front.MOST_TRAINING
 
 
 def test_budgets_that_the_time_cannot_fill_are_left_out(

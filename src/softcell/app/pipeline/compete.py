@@ -19,6 +19,7 @@ from softcell.app.pipeline.competition import (
     by_importance,
     decide,
     entrants,
+    least_competition,
     num_rounds,
     round_time,
     survivors,
@@ -81,14 +82,15 @@ class Contest:
         candidates = list(choice.plain)
         # Cells get the multiply-adds of the largest plain network, so that equal times are a fair comparison.
         most = candidates[0].multiply_adds
+        until = min(self.time.final_from, self.plan.used() + COMPETITION_SHARE * self.request.time)
         cells: list[tuple[str, Any, Genotype]] = [] if genotype is None else [("found", "found", genotype)]
-        layout = build_space(choice.space, choice.network).layout()
-        for number, other in enumerate(random_others(genotype, layout, self.request.seed, self.request.random), 1):
-            cells.append((f"random-{number}", "random", other))
+        if until - self.plan.used() >= least_competition(choice.start, choice.epoch):  # sizing them takes a second
+            layout = build_space(choice.space, choice.network).layout()
+            for number, other in enumerate(random_others(genotype, layout, self.request.seed, self.request.random), 1):
+                cells.append((f"random-{number}", "random", other))
         for name, kind, cell in cells:
             settings, cost = sized(choice, cell, classes, limits, most)
             candidates.append(Candidate(name, kind, cell.to_dict(), settings, cost.parameters, cost.multiply_adds))
-        until = min(self.time.final_from, self.plan.used() + COMPETITION_SHARE * self.request.time)
         room = until - self.plan.used()
         entered = entrants(candidates, room, choice.epoch, choice.start)
         names = [each.name for each in entered]
@@ -214,9 +216,21 @@ class Contest:
                 f"more, but only {max(0.0, epochs):.1f} of the smallest network fit; start a new run with more --time"
             )
         self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {LEAST_EPOCHS} epochs would be left")
-        made = Decision(fastest.name, f"there was too little time left for {winner.name}")
-        self.plan.competition |= decided(made)
+        self.replace(winner, fastest)
         return fastest
+
+    def smaller(self, choice: Choice, winner: Candidate, pace: float, seconds: float) -> Candidate | None:
+        """The largest plain network that has `LEAST_EPOCHS` in `seconds`, if `winner` has `pace` epochs per second."""
+        for each in choice.plain:
+            epochs = (seconds - choice.start) * pace * winner.length / each.length
+            if each.length < winner.length and epochs >= LEAST_EPOCHS:
+                return each
+        return None
+
+    def replace(self, winner: Candidate, other: Candidate) -> None:
+        """Records that `other` is trained for lack of time."""
+        assert self.plan.competition is not None
+        self.plan.competition |= decided(Decision(other.name, f"there was too little time left for {winner.name}"))
 
 
 def decided(made: Decision) -> dict[str, Any]:

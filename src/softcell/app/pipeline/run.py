@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,7 +45,6 @@ from softcell.app.pipeline.plain import (
 from softcell.app.pipeline.plan import LINKS, Plan, Screen
 from softcell.app.pipeline.summary import Summary, finish, summarise
 from softcell.app.pipeline.time_budget import (
-    FINAL_SHARE,
     SAFE,
     JobTime,
     RunTime,
@@ -55,7 +55,6 @@ from softcell.app.pipeline.time_budget import (
     measure_job,
     num_networks,
     shortened,
-    slowness,
     stop_when_late,
 )
 from softcell.arch import Genotype
@@ -66,7 +65,7 @@ from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.checkpoint import replace_recipe
 from softcell.engine.lock import free_reserve, locked
-from softcell.engine.task import EpochEnded, Event, OnEvent
+from softcell.engine.task import EpochEnded, Event, OnEvent, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.search import SearchRecipe
@@ -89,12 +88,16 @@ MANY = 10_000
 MEASURING = 0.01
 """Share of the time for measuring one job, within these bounds in seconds:"""
 MEASURING_BOUNDS = (0.3, 6.0)
+MEASURING_CPU = 3.0
+"""CPU seconds until the first training is measured, start of the first steps included."""
 MOST_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
 SAVED_EVERY = 2.0
 """Seconds between two records of the time that was spent."""
-MOST_TRIED = 3
-"""Image sizes that are measured at most."""
+MOST_TRIED, HURRIED = 3, 0.25
+"""Image sizes that are measured at most, and the share of the time after which smaller ones are forecast instead."""
+LOOKED_AT = 0.15
+"""Share of the final training after which its number of epochs is forecast, until it has had enough of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,14 @@ def _diverged(error: DivergedError) -> str:
     )
 
 
+class _TooSlowError(Exception):
+    """A training would have too few epochs: the time that is left is enough for `smaller`."""
+
+    def __init__(self, smaller: Candidate, epochs: float) -> None:
+        super().__init__(smaller.name)
+        self.smaller, self.epochs = smaller, epochs
+
+
 class _Run:
     def __init__(self, plan: Plan, screen: Screen) -> None:
         self.plan, self.screen, self.request = plan, screen, plan.request
@@ -209,7 +220,7 @@ class _Run:
         winner = self.contest.winner(choice, genotype, inspection)
         trained = self.train(choice, winner)
         summary = summarise(plan, self.screen, trained, inspection, self.own)
-        finish(plan, self.screen)
+        finish(plan, self.screen, self.time)
         plan.finish()
         return summary
 
@@ -249,6 +260,9 @@ class _Run:
         choice = choose(inspection, self.request, is_gpu=is_gpu, is_resizable=self.is_folder)
         may_resize = self.is_folder and self.request.image_size is None
         tried: list[int] = []
+        measuring = MEASURING_CPU * self.time.slowness
+        if plan.used() + measuring > self.time.end:  # refused now rather than after the time is over
+            raise TooLittleTimeError(self._too_short_to_measure(measuring))
         while True:
             networks = plain_networks(choice.shape, classes, limits)
             shallow = [each for each in networks if each[0]["cells_per_stage"] == 1]
@@ -257,11 +271,17 @@ class _Run:
             with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
                 measured, threads = self._measure_training(choice, settings)
             tried.append(side)
-            final = min(FINAL_SHARE * self.request.time, self.time.end - plan.used())
+            final = min(self.time.share * self.request.time, self.time.end - plan.used())
             better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
-            if better in tried or len(tried) == MOST_TRIED:
+            is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
+            if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
                 break
             choice = resized(choice, better)
+            if is_hurried:
+                networks = plain_networks(choice.shape, classes, limits)
+                before, cost = cost, next(each for own, each in networks if own == settings)
+                measured = replace(measured, epoch=epoch_seconds(measured.epoch, before, cost, is_gpu=is_gpu))
+                break
 
         def seconds(other: Cost) -> float:
             return epoch_seconds(measured.epoch, cost, other, is_gpu=is_gpu)
@@ -308,12 +328,21 @@ class _Run:
     def _too_short(self, least: JobTime, final: float) -> str:
         """Why the time is too short, and how much is needed."""
         used, reserved, needed = self.plan.used(), self.time.reserved(), least.total(LEAST_EPOCHS)
-        total = 1.1 * (used + reserved + needed) / SAFE
-        text = f"{math.ceil(total / 60)}m" if total > 120 else f"{math.ceil(total / 10) * 10}s"
+        text = _at_least(1.1 * (used + reserved + needed) / SAFE)
         return (
             f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
             f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
             f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
+        )
+
+    def _too_short_to_measure(self, measuring: float) -> str:
+        used, reserved = self.plan.used(), self.time.reserved()
+        text = _at_least(2 * (used + reserved + measuring))
+        busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
+        return (
+            f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, measuring a training needs "
+            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
+            f"--time {text}"
         )
 
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
@@ -321,7 +350,7 @@ class _Run:
 
         A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
         """
-        is_busy = slowness(self.plan.began) > BUSY
+        is_busy = self.time.slowness > BUSY
         choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
         recipe = train_recipe(self.plan, choice, plain_cell(), settings, epochs=0, time=self.request.time)
         used = choice.threads
@@ -427,19 +456,61 @@ class _Run:
                 time=seconds,
                 is_tested=True,
             )
-            plan.training = {"name": winner.name, "recipe": recipe.to_dict()}
+            plan.training = {"name": winner.name, "recipe": recipe.to_dict(), "until": plan.used() + seconds}
             plan.save()
         genotype = Genotype.from_dict(winner.genotype)
         recipe = build(TrainRecipe, {**plan.training["recipe"], "data": plan.data}, "plan: train")
         heading = f"train {winner.name} ({winner.title}) for {clock(recipe.time)} ({self.time.used_in_words()})"
         self.screen.print("")
-        with self.screen.job(heading) as shown:
-            result = jobs.train(genotype, recipe, folder, resume=is_begun(folder), on_event=self._saving(shown))
+        until = plan.training.get("until", self.time.end)
+        try:
+            with self.screen.job(heading) as shown:
+                watched = self._saving(self._stop_when_slow(shown, choice, winner))
+                result = jobs.train(
+                    genotype,
+                    recipe,
+                    folder,
+                    resume=is_begun(folder),
+                    on_event=watched,
+                    later=lambda: self.time.end - until,
+                )
+        except _TooSlowError as slow:
+            smaller, epochs = slow.smaller, slow.epochs
+            self.screen.print(f"{winner.name} replaced by {smaller.name}: the machine is slower than measured, and")
+            self.screen.print(f"only {epochs:.1f} of at least {LEAST_EPOCHS} epochs would be possible")
+            self.contest.replace(winner, smaller)
+            shutil.rmtree(folder)
+            plan.training = None
+            plan.save()
+            return self.train(choice, smaller)
         if result.exit_code:
             raise StoppedError(result.exit_code)
         if result.accuracy is None:
             raise UserError(f"{self.request.data} has no test images to measure the network on; add a test set")
         return result
+
+    def _stop_when_slow(self, listener: OnEvent, choice: Choice, winner: Candidate) -> OnEvent:
+        """Forwards events; stops a training that will have too few epochs, if a smaller network would have enough."""
+        first: tuple[float, float] | None = None  # seconds and epochs after the first step, which includes the start
+
+        def on_event(event: Event) -> None:
+            nonlocal first
+            listener(event)
+            if not isinstance(event, Stepped):
+                return
+            used, done = self.plan.used(), event.epoch + event.step / event.steps
+            if first is None:
+                first = used, done
+            passed, left = used - first[0], self.time.end - used
+            if done >= LEAST_EPOCHS or passed <= LOOKED_AT * (passed + left):
+                return
+            pace = (done - first[1]) / passed
+            if done + pace * left < LEAST_EPOCHS:
+                smaller = self.contest.smaller(choice, winner, pace, left)
+                if smaller is not None:
+                    raise _TooSlowError(smaller, done + pace * left)
+
+        return on_event
 
     def _saving(self, shown: OnEvent) -> OnEvent:
         """Forwards events, and saves the time spent now and then, so that a killed run keeps it."""
@@ -453,3 +524,8 @@ class _Run:
                 self.plan.save()
 
         return on_event
+
+
+def _at_least(seconds: float) -> str:
+    """A time that can be given as --time, not below `seconds`."""
+    return f"{math.ceil(seconds / 60)}m" if seconds > 120 else f"{math.ceil(seconds / 10) * 10}s"
