@@ -485,7 +485,7 @@ def test_a_machine_too_busy_to_measure_on_is_refused_at_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.RunTime, "slowness", 20.0)
-    with pytest.raises(UserError, match=r"about 60 s more, .* 30 s: other programs use the CPU cores; .* --time \d+m"):
+    with pytest.raises(UserError, match=r"about 60 s more, .* 20 s: other programs use the CPU cores; .* --time \d+m"):
         planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2), asked=replace(request(data), time=60.0))
 
 
