@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from softcell.app.cli.main import run as softcell
+from softcell.app.pipeline import compete
 from tests.helpers.doc_pages import FENCE, ROOT
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -46,14 +47,11 @@ def shortened(text: str) -> str:
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pipeline = __import__("softcell.app.pipeline.run", fromlist=["run"])
-    for name, value in {
-        "MOST_SEARCH_EPOCHS": 1,
-        "LEAST_SEARCH_EPOCHS": 1,
-        "MOST_TRAIN_EPOCHS": 1,
-        "LEAST_EPOCHS": 0,
-        "MEASURING_BOUNDS": (0.01, 0.01),
-    }.items():
+    for name, value in {"MOST_SEARCH_EPOCHS": 1, "LEAST_SEARCH_EPOCHS": 1, "MEASURING_BOUNDS": (0.01, 0.01)}.items():
         monkeypatch.setattr(pipeline, name, value)
+    for each in (pipeline, compete):
+        monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 1)
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
     before = torch.get_num_threads()
     names: dict[str, Any] = {"__name__": "tutorial"}
     try:

@@ -7,7 +7,7 @@ architectures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,12 @@ def train(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
     startup: float = 0.0,
+    later: Callable[[], float] | None = None,
 ) -> TrainResult:
     """Trains, or returns the result if `resume` finds a finished training in `out`.
 
-    startup: up to this many seconds before the first step are not part of the recipe's time.
+    startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
+    later than planned the training may end, asked between steps.
     """
     if resume and (done := finished_training(resumed_folder(out), genotype, recipe)) is not None:
         return done
@@ -79,6 +81,7 @@ def train(
                     overwrite=overwrite,
                     on_event=on_event,
                     startup=startup,
+                    later=later,
                 )
             )
             if world.is_main:

@@ -109,12 +109,14 @@ class TimeBudget:
     `used` is set by the loop between two steps, to the same value on all ranks, and `preparing` before the first one.
     Up to `startup` of the seconds before the first step are granted in addition, so that trainings whose networks take
     different times to start have equal times to learn.
+    `later`: how many seconds later than planned the steps may end, asked between two steps; negative if they must end
+    earlier, because what follows the run takes longer than expected.
     `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take, as
     measured so far.
     """
 
-    def __init__(self, seconds: float, startup: float = 0.0) -> None:
-        self._granted, self._startup = seconds, startup
+    def __init__(self, seconds: float, startup: float = 0.0, later: Callable[[], float] | None = None) -> None:
+        self._granted, self._startup, self._later = seconds, startup, later
         self.used = self.preparing = self.evaluating = self.saving = 0.0
         self._before, self._began = 0.0, time.perf_counter()
 
@@ -142,6 +144,7 @@ class TimeBudget:
         At least half: one slow measurement must not end a run, and whoever gives less time than a test takes is warned.
         """
         kept = self.evaluating + self.saving + min(MOST_FILE_SECONDS, FILE_SHARE * self.seconds)
+        kept -= 0.0 if self._later is None else self._later()
         return self.seconds - min(kept, self.seconds / 2)
 
     @property

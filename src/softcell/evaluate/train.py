@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,12 +121,14 @@ def train_steps(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
     startup: float = 0.0,
+    later: Callable[[], float] | None = None,
 ) -> Running[TrainResult]:
     """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`).
 
-    startup: up to this many seconds before the first step are not part of the recipe's time.
+    startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
+    later than planned the training may end, asked between steps; for one process.
     """
-    budget = TimeBudget(recipe.time, startup) if recipe.time else None  # reading the data takes a part of the time
+    budget = TimeBudget(recipe.time, startup, later) if recipe.time else None  # reading the data takes a part of it
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
         if not recipe.time:  # otherwise `prepare` times steps to choose

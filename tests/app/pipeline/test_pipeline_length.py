@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from softcell.app.pipeline import Plan, RunRequest
+from softcell.app.pipeline import Plan, RunRequest, compete
 from softcell.app.pipeline.choose import Choice, choose
 from softcell.app.pipeline.competition import LONGER, Candidate, Result
 from softcell.app.pipeline.inspect import Inspection
@@ -62,7 +62,8 @@ def started(
         rows = [{"epoch": 9, "val_count": 1000, "seconds": 5.0}]
         return SimpleNamespace(exit_code=0, accuracy=0.7 if folder.name == "plain-2" else 0.6, metrics=rows)
 
-    monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
+    for each in (module, compete):
+        monkeypatch.setattr(each, "jobs", SimpleNamespace(train=train))
     return module._Run(plan, Screen()), choice, {each.name: each for each in made}, trainings
 
 
@@ -71,7 +72,7 @@ def test_the_final_training_has_cutout_if_its_measured_pace_makes_it_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
     run, choice, networks, trainings = started(tmp_path / "run", monkeypatch)
-    seconds = run.end - USED
+    seconds = run.time.end - USED
     epochs = (LONG_EPOCHS + ahead) / (seconds - START)  # per second
     found = {"plain-1": {"epochs": epochs * 10.0, "seconds": 10.0, "accuracies": [0.5]}}
     run.plan.competition = {"rounds": [{"results": found}]}
@@ -85,7 +86,7 @@ def test_the_final_training_has_cutout_if_its_measured_pace_makes_it_long(
 def played(run: Any, choice: Choice, networks: dict[str, Candidate], names: tuple[str, ...], **state: Any) -> Any:
     own = {"seconds": 20.0, "seeds": 1, "names": list(names), "results": {}, **state}
     run.plan.competition = {"rounds": [own], "entered": list(names), "held_out": 0.1, "until": 450.0}
-    run._round(choice, 1, own, networks)
+    run.contest._round(choice, 1, own, networks)
     return own
 
 
@@ -109,7 +110,7 @@ def test_a_smaller_plain_network_leaves_before_the_last_round_or_loses_it_to_the
     assert first["kept"] == ["plain-1", "found"]  # though plain-2 was the best
     last = played(run, choice, networks, ("plain-1", "plain-2"), is_last=True)
     # 10 epochs in 5 s are 2 per second.
-    longer = (run.end - USED - START) * 2 / 10
+    longer = (run.time.end - USED - START) * 2 / 10
     assert longer > LONGER
     assert last["kept"] == ["plain-1"] and run.plan.competition["winner"] == "plain-1"
     decision = run.plan.competition["decision"]
@@ -121,4 +122,6 @@ def test_a_smaller_plain_network_leaves_before_the_last_round_or_loses_it_to_the
 def test_a_network_that_diverged_says_nothing_about_the_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, choice, *_ = started(tmp_path / "run", monkeypatch)
     run.plan.competition = {"rounds": []}
-    assert run._times_longer(choice, [Result("plain-1", (0.0,), 0, 0.0), Result("plain-2", (0.5,), 5, 1.0)]) == 0.0
+    assert (
+        run.contest._times_longer(choice, [Result("plain-1", (0.0,), 0, 0.0), Result("plain-2", (0.5,), 5, 1.0)]) == 0.0
+    )

@@ -27,7 +27,7 @@ from softcell.app.pipeline.choose import (
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection, inspect_dataset
 from softcell.app.pipeline.plain import plain_cell, plain_networks
-from softcell.app.pipeline.run import ENDING, FINAL_SHARE, MOST_RESERVED, SAFE, _Run
+from softcell.app.pipeline.time_budget import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Load, RunTime
 from softcell.arch import sample
 from softcell.data import load
 from softcell.errors import UserError
@@ -148,17 +148,45 @@ def test_requests_are_checked() -> None:
 
 def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan.create(tmp_path / "run", RunRequest("digits", time=120.0))
-    monkeypatch.setattr("time.perf_counter", lambda: plan.began + 20.0)
     ends = []
-    for used in (20.0, 10.0, 40.0, 1e-9):  # of the processor
-        monkeypatch.setattr("time.process_time", lambda used=used: used)
-        run = _Run(plan, Silent())  # type: ignore[arg-type]
-        ends.append(run.end)
-        assert run.final_from == pytest.approx(run.end - FINAL_SHARE * 120)
-    alone, half, two_threads, waiting = ends
-    assert alone == two_threads == pytest.approx(SAFE * 120 - ENDING)
-    assert half == pytest.approx(SAFE * 120 - 2 * ENDING)
-    assert waiting == pytest.approx(SAFE * 120 - MOST_RESERVED * 120)
+    for waited in (0.0, 20.0, 200.0, 1e9):
+        monkeypatch.setattr(Load, "_counters", lambda self, waited=waited: (20.0, waited))
+        time = RunTime(plan)
+        ends.append(time.end)
+        assert time.final_from == pytest.approx(time.end - FINAL_SHARE * 120)
+    alone, half, most, waiting = ends
+    assert alone == pytest.approx(SAFE * 120 - (NEEDED + ONNX))
+    assert half == pytest.approx(SAFE * 120 - 2 * (NEEDED + ONNX))
+    assert most == pytest.approx(SAFE * 120 - max(MOST_RESERVED * 120, 11 * NEEDED))
+    assert waiting == pytest.approx(SAFE * 120 - 30 * NEEDED)  # what is needed is always reserved
+
+
+def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, counters = [100.0], [1.0, 0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Load, "_counters", lambda self: tuple(counters))
+    load = Load(began=0.0)
+
+    def after(cpu: float, waited: float) -> float:
+        for _ in range(10):
+            now[0], counters[:] = now[0] + cpu + waited, [counters[0] + cpu, counters[1] + waited]
+            found = load.slowness()
+        return found
+
+    assert load.slowness() == 1.0
+    assert after(cpu=1.0, waited=3.0) == pytest.approx(4.0)
+    assert after(cpu=1.0, waited=0.0) == 1.0  # the other programs have ended
+    assert after(cpu=1.0, waited=1.0) == pytest.approx(2.0)
+
+
+def test_the_load_is_measured_without_counters_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr("time.perf_counter", lambda: 30.0)
+    monkeypatch.setattr("time.process_time", lambda: 10.0)
+    assert Load(began=0.0).slowness() == pytest.approx(3.0)
 
 
 def test_a_finished_run_spends_no_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softcell.api import Network
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import Plan, RunRequest, competition, run, summary
+from softcell.app.pipeline import Plan, RunRequest, compete, competition, run, summary
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.inspect import Inspection
@@ -29,6 +29,7 @@ from softcell.text import parse_time
 from tests.helpers.pipeline_images import folder
 
 module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
+MODULES = (module, compete)
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +37,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are capped, so that what is trained does not depend on how fast the machine is."""
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 2)
     monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 1)
-    monkeypatch.setattr(module, "MOST_TRAIN_EPOCHS", 2)
-    monkeypatch.setattr(module, "LEAST_EPOCHS", 0)
+    for each in MODULES:
+        monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 2)
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
     monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 2)
@@ -243,7 +245,8 @@ def planned(
 ) -> tuple[Plan, Screen]:
     """The plan of a run on a machine whose steps take the given times, and what was shown; nothing is trained."""
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 150)
-    monkeypatch.setattr(module, "LEAST_EPOCHS", 5)
+    for each in MODULES:
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 5)
     monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 3)
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: search)
     monkeypatch.setattr(module._Run, "_measure_training", lambda self, choice, settings: (train, 1))
@@ -263,9 +266,9 @@ def test_the_final_training_keeps_its_share_and_the_search_gets_less_than_a_fift
         num = plan.search["recipe"]["epochs"] * networks  # all architectures of a random search count
         assert plan.search["expected"] == 1.0 + 2.0 * num
         job = module._Run(plan, screen)
-        between = job.final_from - plan.used()
+        between = job.time.final_from - plan.used()
         assert 0.4 * between < plan.search["expected"] < 0.18 * 600
-        assert job.end - job.final_from == pytest.approx(0.6 * 600)
+        assert job.time.end - job.time.final_from == pytest.approx(0.6 * 600)
     assert any("4 architectures of" in line for line in screen.lines)
 
 
@@ -334,7 +337,7 @@ def test_threads_are_timed_unless_requested_or_the_machine_is_busy(
 
     plan = Plan.create(tmp_path / "run", replace(request(data), threads=asked))
     plan.data = str(data)
-    monkeypatch.setattr(module, "slowness", lambda began: busy)
+    monkeypatch.setattr(module.RunTime, "slowness", busy)
     monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: current[0])
     job = module._Run(plan, Screen())
@@ -350,13 +353,13 @@ def test_a_network_that_diverges_in_the_competition_only_loses(
     job = module._Run(plan, screen)
     rows = [{"epoch": 1, "val_count": 50, "seconds": 1.0}]
 
-    def compete(self: Any, choice: Any, candidate: Any, number: int, *_: Any) -> Any:
+    def train(self: Any, choice: Any, candidate: Any, number: int, *_: Any) -> Any:
         if candidate.kind == "plain":
             raise DivergedError(0, Failure(7, float("nan")), tmp_path)
         return SimpleNamespace(accuracy=0.6 if candidate.name == "random-2" else 0.5, metrics=rows)
 
-    monkeypatch.setattr(module._Run, "_compete_once", compete)
-    assert job.compete(a_choice(plan), None, job.inspect()).name == "random-2"
+    monkeypatch.setattr(compete.Contest, "_compete_once", train)
+    assert job.contest.winner(a_choice(plan), None, job.inspect()).name == "random-2"
     assert plan.competition is not None
     assert plan.competition["rounds"][0]["results"]["plain-1"] == {"accuracies": [0.0], "epochs": 0, "seconds": 0.0}
     assert any("plain-1: the loss became nan" in line for line in screen.lines)
@@ -371,9 +374,9 @@ def test_without_time_for_a_competition_the_largest_plain_network_is_trained(
 ) -> None:
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
     job, choice = module._Run(plan, screen), a_choice(plan)
-    monkeypatch.setattr(module._Run, "_compete_once", lambda *_: pytest.fail("there is no time"))
-    plan.seconds = job.final_from - 0.1  # the search took longer than expected
-    winner = job.compete(choice, None, job.inspect())
+    monkeypatch.setattr(compete.Contest, "_compete_once", lambda *_: pytest.fail("there is no time"))
+    plan.seconds = job.time.final_from - 0.1  # the search took longer than expected
+    winner = job.contest.winner(choice, None, job.inspect())
     assert winner.name == "plain-1" and any("no competition: not enough time" in line for line in screen.lines)
 
 
@@ -383,7 +386,7 @@ def test_without_a_search_the_competition_gets_a_fifth_of_the_time_at_most(
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
     job = module._Run(plan, screen)
     before = plan.used()
-    state = job._plan_competition(a_choice(plan), None, job.inspect())
+    state = job.contest.planned(a_choice(plan), None, job.inspect())
     assert before <= state["until"] - 0.2 * 600 <= plan.used()  # and not the time of the search too
 
 
@@ -397,11 +400,93 @@ def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
     plan.competition = {"rounds": [{"results": found}]}
     choice = replace(choice, plain=choice.plain[:2])
     first = choice.plain[0]
-    assert job._affordable(choice, first, 100.0) is first
-    assert job._affordable(choice, first, 99.0).name == "plain-2" and plan.competition["winner"] == "plain-2"
+    assert job.contest.affordable(choice, first, 100.0) is first
+    assert job.contest.affordable(choice, first, 99.0).name == "plain-2" and plan.competition["winner"] == "plain-2"
     assert "plain-1 replaced by plain-2" in screen.lines[-1]
     with pytest.raises(UserError, match=r"49 s are left for 5 epochs or more, but only 4\.9"):
-        job._affordable(choice, first, 49.0)
+        job.contest.affordable(choice, first, 49.0)
+
+
+def training(
+    job: Any, monkeypatch: pytest.MonkeyPatch, steps_per_second: dict[str, float]
+) -> tuple[list[str], list[float]]:
+    """Trainings of 10 steps per epoch, on a clock of their own: the networks trained, and the epochs of each."""
+    plan, trained, epochs = job.plan, list[str](), list[float]()
+
+    def train(genotype: Any, recipe: Any, folder: Path, *, on_event: OnEvent, later: Any, **_: Any) -> Any:
+        folder.mkdir(exist_ok=True)
+        trained.append(plan.training["name"])
+        epochs.append(0.0)
+        end = plan.seconds + recipe.time
+        step = 0
+        while plan.seconds < end + later():
+            plan.seconds += 1 / steps_per_second[trained[-1]]
+            step += 1
+            epochs[-1] = step / 10
+            on_event(Stepped((step - 1) // 10, (step - 1) % 10 + 1, 10, 0.0, None))
+        return SimpleNamespace(exit_code=0, accuracy=0.5)
+
+    monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
+    monkeypatch.setattr(Plan, "used", lambda self: self.seconds)
+    return trained, epochs
+
+
+def test_a_training_that_becomes_slow_is_replaced_by_that_of_a_smaller_network(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job, choice = module._Run(plan, screen), a_choice(plan)
+    first, second = (replace(each, length=length) for each, length in zip(choice.plain[:2], (1.0, 0.5), strict=True))
+    choice = replace(choice, plain=(first, second), start=0.0)
+    plan.competition = {"rounds": []}
+    trained, epochs = training(job, monkeypatch, {"plain-1": 0.08, "plain-2": 0.16})  # 4.6 and 9.2 epochs
+    plan.seconds = 0.0
+    job.train(choice, first)
+    assert trained == ["plain-1", "plain-2"] and epochs[0] < 2 and epochs[1] >= 5
+    assert plan.competition["winner"] == "plain-2" == plan.training["name"]
+    assert any("plain-1 replaced by plain-2: the machine is slower" in line for line in screen.lines)
+    # Without a smaller network that has enough epochs, the training is completed, and the verdict says so.
+    plan.training, plan.seconds = None, 0.0
+    trained, epochs = training(job, monkeypatch, {"plain-1": 0.02, "plain-2": 0.04})
+    job.train(choice, first)
+    assert trained == ["plain-1"] and epochs[0] < 5
+
+
+def test_a_load_that_rises_in_the_final_training_ends_it_earlier(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    plan.competition, ends = {"rounds": []}, []
+    for slow in (1.0, 8.0):
+        job, plan.training, plan.seconds = module._Run(plan, screen), None, 0.0
+        monkeypatch.setattr(module.RunTime, "slowness", property(lambda self, s=slow: s if plan.training else 1.0))
+        training(job, monkeypatch, {"plain-1": 10.0})
+        job.train(a_choice(plan), a_choice(plan).plain[0])
+        ends.append(plan.seconds)
+        assert plan.seconds == pytest.approx(job.time.end, abs=0.2)
+    assert ends[1] < ends[0] - 20
+
+
+def test_the_onnx_file_is_left_out_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, written = Plan.create(tmp_path / "run", RunRequest("digits", time=100.0)), list[str]()
+    monkeypatch.setattr(summary, "export", lambda at, to, *_, **__: written.append(to))
+    monkeypatch.setattr(summary, "write_report", lambda *_: None)
+    for used, has_onnx in ((90.0, True), (99.0, False)):
+        screen = Screen()
+        written.clear()
+        monkeypatch.setattr(Plan, "used", lambda self, used=used: used)
+        monkeypatch.setattr(module.RunTime, "slowness", 1.0)
+        summary.finish(plan, screen, module.RunTime(plan))
+        assert written == ["safetensors", "python", *(["onnx"] if has_onnx else [])]
+        assert any("ONNX export left out, for lack of time; `softcell export" in x for x in screen.lines) != has_onnx
+
+
+def test_a_machine_too_busy_to_measure_on_is_refused_at_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.RunTime, "slowness", 20.0)
+    with pytest.raises(UserError, match=r"about 60 s more, .* 20 s: other programs use the CPU cores; .* --time \d+m"):
+        planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2), asked=replace(request(data), time=60.0))
 
 
 @pytest.mark.usefixtures("no_onnx")
@@ -495,8 +580,6 @@ def test_bad_requests_are_rejected_before_anything_is_written(
 
 def test_a_time_too_short_for_anything_says_how_much_is_needed(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "short", replace(request(data), time=1.0))
-    with pytest.raises(
-        UserError, match=r"--time 1s is too short: starting .* took \d+ s.*give at least --time \d+[ms]"
-    ):
+    with pytest.raises(UserError, match=r"--time 1s is too short: starting.* took \d+ s.*give at least --time \d+[ms]"):
         run(plan, Screen())
     assert not plan.folder.exists()

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import trained_folder
-from softcell.app.pipeline import Plan, Row, RunRequest, Summary, competition, run, summary
+from softcell.app.pipeline import Plan, Row, RunRequest, Summary, compete, competition, run, summary
 from softcell.app.pipeline.choose import Choice
 from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
 from softcell.app.pipeline.plan import split_budgets
-from softcell.app.pipeline.time_budget import JobTime, TooLittleTimeError
+from softcell.app.pipeline.time_budget import JobTime, RunTime, TooLittleTimeError
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import folder
@@ -62,12 +62,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs each, two networks in a competition, no ONNX files."""
     for name, value in (("MOST_SEARCH_EPOCHS", 2), ("LEAST_SEARCH_EPOCHS", 1), ("MOST_TRAIN_EPOCHS", 2)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "LEAST_EPOCHS", 0)
-    monkeypatch.setattr(front, "LEAST_EPOCHS", 0)
+    monkeypatch.setattr(compete, "MOST_TRAIN_EPOCHS", 2)
+    for each in (module, compete, front):
+        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
     monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 1)
-    monkeypatch.setattr(module, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
+    monkeypatch.setattr(compete, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
     whole = summary.export
     monkeypatch.setattr(summary, "export", lambda at, to, *a, **b: None if to == "onnx" else whole(at, to, *a, **b))
@@ -173,6 +174,21 @@ def chosen(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, epoch: float,
     with pytest.raises(KeyboardInterrupt):
         run(plan, Screen())
     return plan
+
+
+def test_the_final_trainings_of_all_budgets_get_most_of_the_whole_time(data: Path, tmp_path: Path) -> None:
+    plan = Plan.create(tmp_path / "run", replace(request(data, "25k,100k"), time=1000.0))
+    plan.search, plan.seconds = {"length": "a search"}, 200.0
+    plan.front = {"budgets": ["25k", "100k"], "shares": [0.25, 0.75], "cells": [], "left_out": {}}
+    choice = Choice("nb201", "snas", None, (1, 8, 8), 8, {}, {})
+    total = 0.0
+    for number in range(2):
+        part = front._part(plan, choice, number)
+        total += RunTime(part).share * part.request.time
+        plan.seconds += part.request.time
+    assert total == pytest.approx(0.6 * 1000.0, rel=0.01)
+    plan.seconds = 950.0  # starting and ending take their time, so a training cannot have all of it
+    assert RunTime(front._part(plan, choice, 1)).share == front.MOST_TRAINING
 
 
 def test_budgets_that_the_time_cannot_fill_are_left_out(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import os
 import sys
@@ -183,6 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
     enter()
     show = warnings.showwarning
     warnings.showwarning = lambda *given, **named: _show_warning(show, *given, **named)
+    # At its end the interpreter searches all objects for cycles, torch's included, which takes most of a second.
+    atexit.register(gc.freeze)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -129,6 +129,11 @@ def entrants(candidates: Sequence[Candidate], room: float, epoch: float, start: 
     return entered
 
 
+def least_competition(start: float, epoch: float) -> float:
+    """Seconds of a competition of two networks; start and epoch as in `entrants`."""
+    return 2 * (start + ENTRY_EPOCHS * epoch)
+
+
 def num_rounds(entered: int) -> int:
     """Three networks or fewer are compared in one long round."""
     return 1 if entered <= 3 else 2

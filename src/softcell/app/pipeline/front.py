@@ -4,8 +4,8 @@ The images are inspected and a cell is searched once. Each budget then gets the 
 within it (`softcell.search.selection`), and is a separate run in its own folder: a competition, a final training, a
 verdict, a report and exports, as for a single budget. What is left of the time after the search is divided in
 proportion to the seconds of an epoch, so that all budgets train for about as many epochs: the largest takes most of
-the time, and small ones add little. Budgets are trained from the smallest to the largest, and each gets its part of
-the time that is left by then.
+the time, and small ones add little. All final trainings together get at least 60% of the whole time. Budgets are
+trained from the smallest to the largest, and each gets its part of the time that is left by then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from softcell.app.pipeline.inspect import Inspection
 from softcell.app.pipeline.plain import LEAST_EPOCHS, epoch_seconds, plain_networks, plain_sizes
 from softcell.app.pipeline.plan import Plan, RunRequest, Screen
 from softcell.app.pipeline.summary import REPORT, Summary
-from softcell.app.pipeline.time_budget import TooLittleTimeError, slowness
+from softcell.app.pipeline.time_budget import FINAL_SHARE, Load, TooLittleTimeError
 from softcell.app.report.charts import front_svg
 from softcell.app.report.page import write_report
 from softcell.arch import Genotype
@@ -41,8 +41,8 @@ from softcell.text import clock, count_of
 DRAWING = "front.svg"
 LEAST_SHARE = 0.5
 """Every budget gets at least this much of an equal share of the time: starting and ending take as long for all."""
-TRAINING = 0.6
-"""Least share of a budget's time for its final training."""
+MOST_TRAINING = 0.85
+"""Most of a budget's time that is kept for its final training: starting and ending take the rest."""
 USED, PAGE = 0.99, 2.0
 """Share of the time that the budgets fill, and CPU seconds for drawing and report after the last of them."""
 COSTS = {"max_params": "parameters", "max_flops": "multiply_adds"}
@@ -210,13 +210,14 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
         for budget in budgets
     }
     assert plan.search is not None
-    reserved = PAGE * slowness(plan.began)
+    reserved = PAGE * Load(plan.began).slowness()
     room = USED * plan.request.time - plan.used() - plan.search.get("expected", 0.0) - reserved
     shares = dict.fromkeys(budgets, 1.0)
+    training = _training(plan, 1.0, room)
     for _ in range(3):  # shares and sizes depend on each other
         epochs: dict[str, float] = {}
         for budget in budgets:
-            final = TRAINING * shares[budget] * room
+            final = training * shares[budget] * room
             chosen = plain_sizes(networks[budget], lambda cost, f=final: f / seconds(cost), inspection.num_train)  # type: ignore[misc]
             first = Cost(chosen[0].parameters, chosen[0].multiply_adds) if chosen else networks[budget][-1][1]
             epochs[budget] = seconds(first)
@@ -236,6 +237,15 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
     why = "the time allows for no larger network than for the budget before"
     left_out = dict.fromkeys((one for one in budgets if one not in kept), why)
     return {"budgets": kept, "shares": [shares[one] for one in kept], "left_out": left_out}
+
+
+def _training(plan: Plan, share: float, room: float) -> float:
+    """Share of a budget's time for its final training, if `share` of the budgets have `room` seconds.
+
+    All final trainings together have `FINAL_SHARE` of the whole time, as that of a single budget has. The search comes
+    out of the rest.
+    """
+    return min(MOST_TRAINING, share * FINAL_SHARE * plan.request.time / max(room, 1e-6))
 
 
 def _show_plan(plan: Plan, screen: Screen) -> None:
@@ -278,7 +288,7 @@ def _part(plan: Plan, choice: Choice, number: int) -> Plan:
     (limited, _), state = _given(plan), plan.front
     assert state is not None
     shares = state["shares"][number:]
-    room = USED * plan.request.time - plan.used() - PAGE * slowness(plan.began)
+    room = USED * plan.request.time - plan.used() - PAGE * Load(plan.began).slowness()
     budget = state["budgets"][number]
     request = replace(
         _request(plan.request, limited, budget),
@@ -288,9 +298,9 @@ def _part(plan: Plan, choice: Choice, number: int) -> Plan:
         image_size=choice.image_size,
     )
     assert plan.search is not None
-    search = {"length": plan.search["length"]}
+    search = {"length": plan.search["length"], "share": _training(plan, sum(shares), room)}
     if state["cells"]:
-        search = {"length": "one for all budgets, done", "genotype": state["cells"][number]}
+        search |= {"length": "one for all budgets, done", "genotype": state["cells"][number]}
     part = Plan(plan.folder / budget, request, provenance=plan.provenance, search=search)
     part.inspection, part.data = plan.inspection, plan.data
     part.folder.mkdir(exist_ok=True)

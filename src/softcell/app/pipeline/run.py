@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,27 +26,12 @@ from softcell.app.pipeline.choose import (
     best_size,
     choose,
     explained,
-    held_out_share,
-    random_others,
     resized,
     search_recipe,
-    sized,
     train_recipe,
 )
-from softcell.app.pipeline.competition import (
-    ENTRY_EPOCHS,
-    LARGEST,
-    LONGER,
-    Candidate,
-    Decision,
-    Result,
-    by_importance,
-    decide,
-    entrants,
-    num_rounds,
-    round_time,
-    survivors,
-)
+from softcell.app.pipeline.compete import COMPETITION_SHARE, MOST_TRAIN_EPOCHS, Contest, StoppedError, is_begun
+from softcell.app.pipeline.competition import Candidate, least_competition
 from softcell.app.pipeline.front import Front, read_front, run_front
 from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
 from softcell.app.pipeline.plain import (
@@ -59,7 +45,9 @@ from softcell.app.pipeline.plain import (
 from softcell.app.pipeline.plan import LINKS, Plan, Screen
 from softcell.app.pipeline.summary import Summary, finish, summarise
 from softcell.app.pipeline.time_budget import (
+    SAFE,
     JobTime,
+    RunTime,
     SearchTimeoutError,
     TooLittleTimeError,
     describe_length,
@@ -67,7 +55,6 @@ from softcell.app.pipeline.time_budget import (
     measure_job,
     num_networks,
     shortened,
-    slowness,
     stop_when_late,
 )
 from softcell.arch import Genotype
@@ -78,46 +65,39 @@ from softcell.data.dataset import TEST_FRACTION
 from softcell.engine import DivergedError, RunFolder, resolve_device
 from softcell.engine.checkpoint import replace_recipe
 from softcell.engine.lock import free_reserve, locked
-from softcell.engine.task import EpochEnded, Event, OnEvent
+from softcell.engine.task import EpochEnded, Event, OnEvent, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.search import SearchRecipe
 from softcell.settings import build, to_dict
-from softcell.spaces import build_space
 from softcell.spaces.costs import Cost
 from softcell.text import clock, count_of
 
-FINAL_SHARE = 0.6
-"""Least share of the time for the final training, unless starting and ending alone take more than the rest."""
 SEARCH_PART = 0.45
 """Part of the time between measuring and the final training that the search gets; the competition gets the rest."""
-COMPETITION_SHARE = 0.2
-"""Most of the time for the competition, if there is no search before it."""
 LEAST_SEARCH_EPOCHS = 3
 """With time for fewer epochs there is no search."""
 BUSY = 1.5
 """Wall-clock seconds per CPU second of this process from which the machine counts as busy."""
 OVERRUN = 1.1
 """A search is ended once it has taken this multiple of its expected time, so that trainings keep theirs."""
-SAFE = 0.97
-"""Share of the time that is planned; the end of the process takes seconds on a busy machine."""
-ENDING = 5.0
-"""CPU seconds for latency, report and exports after the trainings; a busy machine takes longer."""
-MOST_RESERVED = 0.1
-"""Most of the time that is reserved for the end, as a share."""
-MOST_SEARCH_EPOCHS, MOST_TRAIN_EPOCHS = 150, 0
-"""Limits besides the time; 0 for none."""
+MOST_SEARCH_EPOCHS = 150
+"""A limit besides the time."""
 MANY = 10_000
 """Epochs of a job that is measured: more than it will run."""
 MEASURING = 0.01
 """Share of the time for measuring one job, within these bounds in seconds:"""
 MEASURING_BOUNDS = (0.3, 6.0)
+MEASURING_CPU = 3.0
+"""CPU seconds until the first training is measured, start of the first steps included."""
 MOST_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
 SAVED_EVERY = 2.0
 """Seconds between two records of the time that was spent."""
-MOST_TRIED = 3
-"""Image sizes that are measured at most."""
+MOST_TRIED, HURRIED = 3, 0.25
+"""Image sizes that are measured at most, and the share of the time after which smaller ones are forecast instead."""
+LOOKED_AT = 0.15
+"""Share of the final training after which its number of epochs is forecast, until it has had enough of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +115,6 @@ class Outcome:
     exit_code: int
     summary: Summary | None
     front: Front | None = None
-
-
-class _StoppedError(Exception):
-    """A signal interrupted a job; its state is saved."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
 
 
 def run(plan: Plan, screen: Screen) -> Outcome:
@@ -186,7 +158,7 @@ def _run_alone(plan: Plan, screen: Screen) -> Outcome:
                 front = run_front(plan, screen, _Run)
                 return Outcome(0, front.entries[-1].summary, front)
             return Outcome(0, _Run(plan, screen).whole())
-    except _StoppedError as stopped:
+    except StoppedError as stopped:
         plan.status = "interrupted"
         plan.save()
         return Outcome(stopped.exit_code, None)
@@ -220,6 +192,14 @@ def _diverged(error: DivergedError) -> str:
     )
 
 
+class _TooSlowError(Exception):
+    """A training would have too few epochs: the time that is left is enough for `smaller`."""
+
+    def __init__(self, smaller: Candidate, epochs: float) -> None:
+        super().__init__(smaller.name)
+        self.smaller, self.epochs = smaller, epochs
+
+
 class _Run:
     def __init__(self, plan: Plan, screen: Screen) -> None:
         self.plan, self.screen, self.request = plan, screen, plan.request
@@ -227,21 +207,8 @@ class _Run:
         self.is_folder = plan.request.is_folder()
         self.root = plan.request.path()
         self.own: OwnModel | None = None
-        self._for_own = 0.0  # seconds that measuring the user's own model takes at the end
-
-    @property
-    def end(self) -> float:
-        """Seconds from the start at which the final training must be over: report and exports follow."""
-        return SAFE * self.request.time - self._reserved()
-
-    @property
-    def final_from(self) -> float:
-        """Seconds from the start at which the final training begins at the latest."""
-        return self.end - max(FINAL_SHARE * self.request.time, float((self.plan.choice or {}).get("final", 0.0)))
-
-    def _reserved(self) -> float:
-        report = min(ENDING * slowness(self.plan.began), max(ENDING, MOST_RESERVED * self.request.time))
-        return report + self._for_own
+        self.time = RunTime(plan)
+        self.contest = Contest(plan, screen, self.time)
 
     def whole(self) -> Summary:
         plan = self.plan
@@ -250,10 +217,10 @@ class _Run:
         self.read_beside(inspection)
         choice = self.choose(inspection)
         genotype = self.search(choice)
-        winner = self.compete(choice, genotype, inspection)
+        winner = self.contest.winner(choice, genotype, inspection)
         trained = self.train(choice, winner)
         summary = summarise(plan, self.screen, trained, inspection, self.own)
-        finish(plan, self.screen)
+        finish(plan, self.screen, self.time)
         plan.finish()
         return summary
 
@@ -282,7 +249,7 @@ class _Run:
         self.own = read_own(self.request.beside)
         side = None if self.is_folder else inspection.sides[1]
         each = self.own.check(inspection.channels, side, len(inspection.train))
-        self._for_own = 1.5 * each * (sum(inspection.test.values()) or TEST_FRACTION * inspection.num_train)
+        self.time.for_own = 1.5 * each * (sum(inspection.test.values()) or TEST_FRACTION * inspection.num_train)
 
     def choose(self, inspection: Inspection) -> Choice:
         """Chooses image size, networks and the length of the search, from measured steps."""
@@ -293,6 +260,9 @@ class _Run:
         choice = choose(inspection, self.request, is_gpu=is_gpu, is_resizable=self.is_folder)
         may_resize = self.is_folder and self.request.image_size is None
         tried: list[int] = []
+        measuring = MEASURING_CPU * self.time.slowness
+        if plan.used() + measuring > self.time.end:  # refused now rather than after the time is over
+            raise TooLittleTimeError(self._too_short_to_measure(measuring))
         while True:
             networks = plain_networks(choice.shape, classes, limits)
             shallow = [each for each in networks if each[0]["cells_per_stage"] == 1]
@@ -301,17 +271,23 @@ class _Run:
             with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
                 measured, threads = self._measure_training(choice, settings)
             tried.append(side)
-            final = min(FINAL_SHARE * self.request.time, self.end - plan.used())
+            final = min(self.time.share * self.request.time, self.time.end - plan.used())
             better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
-            if better in tried or len(tried) == MOST_TRIED:
+            is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
+            if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
                 break
             choice = resized(choice, better)
+            if is_hurried:
+                networks = plain_networks(choice.shape, classes, limits)
+                before, cost = cost, next(each for own, each in networks if own == settings)
+                measured = replace(measured, epoch=epoch_seconds(measured.epoch, before, cost, is_gpu=is_gpu))
+                break
 
         def seconds(other: Cost) -> float:
             return epoch_seconds(measured.epoch, cost, other, is_gpu=is_gpu)
 
         if LEAST_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
-            final = self.end - plan.used()
+            final = self.time.end - plan.used()
         plain = plain_sizes(networks, lambda other: final / seconds(other), inspection.num_train)
         if not plain:
             raise TooLittleTimeError(self._too_short(replace(measured, epoch=seconds(networks[-1][1])), final))
@@ -333,12 +309,12 @@ class _Run:
             self.screen.print("choice", *(f"  {line}" for line in choice.why), "")
         if self.request.front() is not None:
             return choice
-        between = max(0.0, self.final_from - plan.used() - plan.search.get("expected", 0.0))
+        between = max(0.0, self.time.final_from - plan.used() - plan.search.get("expected", 0.0))
         between = min(between, COMPETITION_SHARE * self.request.time)
         competing = f"plain, found and random networks on held-out images, about {clock(between)}"
-        if between < self._least_competition(choice):
+        if between < least_competition(choice.start, choice.epoch):
             competing = "none: the time is too short for one"
-            final = max(final, self.end - plan.used())
+            final = max(final, self.time.end - plan.used())
         epochs = count_of(int(final / epoch), "epoch")
         self.screen.print(
             f"plan for {clock(self.request.time)}, from measured steps",
@@ -351,26 +327,30 @@ class _Run:
 
     def _too_short(self, least: JobTime, final: float) -> str:
         """Why the time is too short, and how much is needed."""
-        used, reserved, needed = self.plan.used(), self._reserved(), least.total(LEAST_EPOCHS)
-        total = 1.1 * (used + reserved + needed) / SAFE
-        text = f"{math.ceil(total / 60)}m" if total > 120 else f"{math.ceil(total / 10) * 10}s"
+        used, reserved, needed = self.plan.used(), self.time.reserved(), least.total(LEAST_EPOCHS)
+        text = _at_least(1.1 * (used + reserved + needed) / SAFE)
         return (
             f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
             f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
             f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
         )
 
-    @staticmethod
-    def _least_competition(choice: Choice) -> float:
-        """Seconds of a competition of two networks."""
-        return 2 * (choice.start + ENTRY_EPOCHS * choice.epoch)
+    def _too_short_to_measure(self, measuring: float) -> str:
+        used, reserved = self.plan.used(), self.time.reserved()
+        text = _at_least(2 * (used + reserved + measuring))
+        busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
+        return (
+            f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, measuring a training needs "
+            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
+            f"--time {text}"
+        )
 
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
         """The times of a training, and its number of CPU threads: those requested, or one or all cores.
 
         A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
         """
-        is_busy = slowness(self.plan.began) > BUSY
+        is_busy = self.time.slowness > BUSY
         choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
         recipe = train_recipe(self.plan, choice, plain_cell(), settings, epochs=0, time=self.request.time)
         used = choice.threads
@@ -406,14 +386,16 @@ class _Run:
     def _plan_search(self, choice: Choice) -> dict[str, Any]:
         """The recipe of the search and its expected time; only its `length` in words if there is no time for one."""
         plan, why = self.plan, "none: the time is too short for one"
-        room = self.final_from - plan.used()
+        room = self.time.final_from - plan.used()
         # What is found must be compared with the largest plain network, at least.
-        if (1 - SEARCH_PART) * room < self._least_competition(choice) or room < 4 * self._measuring_seconds():
+        if (1 - SEARCH_PART) * room < least_competition(
+            choice.start, choice.epoch
+        ) or room < 4 * self._measuring_seconds():
             return {"length": f"{why} and a comparison"}
         with self.screen.working("measuring the steps of a search"):
             measured = self._measure_search(choice)
         networks = num_networks(search_recipe(plan, choice, MANY))
-        room = SEARCH_PART * (self.final_from - plan.used())
+        room = SEARCH_PART * (self.time.final_from - plan.used())
         epochs = min(MOST_SEARCH_EPOCHS, measured.epochs_in(room) // networks)
         if epochs < LEAST_SEARCH_EPOCHS:
             least = measured.total(LEAST_SEARCH_EPOCHS * networks)
@@ -432,15 +414,17 @@ class _Run:
             return None
         folder = plan.folder / "search"
         recipe = build(SearchRecipe, {**plan.search["recipe"], "data": plan.data}, "plan: search")
-        heading = f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self._time_used()})"
+        heading = (
+            f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self.time.used_in_words()})"
+        )
         # It also ends while there is still time to compare what it has found.
-        latest = self.final_from - self._least_competition(choice)
+        latest = self.time.final_from - least_competition(choice.start, choice.epoch)
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
         plan.save()
         try:
             with self.screen.job(heading) as shown:
                 watched = self._saving(stop_when_late(shown, lambda: plan.used() > until, recipe))
-                result = jobs.search(recipe, folder, resume=_begun(folder), on_event=watched)
+                result = jobs.search(recipe, folder, resume=is_begun(folder), on_event=watched)
         except SearchTimeoutError as late:
             # Steps became slower than measured. The search ends here and keeps what it has learned.
             shorter = shortened(recipe, late.epochs)
@@ -453,205 +437,80 @@ class _Run:
             plan.save()
             return self.search(choice)
         if result.genotype is None:
-            raise _StoppedError(result.exit_code)
+            raise StoppedError(result.exit_code)
         return result.genotype
-
-    def compete(self, choice: Choice, genotype: Genotype | None, inspection: Inspection) -> Candidate:
-        """The winner of the competition; the largest plain network if there is no time for one."""
-        plan = self.plan
-        if plan.competition is None:
-            plan.competition = self._plan_competition(choice, genotype, inspection)
-            plan.save()
-        state = plan.competition
-        candidates = {each["name"]: build(Candidate, each, "plan: candidate") for each in state["candidates"]}
-        rounds: list[dict[str, Any]] = state["rounds"]
-        while "winner" not in state:
-            if not rounds or "kept" in rounds[-1]:
-                entered = [candidates[name] for name in (rounds[-1]["kept"] if rounds else state["entered"])]
-                is_last = len(rounds) + 1 == num_rounds(len(state["entered"]))
-                room = max(min(state["until"], self.final_from) - plan.used(), 0.02 * self.request.time)
-                seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last, start=choice.start)
-                names = [each.name for each in by_importance(entered)]
-                rounds.append({"seconds": seconds, "seeds": seeds, "names": names, "results": {}, "is_last": is_last})
-                plan.save()
-            self._round(choice, len(rounds), rounds[-1], candidates)
-            plan.save()
-        return candidates[state["winner"]]
-
-    def _plan_competition(self, choice: Choice, genotype: Genotype | None, inspection: Inspection) -> dict[str, Any]:
-        classes, limits = len(inspection.train), self.request.limits()
-        candidates = list(choice.plain)
-        # Cells get the multiply-adds of the largest plain network, so that equal times are a fair comparison.
-        most = candidates[0].multiply_adds
-        cells: list[tuple[str, Any, Genotype]] = [] if genotype is None else [("found", "found", genotype)]
-        layout = build_space(choice.space, choice.network).layout()
-        for number, other in enumerate(random_others(genotype, layout, self.request.seed, self.request.random), 1):
-            cells.append((f"random-{number}", "random", other))
-        for name, kind, cell in cells:
-            settings, cost = sized(choice, cell, classes, limits, most)
-            candidates.append(Candidate(name, kind, cell.to_dict(), settings, cost.parameters, cost.multiply_adds))
-        until = min(self.final_from, self.plan.used() + COMPETITION_SHARE * self.request.time)
-        room = until - self.plan.used()
-        entered = entrants(candidates, room, choice.epoch, choice.start)
-        names = [each.name for each in entered]
-        cut = [each.name for each in by_importance(candidates) if each.name not in names]
-        state: dict[str, Any] = {
-            "candidates": [to_dict(each) for each in candidates],
-            "entered": names,
-            "held_out": held_out_share(inspection.num_train),
-            "cut": cut,
-            "until": until,
-            "rounds": [],
-        }
-        if len(names) < 2:
-            made = Decision(candidates[0].name, "there was no time for a competition")
-            state |= {**_decided(made), "entered": [], "cut": []}
-            self.screen.print("", f"no competition: not enough time; {candidates[0].name} is trained", "")
-        elif cut:
-            self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
-        return state
-
-    def _round(self, choice: Choice, number: int, state: dict[str, Any], candidates: dict[str, Candidate]) -> None:
-        """Trains everyone in the round, with every seed, then decides who stays or wins."""
-        plan, names, results = self.plan, state["names"], state["results"]
-        assert plan.competition is not None
-        jobs_left = [(seed, name) for seed in range(state["seeds"]) for name in names]
-        of = f"round {number} of {num_rounds(len(plan.competition['entered']))}"
-        seeds = f", {count_of(state['seeds'], 'seed')}" if state["seeds"] > 1 else ""
-        what = f"{of}: {count_of(len(names), 'network')}, {state['seconds']:.1f} s each{seeds}"
-        with self.screen.working(what) as step:
-            for done, (seed, name) in enumerate(jobs_left):
-                if len(results.get(name, {}).get("accuracies", ())) > seed:
-                    continue
-                step(done, len(jobs_left), name)
-                largest = results.get(LARGEST, {}).get("epochs", 0)
-                own = results.setdefault(name, {"accuracies": [], "epochs": 0, "seconds": 0.0})
-                try:
-                    trained = self._compete_once(choice, candidates[name], number, state["seconds"], seed, largest)
-                except DivergedError as error:
-                    self.screen.print(f"{name}: the loss became {error.failure.value}, which counts as 0% accuracy")
-                    own["accuracies"].append(0.0)
-                else:
-                    row = trained.metrics[-1]
-                    own["accuracies"].append(trained.accuracy)
-                    own["epochs"] = row["epoch"] + 1
-                    own["seconds"] = round(own["seconds"] + sum(line["seconds"] for line in trained.metrics), 2)
-                    plan.competition["count"] = row["val_count"]
-                plan.save()
-        found = [Result(name, tuple(own["accuracies"]), own["epochs"], own["seconds"]) for name, own in results.items()]
-        kinds = {name: candidate.kind for name, candidate in candidates.items()}
-        if state["is_last"]:
-            made = decide(found, kinds, plan.competition.get("count", 1), self._times_longer(choice, found))
-            state["kept"] = [made.winner]
-            plan.competition |= _decided(made)
-        else:
-            # A training of the next round takes half of the time that is left for it at most.
-            next_round = max(0.0, min(plan.competition["until"], self.final_from) - plan.used()) / 2
-            is_long = self.end - plan.used() - 2 * next_round >= LONGER * next_round
-            state["kept"] = list(survivors(found, kinds, is_long=is_long))
-        self._show_round(what, found, state["kept"], candidates)
-
-    def _times_longer(self, choice: Choice, found: list[Result]) -> float:
-        """Epochs of the largest plain network in the final training, relative to those in the round."""
-        own = next((result for result in found if result.name == LARGEST and result.epochs), None)
-        seconds = max(0.0, self.end - self.plan.used() - choice.start)
-        return 0.0 if own is None else seconds * self._paces(choice)[LARGEST] / own.epochs
-
-    def _compete_once(
-        self, choice: Choice, candidate: Candidate, number: int, seconds: float, seed: int, epochs: int
-    ) -> TrainResult:
-        """epochs: those of the largest plain network in this round, at which smaller ones stop; 0 if it is not in."""
-        assert self.plan.competition is not None
-        folder = self.plan.folder / f"round-{number}" / (f"{candidate.name}-seed-{seed}" if seed else candidate.name)
-        genotype = Genotype.from_dict(candidate.genotype)
-        recipe = train_recipe(
-            self.plan,
-            choice,
-            genotype,
-            candidate.settings,
-            epochs=epochs if candidate.kind == "plain" and candidate.name != LARGEST else MOST_TRAIN_EPOCHS,
-            expected=seconds / choice.epoch,
-            time=seconds,
-            holdout=self.plan.competition["held_out"],
-            seed=seed,
-        )
-        result = jobs.train(genotype, recipe, folder, resume=_begun(folder), startup=choice.start)
-        if result.exit_code:
-            raise _StoppedError(result.exit_code)
-        return result
-
-    def _show_round(self, what: str, found: list[Result], kept: list[str], candidates: dict[str, Candidate]) -> None:
-        assert self.plan.competition is not None
-        images = count_of(self.plan.competition.get("count", 0), "held-out image")
-        lines = [f"{what}, on {images} ({self._time_used()})"]
-        for result in sorted(found, key=lambda result: -result.accuracy):
-            stays = "" if result.name not in kept else "  wins" if len(kept) == 1 else "  stays"
-            costs = f"{count_of(candidates[result.name].parameters, 'parameter')}, {count_of(result.epochs, 'epoch')}"
-            lines.append(f"  {result.name:<10} {result.accuracy:>6.1%}  {costs}{stays}")
-        self.screen.print("", *lines)
 
     def train(self, choice: Choice, winner: Candidate) -> TrainResult:
         """The final training, on all training images, until the time is over; then the test set is read once."""
         plan, folder = self.plan, self.plan.folder / "train"
         if plan.training is None:
-            seconds = self.end - plan.used()
-            winner = self._affordable(choice, winner, seconds)
+            seconds = self.time.end - plan.used()
+            winner = self.contest.affordable(choice, winner, seconds)
             recipe = train_recipe(
                 plan,
                 choice,
                 Genotype.from_dict(winner.genotype),
                 winner.settings,
                 epochs=MOST_TRAIN_EPOCHS,
-                expected=(seconds - choice.start) * self._paces(choice).get(winner.name, 0.0),
+                expected=(seconds - choice.start) * self.contest.paces(choice).get(winner.name, 0.0),
                 time=seconds,
                 is_tested=True,
             )
-            plan.training = {"name": winner.name, "recipe": recipe.to_dict()}
+            plan.training = {"name": winner.name, "recipe": recipe.to_dict(), "until": plan.used() + seconds}
             plan.save()
         genotype = Genotype.from_dict(winner.genotype)
         recipe = build(TrainRecipe, {**plan.training["recipe"], "data": plan.data}, "plan: train")
-        heading = f"train {winner.name} ({winner.title}) for {clock(recipe.time)} ({self._time_used()})"
+        heading = f"train {winner.name} ({winner.title}) for {clock(recipe.time)} ({self.time.used_in_words()})"
         self.screen.print("")
-        with self.screen.job(heading) as shown:
-            result = jobs.train(genotype, recipe, folder, resume=_begun(folder), on_event=self._saving(shown))
+        until = plan.training.get("until", self.time.end)
+        try:
+            with self.screen.job(heading) as shown:
+                watched = self._saving(self._stop_when_slow(shown, choice, winner))
+                result = jobs.train(
+                    genotype,
+                    recipe,
+                    folder,
+                    resume=is_begun(folder),
+                    on_event=watched,
+                    later=lambda: self.time.end - until,
+                )
+        except _TooSlowError as slow:
+            smaller, epochs = slow.smaller, slow.epochs
+            self.screen.print(f"{winner.name} replaced by {smaller.name}: the machine is slower than measured, and")
+            self.screen.print(f"only {epochs:.1f} of at least {LEAST_EPOCHS} epochs would be possible")
+            self.contest.replace(winner, smaller)
+            shutil.rmtree(folder)
+            plan.training = None
+            plan.save()
+            return self.train(choice, smaller)
         if result.exit_code:
-            raise _StoppedError(result.exit_code)
+            raise StoppedError(result.exit_code)
         if result.accuracy is None:
             raise UserError(f"{self.request.data} has no test images to measure the network on; add a test set")
         return result
 
-    def _paces(self, choice: Choice) -> dict[str, float]:
-        """Epochs per second of each network: as measured in its last round, or as forecast for plain ones."""
-        assert self.plan.competition is not None
-        pace = {each.name: 1 / (each.length * choice.epoch) for each in choice.plain}
-        for each in self.plan.competition["rounds"]:
-            measured = {name: own for name, own in each["results"].items() if own["epochs"]}
-            pace |= {
-                name: own["epochs"] * len(own["accuracies"]) / max(own["seconds"], 1e-6)
-                for name, own in measured.items()
-            }
-        return pace
+    def _stop_when_slow(self, listener: OnEvent, choice: Choice, winner: Candidate) -> OnEvent:
+        """Forwards events; stops a training that will have too few epochs, if a smaller network would have enough."""
+        first: tuple[float, float] | None = None  # seconds and epochs after the first step, which includes the start
 
-    def _affordable(self, choice: Choice, winner: Candidate, seconds: float) -> Candidate:
-        """The winner, or the plain network with most epochs if the machine has become too slow for the winner."""
-        assert self.plan.competition is not None
-        pace = self._paces(choice)
-        if seconds * pace[winner.name] >= LEAST_EPOCHS:
-            return winner
-        fastest = max(choice.plain, key=lambda each: pace[each.name])
-        epochs = seconds * pace[fastest.name]
-        if epochs < LEAST_EPOCHS:
-            raise TooLittleTimeError(
-                f"the machine has become too slow: {max(0.0, seconds):.0f} s are left for {LEAST_EPOCHS} epochs or "
-                f"more, but only {max(0.0, epochs):.1f} of the smallest network fit; start a new run with more --time"
-            )
-        self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {LEAST_EPOCHS} epochs would be left")
-        made = Decision(fastest.name, f"there was too little time left for {winner.name}")
-        self.plan.competition |= _decided(made)
-        return fastest
+        def on_event(event: Event) -> None:
+            nonlocal first
+            listener(event)
+            if not isinstance(event, Stepped):
+                return
+            used, done = self.plan.used(), event.epoch + event.step / event.steps
+            if first is None:
+                first = used, done
+            passed, left = used - first[0], self.time.end - used
+            if done >= LEAST_EPOCHS or passed <= LOOKED_AT * (passed + left):
+                return
+            pace = (done - first[1]) / passed
+            if done + pace * left < LEAST_EPOCHS:
+                smaller = self.contest.smaller(choice, winner, pace, left)
+                if smaller is not None:
+                    raise _TooSlowError(smaller, done + pace * left)
 
-    def _time_used(self) -> str:
-        return f"{clock(self.plan.used())} of {clock(self.request.time)} used"
+        return on_event
 
     def _saving(self, shown: OnEvent) -> OnEvent:
         """Forwards events, and saves the time spent now and then, so that a killed run keeps it."""
@@ -667,10 +526,6 @@ class _Run:
         return on_event
 
 
-def _decided(made: Decision) -> dict[str, Any]:
-    """What a plan keeps of a decision. Plans of earlier versions have `winner` and `why` alone."""
-    return {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
-
-
-def _begun(folder: Path) -> bool:
-    return (folder / "run.json").is_file()
+def _at_least(seconds: float) -> str:
+    """A time that can be given as --time, not below `seconds`."""
+    return f"{math.ceil(seconds / 60)}m" if seconds > 120 else f"{math.ceil(seconds / 10) * 10}s"

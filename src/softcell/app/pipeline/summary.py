@@ -15,7 +15,9 @@ from softcell.app.export import export
 from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.competition import Decision, Kind, Result, Round, standard_error
 from softcell.app.pipeline.inspect import Inspection
+from softcell.app.pipeline.plain import LEAST_EPOCHS
 from softcell.app.pipeline.plan import Plan, Screen
+from softcell.app.pipeline.time_budget import RunTime
 from softcell.app.report.page import write_report
 from softcell.data import load
 from softcell.data.images import Images
@@ -161,6 +163,12 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
         lines.append(
             f"Delivered against {summary.beside.file} ({own:.1%}), on the same {count_of(count, 'test image')}: "
             f"{_claim(delivered.accuracy - own, chance)}"
+        )
+    if delivered.epochs < LEAST_EPOCHS:
+        lines.append(
+            f"The delivered network was trained for {count_of(delivered.epochs, 'epoch')}, and fewer than "
+            f"{LEAST_EPOCHS} teach a network little: the machine became slower during the training. Run again with "
+            "more --time, or when the machine is idle."
         )
     share = summary.most_frequent
     if delivered.accuracy <= share + 2 * standard_error(delivered.accuracy, share, count):
@@ -308,8 +316,11 @@ def _latency(device: torch.device, folder: Path) -> float:
     return measure_module(network, torch.rand(1, *network.shape, device=device)).median
 
 
-def finish(plan: Plan, screen: Screen) -> None:
-    """Writes report and exports; a run interrupted here writes both again when resumed."""
+def finish(plan: Plan, screen: Screen, time: RunTime) -> None:
+    """Writes report and exports; a run interrupted here writes both again when resumed.
+
+    The ONNX file takes most of this and can be written later, so it is left out first.
+    """
     folder = plan.folder
     with screen.working("writing the report"):
         made = [folder / name for name in ("search", "train") if (folder / name).is_dir()]
@@ -317,6 +328,10 @@ def finish(plan: Plan, screen: Screen) -> None:
     with screen.working("exporting"):
         export(folder / "train", "safetensors", folder / "export", overwrite=True)
         export(folder / "train", "python", folder / "export", overwrite=True)
+        if not time.has_time_for_onnx():
+            later = f"`softcell export {folder} --to onnx --out {folder / 'export'} --overwrite`"
+            screen.print(f"note: ONNX export left out, for lack of time; {later} writes it")
+            return
         try:
             export(folder / "train", "onnx", folder / "export", overwrite=True)
         except UserError as error:  # the extra is not installed
