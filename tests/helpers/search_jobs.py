@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -198,12 +199,29 @@ if __name__ == "__main__":  # a job in a process that is not forked, for what do
 
 
 def run_watched(what: str, victim: int, patience: float) -> str:
-    """Ranks that meet at barriers, with short heartbeats; `what` happens to the rank `victim` between two of them."""
+    """Ranks that meet at barriers, with short heartbeats; `what` happens to the rank `victim` between two of them.
+
+    "starved" is "stopped" on a machine where every pause of a watching thread is long. "ending" is "killed" with a
+    process that has closed its connections and still ends.
+    """
     from softcell.engine import heartbeat
     from softcell.engine.distributed import barrier
     from softcell.engine.session import join_processes
 
-    heartbeat.INTERVAL, heartbeat.PATIENCE, heartbeat.GRACE = 0.1, patience, 0.3
+    heartbeat.INTERVAL, heartbeat.PATIENCE, heartbeat.GRACE = 0.1, patience, 1.0
+    if what == "starved":
+        wait = threading.Event.wait
+        threading.Event.wait = lambda event, timeout=None: wait(event, timeout and 4 * timeout)  # type: ignore[method-assign]
+    if what == "ending":
+        is_alive, ended = heartbeat._is_alive, list[float]()
+
+        def is_alive_for_a_moment(process: int) -> bool:
+            if is_alive(process):
+                return True
+            ended.append(time.monotonic())
+            return time.monotonic() < ended[0] + 0.2
+
+        heartbeat._is_alive = is_alive_for_a_moment
     try:
         with join_processes("cpu", False) as world:
             barrier(world)
@@ -211,8 +229,10 @@ def run_watched(what: str, victim: int, patience: float) -> str:
                 raise ValueError("the disk\nis full.")
             if world.rank == victim and what == "waits":
                 time.sleep(1.25 * patience)
-            if world.rank == victim and what in ("killed", "stopped"):
-                os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+            if world.rank == victim and what in ("killed", "ending"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == victim and what in ("stopped", "starved"):
+                os.kill(os.getpid(), signal.SIGSTOP)
             barrier(world)
             if world.rank != victim and what == "leaves":
                 time.sleep(1.0)  # the other rank has left and ended
