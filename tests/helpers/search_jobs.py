@@ -25,6 +25,7 @@ from softcell.search import resolve, search, stored_recipe
 from softcell.search.samplers import IndependentTask
 from softcell.search.task import SearchTask
 from softcell.spaces import _derived_plan, build_space, execution
+from softcell.spaces import cell as cells
 from softcell.spaces._derived_plan import DerivedPass
 from softcell.spaces._fused_cell import FusedCell
 
@@ -82,7 +83,8 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
 
     where: the folder of rank 0, which decides whether the run is resumed. out: the folder this rank is given.
     strike_at_check: [signal, number]: this rank strikes itself before its step `number`, counted from 1.
-    fuse: cells are fused on the CPU too, by the kernels' plain twins.
+    fuse: cells are fused on the CPU too, by the kernels' plain twins, and blocks of a chain are grouped. Counted in
+    "fused".
     """
     checks = fused = 0
     if options.get("fuse"):
@@ -103,6 +105,22 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
         FusedCell.__call__ = counted  # type: ignore[method-assign]
         DerivedPass.run = counted_derived  # type: ignore[method-assign]
         _derived_plan.derived_cell = derived_cell_reference
+        run_blocks, run_alike = cells.run_blocks, cells.run_alike
+
+        def counted_blocks(*arguments: Any) -> Any:
+            nonlocal fused
+            found = run_blocks(*arguments)
+            fused += len(found)
+            return found
+
+        def counted_alike(*arguments: Any) -> Any:
+            nonlocal fused
+            found = run_alike(*arguments)
+            fused += found is not None
+            return found
+
+        cells.run_blocks, cells.run_alike = counted_blocks, counted_alike
+        execution.grouping_blocks_pays = lambda x: True
         execution.kernels_serve = lambda x: x.numel() > 0 and not execution.is_modules_only()
 
     def checked(step: Any, state: Any) -> Any:
