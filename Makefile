@@ -59,7 +59,7 @@ integration: $(STAMP)  ## sweeps on a real Slurm and a real Ray cluster on this 
 	  || echo 'Slurm cannot be installed: its tests will be skipped'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'ray>=2.40' 'submitit>=1.5' \
 	  || echo 'Ray cannot be installed: its tests will be skipped'
-	$(BIN)/python -m pytest -m integration -rs
+	$(BIN)/python -m pytest tests/integration -m integration -rs
 
 bench: $(STAMP)  ## time search steps
 	$(BIN)/python -m benchmarks

@@ -24,14 +24,15 @@ from tests.helpers.engine_toy import same, untimed
 from tests.helpers.process_groups import ProcessGroups
 from tests.helpers.search_forks import Ended, forks
 
-PATIENCE = 2.0  # long against the delays of a busy machine
+PATIENCE = 2.0
+LONG_PATIENCE = 6.0  # long against the delays of a busy machine, for ranks that must not count as lost
 
 
-def ranks(tmp_path: Path, what: str, victim: int, size: int = 2) -> list[Ended]:
+def ranks(tmp_path: Path, what: str, victim: int, size: int = 2, patience: float = PATIENCE) -> list[Ended]:
     """How the ranks ended; the victim is ended last, as it may be stopped."""
-    jobs = forks().start_ranks(size, tmp_path, "run_watched", lambda rank: (what, victim, PATIENCE))
+    jobs = forks().start_ranks(size, tmp_path, "run_watched", lambda rank: (what, victim, patience))
     ended = {rank: job.wait() for rank, job in enumerate(jobs) if rank != victim}
-    if what == "stopped":
+    if what in ("stopped", "starved"):
         jobs[victim].signal(signal.SIGKILL)
     return [ended.get(rank) or jobs[rank].wait() for rank in range(size)]
 
@@ -45,6 +46,8 @@ def ranks(tmp_path: Path, what: str, victim: int, size: int = 2) -> list[Ended]:
         ("fails", 1, "failed: the disk is full."),
         pytest.param("stopped", 0, "has not responded", marks=pytest.mark.exhaustive),
         ("stopped", 1, "has not responded"),
+        ("starved", 1, "has not responded"),
+        ("ending", 0, "was killed or crashed."),
     ],
 )
 def test_a_lost_rank_ends_the_others_with_its_name(tmp_path: Path, what: str, victim: int, expected: str) -> None:
@@ -68,17 +71,17 @@ def test_only_one_rank_prints_the_message(tmp_path: Path) -> None:
 def test_a_rank_that_takes_its_time_or_ends_before_the_others_is_not_lost(
     tmp_path: Path, what: str, which: int
 ) -> None:
-    assert [one.code for one in ranks(tmp_path, what, which)] == [0, 0]
+    assert [one.code for one in ranks(tmp_path, what, which, patience=LONG_PATIENCE)] == [0, 0]
 
 
 @pytest.mark.exhaustive
 def test_a_suspended_machine_is_not_a_lost_rank(tmp_path: Path) -> None:
     """A scheduler may stop all processes of a run and continue them later."""
-    jobs = forks().start_ranks(2, tmp_path, "run_watched", lambda rank: ("waits", 1, PATIENCE))
+    jobs = forks().start_ranks(2, tmp_path, "run_watched", lambda rank: ("waits", 1, LONG_PATIENCE))
     time.sleep(0.5)
     for job in jobs:
         job.signal(signal.SIGSTOP)
-    time.sleep(1.5 * PATIENCE)
+    time.sleep(1.5 * LONG_PATIENCE)
     for job in jobs:
         job.signal(signal.SIGCONT)
     assert [job.wait().code for job in jobs] == [0, 0]

@@ -70,10 +70,14 @@ def test_fused_cells_with_local_norms_equal_a_process_that_has_only_this_part(
             close(found[key], expected[key], 1e-9)
 
 
-def test_fused_cells_send_one_collective_per_norm_group_and_local_ones_none(ranks: list[dict[str, Any]]) -> None:
-    counts = ranks[0]["cells"]["collectives"]
-    assert counts["local"] == 0
-    assert 0 < counts["fused"] < counts["modules"]
+@pytest.mark.parametrize("case", list(CELLS))
+def test_norms_that_run_together_share_a_collective(ranks: list[dict[str, Any]], case: str) -> None:
+    together, one_by_one = ranks[0]["cells"]["collectives"][case]
+    assert 0 < together < one_by_one
+
+
+def test_local_norms_send_nothing(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["cells"]["collectives"]["local"] == 0
 
 
 # --- buckets ---

@@ -53,6 +53,12 @@ def cases(data: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 NAMES = tuple(cases(Path("data.npz")))
 FUSED = {"bilevel-darts": {}, "snas": {}, "train": {"fused": True}}
 """Cases that run again with fused cells, by the kernels' plain twins, on two ranks; and their settings for it."""
+FAMILIES = [
+    pytest.param(method, marks=[] if method in ("gdas", "entrannas-dst", "nos") else [pytest.mark.exhaustive])
+    for method in METHODS
+    if not issubclass(METHODS.get(method), UntrainedSampler) and method != "random"
+]
+"""Methods by the way they combine candidates: one drawn path, a changing set of live ones, calibrations; then all."""
 PAIRS = [
     pytest.param(method, space, marks=[] if (method, space) in DEFAULT else [pytest.mark.exhaustive])
     for method in METHODS
@@ -159,6 +165,22 @@ def test_fused_cells_on_two_ranks_equal_modules_on_one(name: str, data: Path, tm
 def test_every_method_in_every_space_gives_on_two_ranks_what_it_gives_on_one(
     method: str, space: str, data: Path, tmp_path: Path
 ) -> None:
+    check_close(Twice(forks(), tmp_path, "search", tiny_settings(method, space, data)))
+
+
+@pytest.mark.parametrize("method", FAMILIES)
+def test_every_method_with_fused_cells_on_two_ranks_equals_modules_on_one(
+    method: str, data: Path, tmp_path: Path
+) -> None:
+    space = method if method in ("nos", "fullattention") else "darts"
+    twice = Twice(forks(), tmp_path, "search", tiny_settings(method, space, data), {"fuse": True})
+    (alone,) = [job.wait().get() for job in twice.start(tmp_path / "alone", size=1)]
+    assert twice.values[0]["fused"] == alone["fused"], "no cell is fused on one process alone"
+    assert (alone["fused"] > 0) == (method not in ("evolution", "gdas", "spos")), "one drawn path has nothing to fuse"
+    check_close(twice)
+
+
+def tiny_settings(method: str, space: str, data: Path) -> dict[str, Any]:
     tiny: Any = tiny_space(space)
     sizes = {field.name: getattr(tiny, field.name) for field in dataclasses.fields(tiny) if field.init}
     given = settings("nb201", data, method=method, precision="float64", epochs=1)
@@ -166,7 +188,7 @@ def test_every_method_in_every_space_gives_on_two_ranks_what_it_gives_on_one(
     given["evolution"] = {"generations": 0}
     if method == "random":
         given["method_settings"] = {"samples": 1}
-    check_close(Twice(forks(), tmp_path, "search", given))
+    return given
 
 
 def test_local_norms_give_the_same_on_all_ranks_and_not_what_shared_ones_give(
@@ -278,6 +300,15 @@ def test_a_run_resumes_within_an_epoch_with_another_number_of_processes(
     assert_close(state(folder), state(twice.one))
     if name == "snas":
         assert_close(rows(folder, "credit.jsonl"), rows(twice.one, "credit.jsonl"))
+    # Only sums round otherwise: random numbers and schedules do not depend on the number of processes at all.
+    loaded, unbroken = load_latest(folder), load_latest(twice.one)
+    assert loaded is not None and unbroken is not None
+    equal(loaded.state["rng"], unbroken.state["rng"])
+    schedules = [[(row["lr"], row.get("temperature")) for row in rows(one)] for one in (folder, twice.one)]
+    assert schedules[0] == schedules[1]
+    for key, value in unbroken.state["task"].items():
+        if key.endswith("optimiser"):
+            equal(loaded.state["task"][key]["param_groups"], value["param_groups"])
 
 
 def test_the_same_numbers_of_processes_repeat_a_run_bit_by_bit_and_others_round_otherwise(

@@ -30,14 +30,17 @@ CELLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bottleneck": ("darts", {"cells": 3, "channels": 8, "nodes": 1, "bottleneck": 2}),
     "darts": ("darts", {"cells": 3, "channels": 4, "nodes": 2}),
     "nb201": ("nb201", {"cells_per_stage": 1, "channels": 4}),
+    "chain": ("fullattention", {"layers": 1, "channels": 16, "candidates": ("local_sa_k3_h4", "non_local_sa")}),
 }
-"""A cell that runs node by node, one with something between its nodes, and two that run as a whole."""
+"""A cell that runs node by node, one with something between its nodes, two that run as a whole, and a chain."""
 SHARED = (
     ("nos", "summed"),
     ("nos", "separate"),
     ("bottleneck", "dropping"),
     ("darts", "summed"),
     ("nb201", "dropping"),
+    ("chain", "summed"),
+    ("chain", "separate"),
 )
 """Cells and ways to run them, which together use every pass of the kernels."""
 TWICE = ("darts", "summed")
@@ -96,8 +99,9 @@ def part_of(rank: int) -> slice:
 
 
 def fuse_by_twins() -> None:
-    """Cells are fused on the CPU too, by the kernels' plain twins."""
+    """Cells are fused on the CPU too, by the kernels' plain twins, and blocks of a chain are grouped."""
     execution.kernels_serve = lambda x: not is_modules_only()
+    execution.grouping_blocks_pays = lambda x: True
 
 
 class Counted:
@@ -127,11 +131,13 @@ def cells_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
     with Counted() as local, local_norms():
         for case in CELLS:
             found[f"local {case}"] = cell_step(case, "summed", part_of(world.rank))
-    with Counted() as fused:
-        cell_step("nb201", "summed", part_of(world.rank))
-    with Counted() as one_by_one, modules_only():
-        cell_step("nb201", "summed", part_of(world.rank))
-    found["collectives"] = {"fused": len(fused.sizes), "modules": len(one_by_one.sizes), "local": len(local.sizes)}
+    found["collectives"] = {"local": len(local.sizes)}
+    for case in CELLS:
+        with Counted() as together:
+            cell_step(case, "summed", part_of(world.rank))
+        with Counted() as one_by_one, modules_only():
+            cell_step(case, "summed", part_of(world.rank))
+        found["collectives"][case] = len(together.sizes), len(one_by_one.sizes)
     return found
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from softcell.search import resolve, search, stored_recipe
 from softcell.search.samplers import IndependentTask
 from softcell.search.task import SearchTask
 from softcell.spaces import _derived_plan, build_space, execution
+from softcell.spaces import cell as cells
 from softcell.spaces._derived_plan import DerivedPass
 from softcell.spaces._fused_cell import FusedCell
 
@@ -81,7 +83,8 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
 
     where: the folder of rank 0, which decides whether the run is resumed. out: the folder this rank is given.
     strike_at_check: [signal, number]: this rank strikes itself before its step `number`, counted from 1.
-    fuse: cells are fused on the CPU too, by the kernels' plain twins.
+    fuse: cells are fused on the CPU too, by the kernels' plain twins, and blocks of a chain are grouped. Counted in
+    "fused".
     """
     checks = fused = 0
     if options.get("fuse"):
@@ -102,6 +105,22 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
         FusedCell.__call__ = counted  # type: ignore[method-assign]
         DerivedPass.run = counted_derived  # type: ignore[method-assign]
         _derived_plan.derived_cell = derived_cell_reference
+        run_blocks, run_alike = cells.run_blocks, cells.run_alike
+
+        def counted_blocks(*arguments: Any) -> Any:
+            nonlocal fused
+            found = run_blocks(*arguments)
+            fused += len(found)
+            return found
+
+        def counted_alike(*arguments: Any) -> Any:
+            nonlocal fused
+            found = run_alike(*arguments)
+            fused += found is not None
+            return found
+
+        cells.run_blocks, cells.run_alike = counted_blocks, counted_alike
+        execution.grouping_blocks_pays = lambda x: True
         execution.kernels_serve = lambda x: x.numel() > 0 and not execution.is_modules_only()
 
     def checked(step: Any, state: Any) -> Any:
@@ -198,12 +217,29 @@ if __name__ == "__main__":  # a job in a process that is not forked, for what do
 
 
 def run_watched(what: str, victim: int, patience: float) -> str:
-    """Ranks that meet at barriers, with short heartbeats; `what` happens to the rank `victim` between two of them."""
+    """Ranks that meet at barriers, with short heartbeats; `what` happens to the rank `victim` between two of them.
+
+    "starved" is "stopped" on a machine where every pause of a watching thread is long. "ending" is "killed" with a
+    process that has closed its connections and still ends.
+    """
     from softcell.engine import heartbeat
     from softcell.engine.distributed import barrier
     from softcell.engine.session import join_processes
 
-    heartbeat.INTERVAL, heartbeat.PATIENCE, heartbeat.GRACE = 0.1, patience, 0.3
+    heartbeat.INTERVAL, heartbeat.PATIENCE, heartbeat.GRACE = 0.1, patience, 1.0
+    if what == "starved":
+        wait = threading.Event.wait
+        threading.Event.wait = lambda event, timeout=None: wait(event, timeout and 4 * timeout)  # type: ignore[method-assign]
+    if what == "ending":
+        is_alive, ended = heartbeat._is_alive, list[float]()
+
+        def is_alive_for_a_moment(process: int) -> bool:
+            if is_alive(process):
+                return True
+            ended.append(time.monotonic())
+            return time.monotonic() < ended[0] + 0.2
+
+        heartbeat._is_alive = is_alive_for_a_moment
     try:
         with join_processes("cpu", False) as world:
             barrier(world)
@@ -211,8 +247,10 @@ def run_watched(what: str, victim: int, patience: float) -> str:
                 raise ValueError("the disk\nis full.")
             if world.rank == victim and what == "waits":
                 time.sleep(1.25 * patience)
-            if world.rank == victim and what in ("killed", "stopped"):
-                os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+            if world.rank == victim and what in ("killed", "ending"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if world.rank == victim and what in ("stopped", "starved"):
+                os.kill(os.getpid(), signal.SIGSTOP)
             barrier(world)
             if world.rank != victim and what == "leaves":
                 time.sleep(1.0)  # the other rank has left and ended

@@ -227,18 +227,15 @@ def expected_execution(served: bool, plain: bool, whole: bool) -> Execution:
     }[served, plain, whole]
 
 
-@pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("only", [False, True])
 @pytest.mark.parametrize("triton", [False, True])
 def test_the_executor_follows_device_type_mix_and_cell(
     triton: bool,
     only: bool,
-    distributed: bool,
     mixed_cells: dict[str, tuple[MixedCell, Layout]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(execution, "has_triton", lambda: triton)
-    monkeypatch.setattr(execution, "shares_norms", lambda: distributed)
     seen = set()
     for device, dtype in itertools.product(DEVICES, DTYPES):
         x: Any = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, numel=lambda: 1)
@@ -253,20 +250,15 @@ def test_the_executor_follows_device_type_mix_and_cell(
                 assert chosen is expected_execution(served, isinstance(mix, WeightMix), whole), (name, device, dtype)
                 seen.add(chosen)
         with modules_only() if only else nullcontext():
-            one_by_one = only or distributed
-            assert plan_modules(x) == (not one_by_one and device in ("cpu", "cuda"), not one_by_one)
+            assert plan_modules(x) == (not only and device in ("cpu", "cuda"), not only)
             assert not plan_network(x), "only within `fused_networks`"
             with fused_networks():
                 assert plan_network(x) == served
     assert (len(seen) == 4) == (triton and not only)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("only", [False, True])
-def test_the_executor_of_a_layer_follows_device_and_mix(
-    only: bool, distributed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(execution, "shares_norms", lambda: distributed)
+def test_the_executor_of_a_layer_follows_device_and_mix(only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = build_space("fullattention", {"layers": 1, "channels": 16}).layout()
     tables = {table.name: torch.zeros(table.shape) for table in layout.tables}
     ones = torch.zeros(layout.tables[0].shape)
@@ -276,7 +268,7 @@ def test_the_executor_of_a_layer_follows_device_and_mix(
     monkeypatch.setattr(again, "recomputes", lambda site, choice: True, raising=False)
     for device in DEVICES:
         x: Any = SimpleNamespace(device=SimpleNamespace(type=device))
-        together = device == "cuda" and not only and not distributed
+        together = device == "cuda" and not only
         expected = {
             weights: LayerExecution.STACKED if together else LayerExecution.MODULES,
             picked: LayerExecution.GROUPED if together else LayerExecution.MODULES,

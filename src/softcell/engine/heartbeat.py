@@ -30,6 +30,7 @@ PATIENCE = 30.0
 GRACE = 5.0
 """Seconds that the main thread has to end by itself, before the process is ended."""
 EXIT_CODE = 2
+UNREACHABLE = "cannot be reached"
 
 # PyTorch raises a plain RuntimeError, so its words are the only sign.
 _SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
@@ -84,15 +85,16 @@ class Heartbeat:
         """What to raise instead of `error`, which the main thread caught; None if no other rank caused it."""
         if not is_lost_connection(error):
             return None
-        until = time.monotonic() + PATIENCE + GRACE
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while time.monotonic() < began + PATIENCE + GRACE:
             for rank in self._others:
                 self._read_left(rank)
             found = self._gone()
-            if found is not None:
+            # A process that is killed closes its connections first, the store's too, and has ended a moment later.
+            if found is not None and (found[1] != UNREACHABLE or time.monotonic() > began + GRACE / 2):
                 return self._report(*found)
             time.sleep(0.05)
-        return self._report(None, "another process of this run cannot be reached")
+        return self._report(None, f"another process of this run {UNREACHABLE}")
 
     def _exchange(self) -> None:
         """Write this rank's beat and read those of the others, until it stops or the store is gone."""
@@ -122,11 +124,9 @@ class Heartbeat:
         before = time.monotonic()
         while not self._stopped.wait(INTERVAL):
             now = time.monotonic()
-            passed, before = now - before, now
-            if passed > 3 * INTERVAL:
-                # This process was suspended or starved, and so perhaps were the others: start counting again.
-                silent, unheard = [0.0] * self._world.size, 0.0
-                continue
+            # After a long pause this process was suspended or starved, and so perhaps were the others. A pause counts
+            # a little: on a machine where all pauses are long, a lost rank must still be noticed.
+            passed, before = min(now - before, 3 * INTERVAL), now
             beats, exchanges = self._beats, self._exchanges
             unheard, heard = 0.0 if exchanges != heard else unheard + passed, exchanges
             for rank in self._others:
@@ -134,7 +134,7 @@ class Heartbeat:
             seen = beats
             found = self._gone(silent, unheard)
             if found is not None and not self._stopped.wait(GRACE):
-                lost = self._report(*found)
+                lost = self._report(*(self._gone(silent, unheard) or found))
                 if not lost.is_reported:
                     prefix = "" if self._world.is_main else f"rank {self._world.rank}: "
                     print(f"error: {prefix}{lost}", file=sys.stderr, flush=True)
@@ -158,7 +158,7 @@ class Heartbeat:
             if rank not in self._left and is_silent:
                 return rank, silence
         if self._is_store_gone and 0 not in self._left:
-            what = silence if unheard >= PATIENCE else "cannot be reached"
+            what = silence if unheard >= PATIENCE else UNREACHABLE
             if distributed.has_agent_store():
                 return None, f"torchrun on {os.environ['MASTER_ADDR']} {what}"
             return 0, what

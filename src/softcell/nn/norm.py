@@ -55,6 +55,21 @@ def shared_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return merge_over_ranks(local, mean, (x - mean[:, None, None]).square().sum((0, 2, 3)))
 
 
+def normalise_over_ranks(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`x` [N, C, H, W] normalised by the statistics of all ranks, then scaled and shifted by `weight` and `bias` [C].
+
+    Also returns, without gradient, the count [] of values per channel, their mean [C] and their unbiased variance [C].
+    """
+    count, mean, variance = shared_moments(x)
+    y = (x - mean[:, None, None]) * torch.rsqrt(variance + eps)[:, None, None]
+    if weight is not None and bias is not None:
+        y = y * weight[:, None, None] + bias[:, None, None]
+    unbiased = variance.detach() * (count / (count - 1).clamp(min=1))
+    return y.to(x.dtype), count, mean.detach(), unbiased
+
+
 class BatchNorm2d(nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` over the whole batch of all processes; with one it is exactly that class.
 
@@ -83,27 +98,23 @@ class BatchNorm2d(nn.BatchNorm2d):
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ValueError(f"input must have {self.num_features} channels, but its shape is {tuple(input.shape)}")
-        count, mean, variance = shared_moments(input)
+        y, count, mean, variance = normalise_over_ranks(input, self.weight, self.bias, self.eps)
         # Reading the count costs nothing on the CPU, but would stall a CUDA stream.
         if self.training and count.device.type == "cpu" and count <= 1:
             raise ValueError(f"training needs more than 1 value per channel over all ranks, but got {int(count)}")
         if self.training and not _kept:
-            self._update_running(count, mean.detach(), variance.detach())
-        y = (input - mean[:, None, None]) * torch.rsqrt(variance + self.eps)[:, None, None]
-        if self.affine:
-            y = y * self.weight[:, None, None] + self.bias[:, None, None]
-        return y.to(input.dtype)
+            self._update_running(mean, variance)
+        return y
 
     @torch.no_grad()
-    def _update_running(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards `mean` [C] and unbiased `variance` [C]; `count` is []."""
+    def _update_running(self, mean: Tensor, unbiased: Tensor) -> None:
+        """Move the running statistics towards `mean` [C] and the variance `unbiased` [C]."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
         # momentum=None asks for the plain average over all batches so far; kept on the device for graph
         # capture.
         momentum = self.num_batches_tracked.to(mean.dtype).reciprocal() if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.add_((new - running) * momentum)
 

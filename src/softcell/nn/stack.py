@@ -28,9 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.kernels.product import product
+from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.conv import ReLUConvBN
-from softcell.nn.norm import BatchNorm2d
+from softcell.nn.norm import BatchNorm2d, normalise_over_ranks
 
 K = TypeVar("K", bound=Hashable)
 LARGEST = 2**17
@@ -97,7 +98,13 @@ def normalise(y: Tensor, norms: Sequence[nn.BatchNorm2d]) -> Tensor:
     mean, variance = both.chunk(2)
     scale = torch.cat([n.weight for n in norms]) if norm.affine else None
     shift = torch.cat([n.bias for n in norms]) if norm.affine else None
-    y = F.batch_norm(y, mean, variance, scale, shift, norm.training, norm.momentum, norm.eps)  # type: ignore[arg-type]
+    if norm.training and shares_norms():
+        assert norm.momentum is not None  # `norm_key` refuses such norms
+        # One collective for the group.
+        y, _, *new = normalise_over_ranks(y, scale, shift, norm.eps)
+        both += (torch.cat(new) - both) * norm.momentum
+    else:
+        y = F.batch_norm(y, mean, variance, scale, shift, norm.training, norm.momentum, norm.eps)  # type: ignore[arg-type]
     if norm.training:
         with torch.no_grad():
             torch._foreach_copy_(running, torch.split(both, [*sizes, *sizes]))

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
 from softcell.kernels.backend import has_triton
-from softcell.kernels.shared import shares_norms
 from softcell.nn.stack import grouping_blocks_pays, stacking_pays
 from softcell.nn.stack_calibrations import grouping_calibrations_pays
 from softcell.spaces._fused_cell import compute_type
@@ -71,7 +70,7 @@ class Grouping(NamedTuple):
 
 def plan_modules(x: Tensor) -> Grouping:
     """How modules run on a node's value x [n, c, h, w]."""
-    if runs_one_by_one():
+    if is_modules_only():
         return Grouping(False, False)
     return Grouping(stacking_pays(x), grouping_calibrations_pays(x))
 
@@ -89,7 +88,7 @@ class LayerExecution(Enum):
 
 def plan_layer(mix: Mix, site: int, layer: int, x: Tensor) -> LayerExecution:
     """The executor of a layer of a mixed chain with the input x [n, c, h, w]."""
-    if mix.recomputes(site, layer) or runs_one_by_one() or not grouping_blocks_pays(x):
+    if mix.recomputes(site, layer) or is_modules_only() or not grouping_blocks_pays(x):
         return LayerExecution.MODULES
     if isinstance(mix, WeightMix) and not mix.is_picked(site):
         return LayerExecution.STACKED
@@ -114,14 +113,6 @@ def kernels_serve(x: Tensor) -> bool:
 def can_fuse() -> bool:
     """Whether this machine can fuse cells; without Triton the kernels' plain twins would be slower than modules."""
     return has_triton()
-
-
-def runs_one_by_one() -> bool:
-    """Whether modules must run one by one: within `modules_only`, or where ranks merge the statistics of norms.
-
-    Modules that are grouped share one norm of torch's, which does not merge them.
-    """
-    return is_modules_only() or shares_norms()
 
 
 def is_modules_only() -> bool:
