@@ -119,6 +119,74 @@ def test_the_gradient_of_a_cell_computed_by_hand() -> None:
     assert seen == {0, 1, 2}
 
 
+@pytest.mark.parametrize("run", ["sampled", "all"])
+def test_constants_give_logits_and_gradients_of_the_released_forward_pass(run: str) -> None:
+    """A literal twin of it: h^s F_s(x) + Σ_{k≠s} h^k on every edge, h = one_hot - s.detach() + s."""
+    space = tiny_space("nb201")
+    torch.manual_seed(0)
+    supernet = space.supernet((3, 8, 8), 4).double()
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    method = Gdas(space.layout(), GdasSettings(run=run, unsampled="constant")).double()  # type: ignore[arg-type]
+    method.temperature.fill_(2.0)
+    (table,), alpha = space.layout().tables, method.alpha["cell"]
+    asked = [alpha, *supernet.parameters()]
+
+    def literal_cell(cell: MixedCell, value: Tensor, h: Tensor) -> Tensor:
+        nodes, entry = [value], {(i, k): e for own in cell.leaving.values() for e, i, k, _ in own}
+        for target in table.targets:
+            total = torch.zeros_like(value)
+            for choice in table.incoming(target):
+                sampled = int(h[choice].argmax())
+                for k in range(table.width):
+                    module = cell.edges.module(entry[choice, k])
+                    if k != sampled:
+                        total = total + h[choice, k]
+                    elif module is not None:
+                        total = total + h[choice, k] * module(nodes[table.choices[choice].source])
+            nodes.append(total)
+        return nodes[-1]
+
+    differs = False
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found = supernet(x, method.relax())
+        gradients = torch.autograd.grad(found.square().sum(), asked, allow_unused=True)
+        torch.manual_seed(seed)
+        relaxed = concrete(alpha, table.mask(), 2.0, torch.rand(table.shape).double())
+        h = harden(relaxed.detach(), table.mask()) - relaxed.detach() + relaxed
+        features = supernet.skeleton.stem(x)
+        for site, cell in enumerate(supernet.cells):  # one cell per stage
+            if site:
+                features = supernet.skeleton.reductions[site - 1](features)
+            features = literal_cell(cell, features, h)
+        expected = supernet.head(features)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        literal = torch.autograd.grad(expected.square().sum(), asked, allow_unused=True)
+        for parameter, own, other in zip(asked, gradients, literal, strict=True):
+            own, other = (torch.zeros_like(parameter) if one is None else one for one in (own, other))
+            torch.testing.assert_close(own, other, rtol=1e-8, atol=1e-10)
+        torch.manual_seed(seed)
+        plain = Gdas(space.layout(), GdasSettings(run=run)).double()  # type: ignore[arg-type]
+        plain.load_state_dict(method.state_dict())
+        torch.manual_seed(seed)
+        (without,) = torch.autograd.grad(supernet(x, plain.relax()).square().sum(), plain.alpha["cell"])
+        differs |= not torch.allclose(without, gradients[0])
+    assert differs
+
+
+def test_constants_are_for_nas_bench_201_and_for_steps_of_the_architecture() -> None:
+    with pytest.raises(UserError, match=r"space is 'toy'.*unsampled=nothing"):
+        Gdas(LAYOUT, GdasSettings(unsampled="constant"))
+    method = Gdas(tiny_space("nb201").layout(), GdasSettings(unsampled="constant"))
+    mix = method.relax()
+    assert isinstance(mix, WeightMix)
+    offsets = mix.offsets(0)
+    assert offsets is not None and offsets.requires_grad and not offsets.any()
+    with torch.no_grad():
+        mix = method.relax()
+    assert isinstance(mix, WeightMix) and mix.offsets(0) is None and mix.copy().offsets(0) is None
+
+
 # --- what runs ---
 
 
@@ -207,6 +275,7 @@ def test_recipes_are_those_of_the_released_configurations(scale: str, space: str
     assert (a.lr, a.beta1, a.beta2, a.weight_decay, a.clip) == (3e-4, 0.5, 0.999, 1e-3, 0.0)
     assert recipe.split == {"weights": 0.5, "validation": 0.5}
     assert (recipe.method_settings["first_temperature"], recipe.method_settings["last_temperature"]) == (10.0, 0.1)
+    assert recipe.method_settings["unsampled"] == ("constant" if space == "nb201" else "nothing")
     if space == "nb201":
         assert (recipe.space_settings["cells_per_stage"], recipe.space_settings["channels"]) == (5, 16)
 

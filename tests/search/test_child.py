@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.arch import WeightMix, sample
+from softcell.arch import Mix, WeightMix, sample
 from softcell.data import Batch
+from softcell.engine.metrics import Measured
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
 from softcell.search.seeds import RECALIBRATED, figure, score, search_seeds
-from softcell.search.validation import measure_child, recalibrate_, recalibrated
+from softcell.search.validation import Validation, measure_child, recalibrate_, recalibrated
 from softcell.spaces import Supernet
 from softcell.spaces.execution import is_modules_only
 from softcell.testing import one_hot, tiny_space
@@ -168,15 +169,26 @@ def test_recalibrated_norms_are_means_over_batches_and_everything_is_restored() 
 
 
 @pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
-def test_methods_of_many_cells_end_with_norms_of_their_own(
+def test_methods_of_many_cells_are_validated_with_norms_of_their_own(
     method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = METHODS.get(method)
     given = small(data, method=method, epochs=3, drop_path=0.3, evolution={"generations": 0})
-    result = search(resolve(given), tmp_path / "run")
+    momenta: list[set[float | None]] = []
+    original = Validation.__call__
+
+    def call(self: Validation, mix: Mix) -> Measured:
+        momenta.append({norm.momentum for norm in self._supernet.modules() if isinstance(norm, nn.BatchNorm2d)})
+        return original(self, mix)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "__call__", call)
+        result = search(resolve(given), tmp_path / "run")
     results = json.loads((tmp_path / "run" / "run.json").read_text())["results"]
     many = method in ("snas", "spos", "entrannas", "entrannas-dst", "gdas", "drnas")
-    assert [row["epoch"] for row in result.metrics if "val_accuracy_bn" in row] == [2] * many
+    assert [row["epoch"] for row in result.metrics if "val_accuracy_bn" in row] == [0, 1, 2] * many
+    assert all(row["val_accuracy_bn"] == row["val_accuracy"] for row in result.metrics if many)
+    assert momenta == [{None}] * 3 or not many, "recalibrated norms average plainly"
     assert results.get("val_accuracy_bn") == result.metrics[-1].get("val_accuracy_bn")
     assert figure([result]) == ("val_accuracy_bn" if many else "val_accuracy")
     if many:

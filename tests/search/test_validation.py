@@ -105,9 +105,9 @@ def test_float64_stays_float64() -> None:
 
 @pytest.mark.parametrize(("trained", "held", "warned"), [(0.62, 0.1, True), (0.3, 0.1, False), (0.9, 0.84, False)])
 def test_only_an_accuracy_far_below_training_is_warned_about(trained: float, held: float, warned: bool) -> None:
-    text = overfit_warning(trained, held, many_cells=True)
+    text = overfit_warning(trained, held, is_recalibrated=True)
     assert (text is not None) == warned
-    for many in (True, False):
-        messages = overfit_warning(trained, held, many_cells=many)
-        assert messages is None or ("measured once more" in messages) == ("many cells" in messages) == many
+    for recalibrated in (True, False):
+        messages = overfit_warning(trained, held, is_recalibrated=recalibrated)
+        assert messages is None or ("recalibrated" in messages) == ("many cells" in messages) == recalibrated
     assert text is None or (f"{held:.1%}" in text and f"{trained:.1%}" in text)

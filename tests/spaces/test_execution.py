@@ -102,6 +102,7 @@ def outcome(
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
     singly: bool = False,
+    offset: bool = False,
 ) -> list[Tensor]:
     """Output, gradients and running statistics of one training step."""
     supernet, state = built(name, tuple(settings.items()), device, dtype)
@@ -120,8 +121,10 @@ def outcome(
         }
     x = torch.randn(4, 3, 8, 8, dtype=torch.float64).to(device=device, dtype=dtype)
     torch.manual_seed(1)
-    y = supernet(x, (Singly if singly else WeightMix)(layout, tables, lives))
-    wanted = [*tables.values(), *supernet.parameters()]
+    offsets = {key: torch.randn_like(value[:, 0]).requires_grad_() for key, value in tables.items()} if offset else {}
+    mix = Singly(layout, tables, lives) if singly else WeightMix(layout, tables, lives, offsets=offsets)
+    y = supernet(x, mix)
+    wanted = [*tables.values(), *offsets.values(), *supernet.parameters()]
     gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
     found = [g if g is not None else torch.zeros_like(w) for g, w in zip(gradients, wanted, strict=True)]
     return [y, *found, *(buffer.clone() for buffer in supernet.buffers())]
@@ -141,6 +144,19 @@ def test_a_step_equals_one_module_by_module(case: str, dropping: bool, some: boo
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # drop-path's factors are float32
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+def test_a_step_with_offsets_equals_one_module_by_module(some: bool, planned: list[bool]) -> None:
+    """A cell that has a fused form as a whole runs node by node then, since offsets are added between the nodes."""
+    name, settings = APART["nb201"]
+    found = outcome(name, settings, some=some, offset=True)
+    assert planned and all(planned)
+    with modules_only():
+        expected = outcome(name, settings, some=some, offset=True)
+    assert found[2].any(), "the gradient of the offsets"
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("case", "some"), [*((case, False) for case in APART), ("nos", True), ("darts", True)])

@@ -28,7 +28,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_searches_share_one_recipe(table: Path) -> None:
     options = nb201._options(["--table", str(table)])
     common = nb201.recipe_of("darts", 0, options)
-    for arm in nb201.ARMS:
+    for arm in nb201.ARMS.keys() - set(nb201.AUTHORS):
         recipe = nb201.recipe_of(arm, 3, options)
         assert recipe.seed == 3 and recipe.space == "nb201"
         assert (recipe.batch_size, recipe.split, recipe.weights) == (common.batch_size, common.split, common.weights)
@@ -41,6 +41,20 @@ def test_all_searches_share_one_recipe(table: Path) -> None:
     assert nb201.recipe_of("darts-2nd", 0, options).regime == "unrolled"
     assert nb201.recipe_of("itnas-pt", 0, options).select.by == "perturbation"
     assert nb201.recipe_of("itnas-post-norm", 0, options).method_settings["token_norm"] is False
+
+
+def test_arms_of_authors_recipes_differ_in_what_they_name_and_run_on_request(table: Path) -> None:
+    options = nb201._options(["--table", str(table)])
+    assert not set(nb201.AUTHORS) & set(options.arms)
+    for arm, same in (("gdas-released", "gdas"), ("beta-darts-100", "beta-darts"), ("pc-darts-256", "pc-darts")):
+        own, common = (nb201.recipe_of(name, 1, options).to_dict() for name in (arm, same))
+        assert {key for key in own if own[key] != common[key]} == set(nb201.ARMS[arm]) - {"method"}
+    assert nb201.recipe_of("gdas-released", 0, options).method_settings["unsampled"] == "constant"
+    longest = nb201.recipe_of("gdas-250", 0, options)
+    assert (longest.epochs, longest.batch_size, longest.weights.weight_decay) == (250, 64, 5e-4)
+    partial = nb201.recipe_of("darts-partial-100", 0, options)
+    assert (partial.method, partial.epochs, partial.space_settings["partial_channels"]) == ("darts", 100, 4)
+    assert nb201.recipe_of("pc-darts-256", 0, options).weights.lr == 0.1
 
 
 def test_a_table_grows_by_several_commands(

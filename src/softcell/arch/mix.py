@@ -113,6 +113,8 @@ class WeightMix(Mix):
     picked: per site that runs some candidates, each with a weight of exactly 1, which they are, and the same as a
     tensor [choices, width] of ones and zeros. Such a site ignores `weights`.
     masked: per site the candidates that run and their weights [choices, width], 0 or 1. Such a site ignores `weights`.
+    offsets: per table [choices] a number that each choice adds to all values of its target node, in mixed cells. Copies
+    of the mix leave it out: it is for gradients, of terms whose value is 0.
 
     Example:
         >>> import torch
@@ -133,8 +135,10 @@ class WeightMix(Mix):
         lives: Mapping[int, Live] | None = None,
         picked: Mapping[int, tuple[Live, Tensor]] | None = None,
         masked: Mapping[int, tuple[Live, Tensor]] | None = None,
+        offsets: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._weights: list[Tensor] = []
+        self._offsets = [offsets[name] for name in layout.sites] if offsets else []
         seen: dict[str, int] = {}
         for name in layout.sites:
             table, position = weights[name], seen.get(name, 0)
@@ -152,6 +156,10 @@ class WeightMix(Mix):
 
     def live(self, site: int) -> Live | None:
         return self._lives.get(site)
+
+    def offsets(self, site: int) -> Tensor | None:
+        """[choices]; None: nothing is added."""
+        return self._offsets[site] if self._offsets else None
 
     def is_picked(self, site: int) -> bool:
         """Whether all live candidates of the site weigh exactly 1: a node is then their plain sum."""
@@ -175,7 +183,7 @@ class WeightMix(Mix):
         known = {id(weights): weights.detach().clone() for weights in _all(self)}
         twin._weights = [known[id(weights)] for weights in self._weights]
         twin.tables = {name: known[id(weights)] for name, weights in self.tables.items()}
-        twin._lives, twin._picked = self._lives, self._picked
+        twin._lives, twin._picked, twin._offsets = self._lives, self._picked, []
         return twin
 
     def take(self, other: Self) -> None:
@@ -187,7 +195,7 @@ class WeightMix(Mix):
         twin = object.__new__(WeightMix)
         twin._weights = [weights.detach() for weights in self._weights]
         twin.tables = {name: weights.detach() for name, weights in self.tables.items()}
-        twin._lives, twin._picked = self._lives, self._picked
+        twin._lives, twin._picked, twin._offsets = self._lives, self._picked, []
         return twin
 
 

@@ -204,6 +204,7 @@ _DEFAULTS_OF_OLD_RUNS: dict[str, Any] = {
     "auto": [],
     "test": True,
     "space_settings.partial_channels": 1,
+    "method_settings.unsampled": "nothing",
     "architecture.after": 0.0,
     "norms": "shared",
 }

@@ -39,7 +39,7 @@ class Method(nn.Module, ABC):
     its tables wherever an edge has others. learns: False for a method without parameters. is_distribution: whether
     `occupancy` sums to 1 per choice, so that it can be sampled.
     many_cells: whether weights learn in other cells than the one that is validated (samples, or the cell derived at
-    that step). Running statistics of BatchNorm then fit no single cell, so the last validation recalibrates them.
+    that step). Running statistics of BatchNorm then fit no single cell, so validation recalibrates them.
 
     selection, planner, observer: parts that most methods do not have (`softcell.methods.parts`).
 

@@ -12,6 +12,11 @@
 log p = A - logsumexp(A) and A give the same softmax, so A itself is perturbed. One sample per table and pass is shared
 by all its sites. The weight of a sampled operation is exactly 1 and has the gradient of its relaxed sample; all other
 weights are exactly 0 and have no gradient.
+
+The authors' code for NAS-Bench-201 adds the weights h^k of the other operations to the node, x_i = h^s F_s(x_j) +
+Σ_{k≠s} h^k. That adds 0, but ∂L/∂h^k is then the sum of ∂L/∂x_i over the feature map instead of 0. The softmax ignores
+what all operations of an edge have in common, so the sampled one is in effect compared with a constant map in place of
+no map. The published accuracy comes from that code; `unsampled="constant"` is its gradient.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.choice import LINK
 from softcell.arch.mix import Schedule, concrete, live_where, temperature_at, with_links
+from softcell.errors import UserError
 from softcell.methods.base import Masks, Method, Regime, logits_like, register_method
 from softcell.methods.parts import Planner
 from softcell.nn.stochastic import draw_uniform
@@ -53,6 +59,11 @@ def straight_through(hard: Tensor, relaxed: Tensor) -> Tensor:
     return hard * (1.0 + (relaxed - relaxed.detach()))
 
 
+def constants(hard: Tensor, relaxed: Tensor) -> Tensor:
+    """Σ_k h^k over the operations that were not sampled, [choices, width] to [choices]: 0, with their gradient."""
+    return ((1.0 - hard) * (relaxed - relaxed.detach())).sum(-1)
+
+
 def _one_hot(values: Tensor) -> Tensor:
     """1 at the first largest of the last dimension, 0 elsewhere, [..., n] to [..., n]."""
     return torch.zeros_like(values).scatter(-1, values.argmax(-1, keepdim=True), 1.0)
@@ -70,6 +81,9 @@ class GdasSettings:
     Deviation: on a GPU the host would have to wait for every sample, and a CUDA graph, which runs the same kernels at
     every replay, could not be used. Gradients are the same. What differs for candidates that were not sampled: under
     "all" their BatchNorm statistics are updated and SGD applies momentum and weight decay to their weights.
+
+    `unsampled`: what the weight of an operation that was not sampled multiplies. "nothing" is the paper's, and gives it
+    no gradient; "constant" is the released code's for NAS-Bench-201, a map of ones. Only the space `nb201` has it.
     """
 
     schedule: Schedule = "linear"
@@ -77,6 +91,7 @@ class GdasSettings:
     last_temperature: float = 0.1
     init_scale: float = 1e-3
     run: Literal["auto", "sampled", "all"] = "auto"
+    unsampled: Literal["nothing", "constant"] = "nothing"
 
     def __post_init__(self) -> None:
         positive("first_temperature", self.first_temperature)
@@ -112,7 +127,12 @@ class Gdas(Method):
         # The released GDAS-NASNet-CIFAR.config of AutoDL-Projects.
         "paper": {"epochs": 250, "batch_size": 256, "weights": {"weight_decay": 5e-4}},
         # configs/nas-benchmark/algos/GDAS.config and scripts-search/NAS-Bench-201-algos/GDAS.sh there.
-        "nb201": {"epochs": 250, "batch_size": 64, "weights": {"weight_decay": 5e-4}},
+        "nb201": {
+            "epochs": 250,
+            "batch_size": 64,
+            "weights": {"weight_decay": 5e-4},
+            "method_settings": {"unsampled": "constant"},
+        },
         "small": {"epochs": 24, "batch_size": 64, "weights": {"lr": 0.1}, "architecture": {"lr": 0.01}},
     }
 
@@ -120,6 +140,11 @@ class Gdas(Method):
 
     def __init__(self, layout: Layout, settings: GdasSettings) -> None:
         super().__init__(layout, settings)
+        if settings.unsampled == "constant" and layout.space != "nb201":
+            raise UserError(
+                f"method.unsampled=constant is for space 'nb201', but the space is {layout.space!r}: the released code "
+                "has it there alone; set method.unsampled=nothing"
+            )
         self.alpha = logits_like(layout, settings.init_scale)
         self.masks = Masks(layout)
         self.register_buffer("temperature", torch.tensor(settings.first_temperature))
@@ -130,11 +155,18 @@ class Gdas(Method):
         self.temperature.fill_(temperature_at(progress, s.first_temperature, s.last_temperature, s.schedule))
 
     def relax(self) -> Mix:
-        samples = {name: self._sample(name) for name in self.alpha}
+        samples, offsets = dict[str, Tensor](), dict[str, Tensor]()
+        for name in self.alpha:
+            hard, relaxed = self._sample(name)
+            samples[name] = straight_through(hard, relaxed)
+            # Outside of the architecture's steps the offsets would be zeros without gradient, and cells would not fuse.
+            if self.settings.unsampled == "constant" and relaxed.requires_grad:
+                offsets[name] = constants(hard, relaxed)
         if not self.runs_sampled_only():
-            return WeightMix(self.layout, samples)
+            return WeightMix(self.layout, samples, offsets=offsets)
         lives = {name: live_where(sample.detach() > 0) for name, sample in samples.items()}
-        return WeightMix(self.layout, samples, lives={site: lives[name] for site, name in enumerate(self.layout.sites)})
+        by_site = {site: lives[name] for site, name in enumerate(self.layout.sites)}
+        return WeightMix(self.layout, samples, lives=by_site, offsets=offsets)
 
     def probabilities(self) -> dict[str, Tensor]:
         """softmax(A): how often each operation is sampled, at any temperature."""
@@ -148,9 +180,12 @@ class Gdas(Method):
         run = self.settings.run
         return bool(self.temperature.device.type == "cpu" if run == "auto" else run == "sampled")
 
-    def _sample(self, table: str) -> Tensor:
-        """h [choices, width]; drawn in float32, so that the precision of a run does not change its samples."""
+    def _sample(self, table: str) -> tuple[Tensor, Tensor]:
+        """One-hot sample and its relaxation, both [choices, width].
+
+        Drawn in float32, so that the precision of a run does not change its samples.
+        """
         alpha, mask, members = self.alpha[table], self.masks[table], self.masks.members(table)
         uniform = draw_uniform(*alpha.shape, device=alpha.device).to(alpha.dtype)
         relaxed = concrete(alpha, mask, self.temperature, uniform, members)
-        return straight_through(harden(relaxed, mask, members), relaxed)
+        return harden(relaxed, mask, members), relaxed

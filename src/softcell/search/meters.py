@@ -167,7 +167,7 @@ class ValidationMeter(EpochMeter):
         # A pass over the whole supernet gives its accuracy too, where both read the same images.
         whole = passes[0].mix if passes and passes[0].calibration is None else None
         if task.objective.supervised:
-            metrics = self._supervised(task, whole, recalibrates=last and method.many_cells and whole is None)
+            metrics = self._supervised(task, whole)
         else:
             metrics = self._unsupervised(task, method.relax() if whole is None else whole)
         self._calibrated_passes(task, passes)
@@ -175,23 +175,24 @@ class ValidationMeter(EpochMeter):
             for sums in selection.sums():
                 sum_(sums, task.world)
         text = overfit_warning(
-            epoch.metrics.get("train_accuracy"), metrics.get("val_accuracy"), many_cells=method.many_cells
+            epoch.metrics.get("train_accuracy"), metrics.get("val_accuracy"), is_recalibrated=RECALIBRATED in metrics
         )
-        # At first running statistics fit no method's cells; those of many cells never fit one.
-        if text is not None and (last or method.many_cells):
+        if text is not None and last:  # at first running statistics fit no supernet
             self._warn(text)
         return metrics
 
-    def _supervised(self, task: SearchTask, whole: Mix | None, *, recalibrates: bool) -> dict[str, Any]:
+    def _supervised(self, task: SearchTask, whole: Mix | None) -> dict[str, Any]:
+        """Loss and accuracy; with BatchNorm recalibrated where running statistics fit no single mix (`many_cells`)."""
         if whole is not None and self._selecting is not self._accuracy:
             self._selecting(whole)
         mix = whole if whole is not None and self._selecting is self._accuracy else task.method.relax()
-        held = self._accuracy(mix)
-        metrics = {"val_loss": held.loss, **held.named("val"), **self._split(task), "val_count": held.count}
-        if recalibrates:
+        if task.method.many_cells and whole is None:
             with recalibrated(task.supernet, mix, task.calibration_batches(), task.in_step):
-                metrics[RECALIBRATED] = self._accuracy(mix).accuracy
-        return metrics
+                held = self._accuracy(mix)
+            marked = {RECALIBRATED: held.accuracy}
+        else:
+            held, marked = self._accuracy(mix), {}
+        return {"val_loss": held.loss, **held.named("val"), **self._split(task), "val_count": held.count, **marked}
 
     def _unsupervised(self, task: SearchTask, mix: Mix) -> dict[str, Any]:
         """The objective's own loss. Its random draws are the same each time and change nothing else."""

@@ -24,7 +24,10 @@ StepContext = Callable[[], AbstractContextManager[object]]
 """A context for forward passes: precision and kind of cells as in a step of the search."""
 
 RECALIBRATED = "val_accuracy_bn"
-"""The metric with BatchNorm recalibrated for the cell that is validated."""
+"""The metric that says that `val_accuracy` was measured with BatchNorm recalibrated, and has its value.
+
+Searches of earlier versions have it after the last epoch alone; their `val_accuracy` has running statistics.
+"""
 OVERFIT_RATIO = 3.0
 """Training accuracy over validation accuracy above which a supernet's validation accuracy is suspicious."""
 
@@ -88,22 +91,19 @@ class Validation:
         self._meter.judge(logits, batch.labels)
 
 
-def overfit_warning(trained: float | None, held: float | None, *, many_cells: bool) -> str | None:
-    """A warning where the accuracy on held-out images is far below the one in training, else None.
+def overfit_warning(trained: float | None, held: float | None, *, is_recalibrated: bool) -> str | None:
+    """A warning where the supernet's validation accuracy is far below the one in training, else None.
 
-    None: not measured. many_cells: whether weights learn in other cells than the one that is validated (samples).
-
-    Seen in NAS-Bench-201 with SNAS and EnTranNAS: 62% in training and 10%, which is chance, on other images.
+    None: not measured. is_recalibrated: whether BatchNorm has the statistics of the mix that is validated.
     """
     if trained is None or held is None or trained <= OVERFIT_RATIO * held:
         return None
     both = f"the supernet is right for {held:.1%} of its validation images, but for {trained:.1%} in training. "
-    if many_cells:
+    if is_recalibrated:
         return both + (
-            "Its method trains many cells, and BatchNorm's running statistics, averaged over all of them, may not fit "
-            "the one that is validated: the figure says little about the search, and the derived architecture does not "
-            "depend on it. "
-            "After the last epoch it is measured once more, with BatchNorm recalibrated; seeds are compared by that."
+            "Its method trains many cells, and one of them is validated, with BatchNorm recalibrated for it: either "
+            "the supernet overfits, or this cell is a poor one (a sample may be all `none`). More images may help. "
+            "Do not compare seeds by this figure."
         )
     return both + (
         "Every step of its method trains all candidates, so either the supernet overfits, or BatchNorm's running "

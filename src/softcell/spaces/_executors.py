@@ -64,6 +64,9 @@ def run_by_node(
                 value = cell.partial.node_value(None, None, states[0])
             else:  # `_run_modules` gave the mix outputs of all channels
                 value = cell.partial.shuffle(value)
+            offsets = mix.offsets(site) if isinstance(mix, WeightMix) else None
+            if offsets is not None:
+                value = value + sum(offsets[choice] for choice in cell.table.incoming(node))
             values.append(value)
         if node in cell.leaving:
             executor = executors[node] = NodeExecutor(values[node], node, cell.partial or cell.bottleneck)

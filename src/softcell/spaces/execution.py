@@ -49,14 +49,14 @@ class Execution(Enum):
 def plan(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Execution:
     """The executor of a mixed cell whose inputs are like `x` [n, c, h, w].
 
-    A cell with something between its nodes (a bottleneck, a bypass, a calibration) or with a candidate that has no
-    kernel has no fused form. A node without a fused form of its own then runs module by module.
+    A cell with something between its nodes (a bottleneck, a bypass, a calibration, an offset) or with a candidate that
+    has no kernel has no fused form. A node without a fused form of its own then runs module by module.
     """
     if not kernels_serve(x):
         return Execution.MODULES
     if not isinstance(mix, WeightMix):
         return Execution.FUSED_OUTPUTS  # it combines outputs itself, so it needs each of them
-    if cell.fused(mix.live(site)) is None:
+    if mix.offsets(site) is not None or cell.fused(mix.live(site)) is None:
         return Execution.FUSED_SUMS
     return Execution.FUSED_CELL
 

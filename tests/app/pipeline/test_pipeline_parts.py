@@ -227,7 +227,7 @@ def test_the_error_says_how_many_images_to_add() -> None:
         check_num_images(found(2, 5))
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_the_overfit_warning_names_no_option_that_a_run_lacks(many: bool) -> None:
-    text = overfit_warning(0.9, 0.1, many_cells=many)
+@pytest.mark.parametrize("recalibrated", [False, True])
+def test_the_overfit_warning_names_no_option_that_a_run_lacks(recalibrated: bool) -> None:
+    text = overfit_warning(0.9, 0.1, is_recalibrated=recalibrated)
     assert text is not None and "--keep" not in text

@@ -94,6 +94,9 @@ def search_accuracy(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {"accuracy": f"{percent(last['best_val_accuracy'])} on the {last['val_split']} split, the best one"}
     share = f"{percent(last['val_accuracy'])}{top5_of(last.get('val_top5'))}"
     text, recalibrated = f"{share} on the {last['val_split']} split", last.get(RECALIBRATED)
+    if recalibrated == last["val_accuracy"]:
+        return {"supernet": f"{text}, BatchNorm recalibrated"}
+    # Searches of earlier versions measured with running statistics, and once more after the last epoch.
     return {
         "supernet": text if recalibrated is None else f"{text}, {percent(recalibrated)} with BatchNorm recalibrated"
     }
