@@ -1,5 +1,8 @@
 """What runs inside the processes of `search_forks.py`: searches and trainings in a folder, started or resumed."""
 
+import gc
+import importlib
+import io
 import json
 import os
 import signal
@@ -19,6 +22,7 @@ from softcell.evaluate import count_genotype, stored_training, train
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
 from softcell.kernels.derived import derived_cell_reference
+from softcell.methods import METHODS
 from softcell.registry import load_plugin
 from softcell.search import resolve, search, stored_recipe
 from softcell.search.samplers import IndependentTask
@@ -41,6 +45,13 @@ def warm_up() -> None:
     space = build_space("nb201", {"cells_per_stage": 1, "channels": 1})
     genotype = sample(space.layout(), 0)
     count_genotype(space, genotype, (1, 4, 4), 2)
+    for name in METHODS:
+        METHODS.get(name)
+    torch.save({"weight": weight}, io.BytesIO())
+    for late in ("numpy.ctypeslib", "numpy.ma", "encodings.cp437"):  # tensors to arrays, reading .npz
+        importlib.import_module(late)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of all that was imported
 
 
 def run_search(
