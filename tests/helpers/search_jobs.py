@@ -30,6 +30,7 @@ from softcell.search.task import SearchTask
 from softcell.spaces import _derived_plan, build_space, execution
 from softcell.spaces._derived_plan import DerivedPass
 from softcell.spaces._fused_cell import FusedCell
+from tests.helpers.engine_launch import run_as_rank
 
 Settings = dict[str, Any]
 
@@ -146,6 +147,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         return [x for item in value.values() for x in _tensors(item)]
     return [x for item in value for x in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def run_on_rank(module: str, function: str, folder: str) -> None:
+    """One of the processes of `engine_launch.on_ranks`."""
+    run_as_rank(module, function, Path(folder))
 
 
 def error_of(kind: str, out: str, settings: Settings) -> dict[str, Any]:
