@@ -1,6 +1,7 @@
 """One thread per test process, since tensors here are small; the longest files first; the same start for every test."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -57,6 +58,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     ranks = {here / name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live to the end: garbage collections need not look at their million objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softcell.engine.distributed import World
 from tests.helpers.derived_ranks import CHANNELS, FORMS, SIZE, cell_pass, groups_of, network_steps, part_of
-from tests.helpers.engine_launch import results, start_ranks
+from tests.helpers.engine_launch import on_ranks, results, start_ranks
 from tests.helpers.kernel_runs import MARKS
 
 TOLERANCE = 1e-10
@@ -21,7 +21,7 @@ OUTCOMES = ("output", "statistics", "gradient of parameters", "gradient of older
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("derived")
-    return results(start_ranks(2, "derived_ranks", "twins_on_rank", folder), folder, timeout=240.0)
+    return on_ranks(2, "derived_ranks", "twins_on_rank", folder)
 
 
 def whole(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from softcell.search.steps import StepState
 from softcell.spaces import Bound
 from softcell.spaces.execution import modules_only
-from tests.helpers.engine_launch import results, start_ranks
+from tests.helpers.engine_launch import on_ranks
 from tests.helpers.fused_ranks import (
     CELLS,
     SHARED,
@@ -31,7 +31,7 @@ TOLERANCE = 1e-10
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes give, started once for all tests here."""
     folder = tmp_path_factory.mktemp("ranks")
-    return results(start_ranks(2, "fused_ranks", "everything_on_rank", folder), folder, timeout=240.0)
+    return on_ranks(2, "fused_ranks", "everything_on_rank", folder)
 
 
 def close(found: Any, expected: Any, tolerance: float = TOLERANCE) -> None:

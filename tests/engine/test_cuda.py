@@ -15,7 +15,7 @@ from softcell.engine.metrics import DivergedError, LossWatch
 from softcell.engine.session import resolve_device, rng_state, set_deterministic, set_rng_state
 from softcell.engine.timing import Stopwatch
 from softcell.nn.stochastic import DropPath
-from tests.helpers.engine_launch import on_ranks
+from tests.helpers.engine_launch import results, start_ranks
 from tests.helpers.engine_ranks import CASES, norm_case
 from tests.helpers.engine_toy import Toy, final_state, same
 
@@ -140,7 +140,7 @@ def test_a_failure_is_seen_before_anything_is_saved(tmp_path: Path) -> None:
 
 
 def test_normalisation_over_two_processes_works_on_device_memory(tmp_path: Path) -> None:
-    ranks = on_ranks(2, "engine_ranks", "norm_on_cuda_rank", tmp_path)
+    ranks = results(start_ranks(2, "engine_ranks", "norm_on_cuda_rank", tmp_path), tmp_path)
     for name, case in CASES.items():
         whole = norm_case(case, nn.BatchNorm2d, None)
         tolerance = {"float32": 1e-4, "far": 1e-7}.get(name, 1e-10)

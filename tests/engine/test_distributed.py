@@ -16,7 +16,7 @@ from tests.helpers.engine_toy import ALONE, Toy, final_state, same, untimed
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder and the results of two processes, started once for all tests here: each imports torch."""
+    """The folder and the results of two processes, started once for all tests here."""
     folder = tmp_path_factory.mktemp("ranks")
     return folder, on_ranks(2, "engine_ranks", "loop_and_collectives_on_rank", folder)
 

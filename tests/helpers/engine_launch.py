@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.search_forks import forks
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCE = ROOT / "src"
@@ -67,11 +69,18 @@ def results(processes: list[subprocess.Popen[str]], folder: Path, timeout: float
 
 
 def on_ranks(size: int, module: str, function: str, folder: Path) -> list[Any]:
-    """Run `function(world, folder)` in `size` processes and return their results by rank."""
-    return results(start_ranks(size, module, function, folder), folder)
+    """Run `function(world, folder)` in `size` processes and return their results by rank.
+
+    The processes are forked and need not import torch. CUDA does not survive a fork: use `start_ranks` for it.
+    """
+    import torch
+
+    for job in forks().start_ranks(size, folder, "run_on_rank", lambda rank: (module, function, folder)):
+        job.wait().get()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def _child(module: str, function: str, folder: Path) -> None:
+def run_as_rank(module: str, function: str, folder: Path) -> None:
     import torch
 
     from softcell.engine import distributed
@@ -102,4 +111,4 @@ def thread_names() -> list[str]:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    run_as_rank(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -1,5 +1,8 @@
 """What runs inside the processes of `search_forks.py`: searches and trainings in a folder, started or resumed."""
 
+import gc
+import importlib
+import io
 import json
 import os
 import signal
@@ -20,6 +23,7 @@ from softcell.evaluate import count_genotype, stored_training, train
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
 from softcell.kernels.derived import derived_cell_reference
+from softcell.methods import METHODS
 from softcell.registry import load_plugin
 from softcell.search import resolve, search, stored_recipe
 from softcell.search.samplers import IndependentTask
@@ -28,6 +32,7 @@ from softcell.spaces import _derived_plan, build_space, execution
 from softcell.spaces import cell as cells
 from softcell.spaces._derived_plan import DerivedPass
 from softcell.spaces._fused_cell import FusedCell
+from tests.helpers.engine_launch import run_as_rank
 
 Settings = dict[str, Any]
 
@@ -43,6 +48,13 @@ def warm_up() -> None:
     space = build_space("nb201", {"cells_per_stage": 1, "channels": 1})
     genotype = sample(space.layout(), 0)
     count_genotype(space, genotype, (1, 4, 4), 2)
+    for name in METHODS:
+        METHODS.get(name)
+    torch.save({"weight": weight}, io.BytesIO())
+    for late in ("numpy.ctypeslib", "numpy.ma", "encodings.cp437"):  # tensors to arrays, reading .npz
+        importlib.import_module(late)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of all that was imported
 
 
 def run_search(
@@ -154,6 +166,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         return [x for item in value.values() for x in _tensors(item)]
     return [x for item in value for x in _tensors(item)] if isinstance(value, list | tuple) else []
+
+
+def run_on_rank(module: str, function: str, folder: str) -> None:
+    """One of the processes of `engine_launch.on_ranks`."""
+    run_as_rank(module, function, Path(folder))
 
 
 def error_of(kind: str, out: str, settings: Settings) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from softcell.methods import METHODS
-from softcell.search import resolve
 from softcell.spaces import SPACES, Space
 from softcell.testing import ALIKE, SOFTMAX_AT_HOME, RaggedSpace, check_name, checks_for, tiny_space
 from softcell.testing import methods as checks
@@ -52,16 +51,6 @@ def test_every_method_keeps_its_contracts_on_every_space(
     check: Callable[..., None], method: str, space: str, spaces: dict[str, Space]
 ) -> None:
     check(METHODS.get(method), spaces[space])
-
-
-@pytest.mark.parametrize("scale", ["small", "paper"])
-@pytest.mark.parametrize("space", list(SPACES))
-@pytest.mark.parametrize("method", FOUND)
-def test_every_method_has_a_recipe_for_every_space(method: str, space: str, scale: str) -> None:
-    recipe = resolve({"method": method, "space": space, "scale": scale})
-    assert (recipe.method, recipe.space, recipe.scale) == (method, space, scale)
-    assert recipe.regime != "auto"
-    assert resolve(recipe.to_dict()) == recipe
 
 
 def test_discovery_finds_the_methods_that_ship() -> None:

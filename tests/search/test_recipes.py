@@ -60,6 +60,7 @@ def test_the_split_follows_the_regime_unless_given(regime: str, validation: floa
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_a_resolved_recipe_resolves_to_itself_also_through_json(method: str, space: str, scale: str) -> None:
     recipe = resolve({"method": method, "space": space, "scale": scale})
+    assert (recipe.method, recipe.space, recipe.scale) == (method, space, scale)
     assert resolve(recipe.to_dict()) == recipe
     assert resolve(json.loads(json.dumps(recipe.to_dict()))) == recipe
     assert "auto" not in (recipe.regime,)
