@@ -52,8 +52,10 @@ CHANGES: dict[str, dict[str, int]] = {
         "weight_programs": 1056,
     },
     "gather by pixels": {"gather_groups": 0},
-    "gather groups 8": {"gather_groups": 8},
+    "gather groups 16": {"gather_groups": 16},
+    "gather groups 4": {"gather_groups": 4},
     "weight stages 1": {"weight_stages": 1},  # loads pass through the L1 cache, where neighbouring taps meet
+    "weight stages 3": {"weight_stages": 3},
     "weight waves 1": {"weight_waves": 1},
     "weight programs 1056": {"weight_programs": 1056},
     "lower depth 16": {"lower_depth": 16},

@@ -2,20 +2,12 @@
 
 All searches use the supernet, data, batch size, weight optimiser and length of one recipe (IT-NAS's: 50 epochs, first
 order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
-<<<<<<< HEAD
-look-up. `random` trains cells by themselves and keeps the best on the validation half; beside every other arm is what
-`random` had found after the same number of seconds. `random cell` and `optimum` come from the table. GPU memory is that
-of one search, also where several share the GPU; its seconds are then divided by the number of searches at once.
-Kendall's tau per edge compares indicators with the table: the method's own, that of a selection by perturbation, with
---indicators perturbation and discretisation on every trained supernet, and with --proxies Zero-Cost-PT on untrained
-ones.
-=======
 look-up, but for those in `AUTHORS`, which run on request. `random` trains cells by themselves and keeps the best on the
 validation half; beside every other arm is what `random` had found after the same number of seconds. `random cell` and
-`optimum` come from the table. GPU memory is that of one search, also where several share the GPU. Kendall's tau per
-edge compares indicators with the table: the method's own, that of a selection by perturbation, with --indicators
-perturbation and discretisation on every trained supernet, and with --proxies Zero-Cost-PT on untrained ones.
->>>>>>> baselines
+`optimum` come from the table. GPU memory is that of one search, also where several share the GPU; its seconds are then
+divided by the number of searches at once. Kendall's tau per edge compares indicators with the table: the method's own,
+that of a selection by perturbation, with --indicators perturbation and discretisation on every trained supernet, and
+with --proxies Zero-Cost-PT on untrained ones.
 
 Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that a table can be collected by any number of
 commands on any number of machines. Stop a command at any time (or with --minutes); the same command resumes.

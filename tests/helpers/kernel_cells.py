@@ -57,6 +57,7 @@ class OneSite(WeightMix):
     def __init__(self, table: Tensor, live: Live | None = None) -> None:
         self._table, self._live = table, live
         self._picked = frozenset()
+        self._offsets = []
 
     def weights(self, site: int) -> Tensor:
         return self._table

@@ -40,7 +40,7 @@ class Blocks:
     gather_rows: int = 64
     gather_warps: int = 4
     gather_registers: int = 0
-    gather_groups: int = 16  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
+    gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
     sums_elements: int = 1024
     add_elements: int = 2048
@@ -54,11 +54,12 @@ def blocks_for(channels):
     """The rule behind the sizes: 3/4 of a block should be used.
 
     A depth of 32 pads 36 channels to 64, one of 16 to 48. From 65 channels on a block has 128 columns, for which eight
-    warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` alone
-    (benchmarks/NOTES.md, row 11).
+    warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` and
+    `_gather_lines` alone (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1
+    cache, where neighbouring taps meet, if loads are not staged (row 16).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
-        found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4)
+        found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
     elif channels <= 64:
         found = Blocks()
     else:
