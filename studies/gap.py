@@ -1,7 +1,8 @@
 """A supernet and its derived network measured on one basis: same images, same precision, norms recalibrated for both.
 
-A run's own `val_accuracy` uses the running statistics that training left behind, `child_accuracy_bn` recalibrated ones.
-Their difference mixes two effects, so a study that reports a gap measures both networks here.
+A run's own `val_accuracy` uses the running statistics that training left behind, unless its method trains many cells,
+and `child_accuracy_bn` recalibrated ones. Their difference can mix two effects, so a study that reports a gap measures
+both networks here.
 """
 
 from __future__ import annotations

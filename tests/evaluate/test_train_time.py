@@ -279,6 +279,18 @@ def test_only_trainings_with_a_time_choose_their_threads(
         assert result.recipe.threads == expected
 
 
+def test_threads_are_chosen_where_an_epoch_has_fewer_steps_than_are_timed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "BUSY", math.inf)
+    monkeypatch.setattr(timing, "HOPELESS", math.inf)
+    monkeypatch.setattr(timing, "usable_cores", lambda: 2)
+    recipe = recipe_of(data, time=300.0, epochs=1, threads=0)
+    notes: list[str] = []
+    train(GENOTYPE, recipe, tmp_path / "run", on_event=lambda e: notes.append(e.text) if isinstance(e, Note) else None)
+    assert any("threads=auto: one step takes" in note for note in notes)
+
+
 def test_epochs_of_a_time_are_shown_rarely_and_with_the_time_left() -> None:
     screen = Console(file=io.StringIO(), width=100)
     with Display(screen, "heading") as display:

@@ -143,7 +143,8 @@ class TrainTask:
     @property
     def progress(self) -> float:
         """The share of the training that is done, 0 to 1: of its time or of its epochs, whichever is more."""
-        by_epochs = self._epochs_done / self.recipe.epochs if self.recipe.epochs else 0.0
+        # More steps than an epoch has are made where steps are timed to choose a number of threads.
+        by_epochs = min(1.0, self._epochs_done / self.recipe.epochs) if self.recipe.epochs else 0.0
         return by_epochs if self._budget is None else max(by_epochs, self._budget.progress)
 
     def _follow_schedules(self) -> None:
