@@ -213,7 +213,7 @@ def test_an_exported_file_prepares_pictures_as_training_did(root: Path, tmp_path
     recipe = resolve(genotype, {**given, "task": task}, {"space": {"cells_per_stage": 1, "channels": 4}})
     train(genotype, recipe, tmp_path / "run")
     export(tmp_path / "run", "python", tmp_path / "out")
-    written = import_file(tmp_path / "out" / "model.py")
+    written = import_file(tmp_path / "out" / "predict.py")
     side = 16 if task == "retrieve" else 14
     for file in files[:3]:
         seen = squared(file, side)[:, (side - 14) // 2 :, (side - 14) // 2 :][:, :14, :14]

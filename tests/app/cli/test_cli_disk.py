@@ -157,7 +157,7 @@ def test_an_export_whose_second_file_fails_removes_the_first(call: Softcell, tra
         assert answer.code == 2 and not Path("out").exists(), answer.error
     full.clear()
     assert call("export", trained, "--to", "python", "--out", "out").code == 0
-    assert sorted(path.name for path in Path("out").iterdir()) == ["model.py", "model.safetensors"]
+    assert sorted(path.name for path in Path("out").iterdir()) == ["model.py", "model.safetensors", "predict.py"]
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""`python model.py image.jpg ...`, the exported file as a command of its own."""
+"""`python predict.py image.jpg ...`, the exported file as a command of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = tuple[int, str, str]
 
 @pytest.fixture(scope="module")
 def file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(trained, "python", tmp_path_factory.mktemp("written")).files[0]
+    return export(trained, "python", tmp_path_factory.mktemp("written")).files[1]
 
 
 @pytest.fixture
@@ -75,9 +75,9 @@ def test_a_missing_package_raises_an_import_error(call: Callable[..., Answer], m
 
 def test_usage_is_printed_without_pictures_and_for_help(call: Callable[..., Answer]) -> None:
     code, out, error = call()
-    assert (code, out) == (2, "") and "usage: model.py [-h] IMAGE" in error
+    assert (code, out) == (2, "") and "usage: predict.py [-h] IMAGE" in error
     code, out, error = call("--help")
-    assert (code, error) == (0, "") and "usage: model.py [-h] IMAGE" in out
+    assert (code, error) == (0, "") and "usage: predict.py [-h] IMAGE" in out
 
 
 def test_a_closed_pipe_is_no_error(call: Callable[..., Answer], file: Path) -> None:

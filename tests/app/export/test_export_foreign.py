@@ -63,11 +63,13 @@ def test_no_text_of_a_folder_becomes_code(
 
     tamper(foreign, change)
     assert run(["export", str(foreign), "--to", "python", "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
-    written = import_file(tmp_path / "out" / "model.py")
+    written = import_file(tmp_path / "out" / "predict.py")
     assert not mark.exists()
     assert written.ABOUT[crafted] == "as a key" and written.ABOUT["as a value"] == crafted, "kept, as data"
     assert written.CLASSES[0] == crafted
-    tree = ast.parse((tmp_path / "out" / "model.py").read_text(encoding="utf-8"))
+    tree = ast.parse((tmp_path / "out" / "predict.py").read_text(encoding="utf-8"))
+    network = (tmp_path / "out" / "model.py").read_text(encoding="utf-8")
+    assert "as a key" not in network and crafted not in network, "the network has no text of the folder"
     assert "as a key" not in (ast.get_docstring(tree) or "")
 
 
@@ -105,7 +107,7 @@ def test_values_of_wrong_types_are_refused(
 def test_an_exported_folder_can_be_exported_again(foreign: Path, tmp_path: Path) -> None:
     done = export(foreign, "python", tmp_path / "out")
     described = json.loads((foreign / "model.json").read_text(encoding="utf-8"))
-    written = import_file(done.files[0])
+    written = import_file(done.files[1])
     assert {"space": "nb201", **described["about"]} == written.ABOUT
 
 

@@ -60,12 +60,12 @@ def test_command_writes_every_format_and_each_gives_the_networks_logits(
     assert run(["export", str(trained), *wanted, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     files = sorted(file.name for file in (tmp_path / "out").iterdir())
-    assert files == ["model.json", "model.onnx", "model.pt2", "model.py", "model.safetensors"]
+    assert files == ["model.json", "model.onnx", "model.pt2", "model.py", "model.safetensors", "predict.py"]
     assert all(str(tmp_path / "out" / name) in shown for name in files)
     model = read_model(trained)
     assert graph.check_onnx(tmp_path / "out" / "model.onnx", model) < 1e-5
     assert graph.check_program(tmp_path / "out" / "model.pt2", model) < 1e-6
-    assert python.check_python(tmp_path / "out" / "model.py", model) < 1e-6
+    assert python.check_python(tmp_path / "out" / "predict.py", model) < 1e-6
     again = Network.from_pretrained(tmp_path / "out")  # without the run it came from
     x = torch.rand(3, 1, 8, 8)
     assert torch.equal(again(x), model.network(x))
@@ -106,25 +106,25 @@ def test_a_retrieval_is_exported_as_an_embedding(
     shades = (0, 255, 5)
     for name, shade in zip(names, shades, strict=True):
         Image.fromarray(np.tri(8, 8, dtype=np.uint8) * 80 + np.uint8(shade // 2)).save(name)
-    written = python.import_file(out / "model.py")
+    written = python.import_file(out / "predict.py")
     found_by_file = written.embed(torch.cat([written.read_image(name) for name in names]), written.load())
     likeness = (found_by_file @ found_by_file.T)[0]
     assert float(likeness[0]) == pytest.approx(1.0) and float(likeness[2]) > float(likeness[1])
-    monkeypatch.setattr(sys, "argv", ["model.py", *names])
+    monkeypatch.setattr(sys, "argv", ["predict.py", *names])
     with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(str(out / "model.py"), run_name="__main__")
+        runpy.run_path(str(out / "predict.py"), run_name="__main__")
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [names[2], names[1]]
     for arguments, answered in ((["nowhere.png", *names], []), ([names[0], "nowhere.png", names[2]], [names[2]])):
-        monkeypatch.setattr(sys, "argv", ["model.py", *arguments])
+        monkeypatch.setattr(sys, "argv", ["predict.py", *arguments])
         with pytest.raises(SystemExit, match=r"^2$"):
-            runpy.run_path(str(out / "model.py"), run_name="__main__")
+            runpy.run_path(str(out / "predict.py"), run_name="__main__")
         said = capsys.readouterr()
         assert [line.split()[1] for line in said.out.splitlines()] == answered
         assert said.err == "nowhere.png cannot be read as an image: No such file or directory\n"
-    monkeypatch.setattr(sys, "argv", ["model.py", names[0]])  # with nothing to compare it with
+    monkeypatch.setattr(sys, "argv", ["predict.py", names[0]])  # with nothing to compare it with
     with pytest.raises(SystemExit, match=r"^2$"):
-        runpy.run_path(str(out / "model.py"), run_name="__main__")
-    assert "usage: model.py [-h] QUERY IMAGE" in capsys.readouterr().err
+        runpy.run_path(str(out / "predict.py"), run_name="__main__")
+    assert "usage: predict.py [-h] QUERY IMAGE" in capsys.readouterr().err
 
 
 def test_pictures_are_prepared_as_the_test_set_was(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_pictures_are_prepared_as_the_test_set_was(tmp_path: Path) -> None:
         export(tmp_path / "run", kind, tmp_path / "out")
     known = {entry.key: entry.value for entry in onnx.load(tmp_path / "out" / "model.onnx").metadata_props}
     assert (json.loads(known["scaled_to"]), json.loads(known["whole"])) == ([32, 32], False)
-    written, test = python.import_file(tmp_path / "out" / "model.py"), load("imagenet", tmp_path / "data", 28).test
+    written, test = python.import_file(tmp_path / "out" / "predict.py"), load("imagenet", tmp_path / "data", 28).test
     assert test is not None
     for number, name in enumerate(("n01/0", "n01/1", "n02/0", "n02/1")):
         read = written.read_image(tmp_path / "data" / "val" / f"{name}.png")
@@ -164,7 +164,7 @@ def test_pictures_of_any_mode_are_read_as_the_test_set_was(mode: str, tmp_path: 
     given = {"data": str(tmp_path / "data"), "image_size": 8, "batch_size": 4}
     train(CELL, epochs=1, out=tmp_path / "run", space_settings={"channels": 2, "cells_per_stage": 1}, **given)
     export(tmp_path / "run", "python", tmp_path / "out")
-    written, data = python.import_file(tmp_path / "out" / "model.py"), load(tmp_path / "data", image_size=8)
+    written, data = python.import_file(tmp_path / "out" / "predict.py"), load(tmp_path / "data", image_size=8)
     assert data.test is not None
     read = {tuple(written.read_image(file).flatten().tolist()) for file in (tmp_path / "data").rglob("*.png")}
     for images in (data.train, data.test):
@@ -172,14 +172,14 @@ def test_pictures_of_any_mode_are_read_as_the_test_set_was(mode: str, tmp_path: 
         assert all(tuple(one.flatten().tolist()) in read for one in seen)
 
 
-def test_a_file_that_exists_is_kept_without_overwrite(trained: Path, tmp_path: Path) -> None:
-    export(trained, "python", tmp_path)
-    (tmp_path / "model.py").write_text("mine")
+@pytest.mark.parametrize(("name", "part"), [("model.py", "def make_network("), ("predict.py", "def load(")])
+def test_a_file_that_exists_is_kept_without_overwrite(trained: Path, tmp_path: Path, name: str, part: str) -> None:
+    (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match="already exists"):
         export(trained, "python", tmp_path)
-    assert (tmp_path / "model.py").read_text() == "mine"
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
     export(trained, "python", tmp_path, overwrite=True)
-    assert "def load(" in (tmp_path / "model.py").read_text()
+    assert part in (tmp_path / name).read_text()
 
 
 def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tmp_path: Path) -> None:
@@ -200,6 +200,7 @@ def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tm
     assert all(torch.equal(stored[name], other[name]) for name in other)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     (tmp_path / "model.py").unlink()
+    (tmp_path / "predict.py").unlink()
     with pytest.raises(UserError, match="holds other weights"):
         export(trained, "python", tmp_path)
 
@@ -221,13 +222,19 @@ def test_an_interrupted_export_leaves_no_files(trained: Path, tmp_path: Path, mo
 def test_a_file_that_differs_from_the_network_is_not_written(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = python.to_python(read_model(trained))
-    wrong = right.replace("return (pixels - mean) / std", "return pixels")
-    assert wrong != right
-    monkeypatch.setattr(write.python, "to_python", lambda model: wrong)
-    with pytest.raises(RuntimeError, match="differs from the network"):
-        export(trained, "python", tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    changes = {
+        "to_predict": ("return (pixels - mean) / std", "return pixels"),
+        "to_python": ("nn.ReLU()", "nn.GELU()"),
+    }
+    for name, change in changes.items():
+        right = getattr(python, name)(read_model(trained))
+        wrong = right.replace(*change)
+        assert wrong != right
+        with monkeypatch.context() as patched:
+            patched.setattr(write.python, name, lambda model, text=wrong: text)
+            with pytest.raises(RuntimeError, match="differs from the network"):
+                export(trained, "python", tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_exports_that_are_impossible_are_refused_with_a_reason(
@@ -275,7 +282,7 @@ def test_a_whole_run_is_exported_and_an_unfinished_one_names_the_command_to_resu
     assert way_out in capsys.readouterr().err
     (whole / "train" / "run.json").write_text(json.dumps(manifest))
     assert run(["export", str(whole), "--to", "python"]) == 0
-    assert {file.name for file in (whole / "export").iterdir()} == {"model.py", "model.safetensors"}
+    assert {file.name for file in (whole / "export").iterdir()} == {"model.py", "predict.py", "model.safetensors"}
     assert not (whole / "train" / "export").exists()
 
 
@@ -322,5 +329,5 @@ def test_files_have_the_permissions_of_the_umask(trained: Path, tmp_path: Path) 
         files = [file for kind in ("python", "safetensors") for file in export(trained, kind, tmp_path / "out").files]
     finally:
         os.umask(before)
-    assert {file.name for file in files} == {"model.py", "model.safetensors", "model.json"}
+    assert {file.name for file in files} == {"model.py", "predict.py", "model.safetensors", "model.json"}
     assert {file.stat().st_mode & 0o777 for file in files} == {0o640}

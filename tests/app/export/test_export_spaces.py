@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import types
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from softcell.app.export import graph, python
+from softcell.app.export._tree import Expression
 from softcell.app.export.model import Model
 from softcell.arch import Genotype, Layout, derive, sample
 from softcell.arch.notation import from_darts, from_nb201
 from softcell.nn.candidates import Spec, get_candidate, known_candidates
 from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.testing import ALIKE, RaggedSpace, tiny_space
+from tests.reference.published_genotypes import DARTS_V2
 
 SHAPE: Shape = (3, 9, 7)
 WIDTH = lcm(4, *(get_candidate(name).multiple for name in known_candidates()))
@@ -91,7 +94,8 @@ def written(model: Model, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(model.network.state_dict(), folder / "model.safetensors")
     (folder / "model.py").write_text(python.to_python(model), encoding="utf-8")
-    return folder / "model.py"
+    (folder / "predict.py").write_text(python.to_predict(model), encoding="utf-8")
+    return folder / "predict.py"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,7 +121,7 @@ import sys, json, pathlib, runpy
 for name in ('softcell', 'safetensors', 'numpy', 'yaml', 'PIL', 'scipy'): sys.modules[name] = None
 import torch; torch.set_num_threads(1)
 pixels, found = torch.tensor(json.load(open('pixels.json'))), {}
-for file in sorted(pathlib.Path().glob('*/model.py')):
+for file in sorted(pathlib.Path().glob('*/predict.py')):
     model = runpy.run_path(str(file))
     with torch.no_grad(): logits = model['load']()(model['normalise'](pixels))
     found[file.parent.name] = [logits.tolist(), list(model['CLASSES'])]
@@ -177,34 +181,67 @@ SIX_EDGES = {
 }
 
 
-@pytest.mark.parametrize("cell", SIX_EDGES.values(), ids=SIX_EDGES)
-def test_python_file_of_a_six_edge_cell_is_the_network_in_less_than_200_lines(cell: str, tmp_path: Path) -> None:
-    space = build_space("nb201", {"cells_per_stage": 1, "channels": 16})
-    model = model_of(space.network(from_nb201(cell), SHAPE, len(CLASSES)))
-    model = dataclasses.replace(model, about={f"fact {i}": "about its training" for i in range(6)})
+def architectures() -> dict[str, tuple[Space, Genotype]]:
+    """NAS-Bench-201 with its 15 cells and the DARTS space with its 8, as they are without further settings."""
+    nb201, darts = build_space("nb201", {}), build_space("darts", {})
+    cells = {name: (nb201, from_nb201(text)) for name, text in SIX_EDGES.items()}
+    random = {f"random-darts-{seed}": (darts, sample(darts.layout(), seed)) for seed in range(5)}
+    return {**cells, "darts-v2": (darts, from_darts(DARTS_V2)), **random}
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_model_file_is_the_network_alone_in_less_than_200_lines(name: str, tmp_path: Path) -> None:
+    space, genotype = architectures()[name]
+    model = model_of(space.network(genotype, SHAPE, len(CLASSES)))
     file = written(model, tmp_path)
-    text = file.read_text()
+    text = (tmp_path / "model.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 200
     assert max(map(len, text.splitlines())) <= 120
     for word in ("checkpoint", "Calibration", "Runner", "bottleneck", "dataclass", "drop_path", "is_cuda"):
         assert word not in text, word
-    assert text.count("class Cell") == 1  # for all widths, also with a node that has no inputs
+    for word in ("Path", "argparse", "safetensors", "MEAN", "CLASSES", "ABOUT", "def load", "__main__"):
+        assert word not in text, word
+    # One class for all widths, also with a node that has no inputs; reduction cells have their own.
+    assert text.count("class Cell") == len(genotype.cells)
     assert python.check_python(file, model) < 1e-6
 
 
-def test_python_file_can_be_loaded_by_its_path(tmp_path: Path) -> None:
-    """As users load it, without an entry in `sys.modules`; also with a class that is copied and holds plain values."""
+def test_lists_of_equal_parts_are_written_as_a_loop_with_modules_of_their_own() -> None:
+    call = Expression("make_cell(16)")
+    parts = [call] * 6 + [Expression(f"make_cell({channels})") for channels in range(100, 112)]
+    lines = Expression("nn.ModuleList([", tuple(("", part) for part in parts), "])").lines(60)
+    assert lines[1].startswith("    *(make_cell(16) for _ in range(6)), make_cell(100)")
+    assert max(map(len, lines)) <= 60
+    made = eval("\n".join(lines), {"nn": nn, "make_cell": nn.Flatten})
+    assert len({id(module) for module in made}) == 18
+    assert [module.start_dim for module in made] == [16] * 6 + list(range(100, 112))
+
+
+def test_a_tuple_of_one_item_that_needs_several_lines_has_one_comma() -> None:
+    item = "x" * 60
+    for part in (Expression(repr(item)), Expression("str(", (("", Expression(repr(item))),), ")")):
+        assert eval("\n".join(Expression("(", (("", part),), ",)").lines(40))) == (item,)
+
+
+def test_python_files_can_be_loaded_by_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users load them, without an entry in `sys.modules`; also with copied classes that hold plain values."""
+    monkeypatch.setitem(sys.modules, "model", types.ModuleType("model"))  # of the user, with the same name
     for name in ("nb201", "darts", "fullattention", "s4"):
         space = subjects()[name]
         model = model_of(space.network(most_varied(space.layout()), SHAPE, len(CLASSES)))
-        spec = importlib.util.spec_from_file_location("somewhere.model", written(model, tmp_path / name))
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        assert "somewhere.model" not in sys.modules
+        loaded = {}
+        for file in (written(model, tmp_path / name), tmp_path / name / "model.py"):
+            spec = importlib.util.spec_from_file_location(f"somewhere.{file.stem}", file)
+            assert spec is not None and spec.loader is not None
+            loaded[file.stem] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded[file.stem])
+            assert f"somewhere.{file.stem}" not in sys.modules
+        network, used = loaded["model"].make_network().eval(), loaded["predict"]
+        network.load_state_dict(model.network.state_dict())
         with torch.no_grad():
             x = torch.rand(2, *SHAPE)
-            torch.testing.assert_close(module.load()(module.normalise(x)), model.normalised()(x), rtol=1e-5, atol=1e-6)
+            for one in (network, used.load()):
+                torch.testing.assert_close(one(used.normalise(x)), model.normalised()(x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

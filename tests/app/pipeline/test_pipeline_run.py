@@ -149,7 +149,12 @@ def test_a_folder_becomes_a_model_within_the_budget(
     assert len(first["results"]) == 5 and len(second["results"]) == 2 == second["seeds"]
     assert second["kept"] == [stored["delivered"]["name"]] and set(second["kept"]) < set(first["kept"])
     assert stored["delivered"]["epochs"] == 2 and stored["delivered"]["latency"] > 0
-    assert {file.name for file in (out / "export").iterdir()} == {"model.py", "model.json", "model.safetensors"}
+    assert {file.name for file in (out / "export").iterdir()} == {
+        "model.py",
+        "predict.py",
+        "model.json",
+        "model.safetensors",
+    }
     page = (out / "report.html").read_text()
     assert all(words in page for words in ("Delivered: ", "plain-2", "round 2", "random-2", "held-out training images"))
     assert Network.from_pretrained(out / "export").genotype == Network.from_pretrained(out / "train").genotype

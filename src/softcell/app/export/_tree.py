@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import keyword
 import math
 import re
@@ -47,12 +48,31 @@ class Expression:
         """Broken to `room` columns, with `prefix` before the first line."""
         if not self.parts or len(prefix) + len(self.line()) <= room:
             return [self.line()]
+        close = self.close.removeprefix(",")  # of a tuple of one: every item has a comma here
+        if not any(part.parts for _, part in self.parts):  # arguments of a call, or the cells of a network
+            items = []
+            for item, equal in itertools.groupby(prefix + part.line() for prefix, part in self.parts):
+                count = len(list(equal))
+                calls = count > 2 and item.startswith("make_")
+                items += [f"*({item} for _ in range({count}))"] if calls else [item] * count
+            return [self.open, *filled(items, room), close]
         result = [self.open]
         for prefix, part in self.parts:
-            first, *rest = part.lines(room - 4, prefix)
+            first, *rest = part.lines(room - 5, prefix)  # indented, and with a comma
             result += [f"    {prefix}{first}", *(f"    {line}" for line in rest)]
             result[-1] += ","
-        return [*result, self.close]
+        return [*result, close]
+
+
+def filled(items: Sequence[str], room: int = WIDTH) -> list[str]:
+    """Indented lines of items with commas, as many in each line of `room` columns as fit."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + len(item) + 2 <= room:
+            lines[-1] += f" {item},"
+        else:
+            lines.append(f"    {item},")
+    return lines
 
 
 class Tree:
@@ -252,7 +272,9 @@ def _given(module: nn.Module, base: type) -> list[tuple[str, Any]]:
             value = value is not None
         if isinstance(value, tuple) and len(set(value)) == 1 and name != "normalized_shape":
             value = value[0]  # 3 has become (3, 3)
-        if value != parameter.default:
+        # Convolutions over several pixels state their stride: edges of stride 1 and 2 then share a function.
+        stated = name == "stride" and isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
+        if stated or value != parameter.default:
             found.append((name, value))
     return found
 

@@ -133,5 +133,5 @@ def _parsed(file: Path, key: str, text: str) -> Any:
 def _no_classes(place: Path) -> UserError:
     return UserError(
         f"only a classifier has classes to predict, but {place} was trained for retrieval and gives embeddings; "
-        "`softcell export --to python` writes a model.py that sorts images by their similarity"
+        "`softcell export --to python` writes a predict.py that sorts images by their similarity"
     )

@@ -1,4 +1,4 @@
-"""A network as one Python file that needs torch and its weights, nothing else."""
+"""A network as Python: `model.py` holds the network alone, `predict.py` loads its weights and reads images."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from torch import nn
 
 from softcell.app.export._source import Key, Sources
 from softcell.app.export._trace import Units
-from softcell.app.export._tree import WIDTH, Expression, Functions, Tree
+from softcell.app.export._tree import WIDTH, Expression, Functions, Tree, filled
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
-from softcell.errors import UserError
 
-WEIGHTS = "model.safetensors"
+HEADER = '''"""A network of cells: its modules and their connections, without weights and without its training.
 
-HEADER = '''"""A network of cells; ABOUT has the facts about it.
+`make_network()` maps images [n, {channels}, {height}, {width}] to {output} [n, {features}]. `predict.py` beside this
+file loads its weights and normalises images. Made by `softcell export`; needs torch alone.
+"""'''
 
-    from {module} import load, normalise
+USE = '''"""The trained network of `model.py`: loads its weights, normalises pixels and reads images.
 
-    network = load()                        # reads {weights} beside this file
+    from predict import load, normalise
+
+    network = load()                        # reads model.py and model.safetensors beside this file
     {output} = network(normalise(pixels)){pad}  # pixels: float [n, {channels}, {height}, {width}] in 0..1
 
-Made by `softcell export`. It needs torch alone, and holds the network as it is used, without its training.
+`python predict.py {files}` prints {printed}; ABOUT has facts about the network.
+Made by `softcell export`. It needs torch alone, and Pillow and numpy for image files.
 """'''
 
 PART = '''class Part(nn.Module):
@@ -46,6 +50,20 @@ def having(module, **parts):
     return module
 '''
 
+IMPORTS = """from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+""".rstrip()
+
 FOOTER = '''def normalise(pixels: Tensor) -> Tensor:
     """pixels [n, c, h, w] in 0..1 normalised as in training."""
     mean, std = (torch.tensor(values, device=pixels.device).view(1, -1, 1, 1) for values in (MEAN, STD))
@@ -61,7 +79,11 @@ def load(weights: str | Path = Path(__file__).with_name("model.safetensors")) ->
             begin, end = (start + offset for offset in entry["data_offsets"])
             flat = torch.frombuffer(data[begin:end] or bytearray(8), dtype=kinds[entry["dtype"]])
             tensors[name] = flat[: math.prod(entry["shape"])].reshape(entry["shape"])
-    network = make_network()
+    # By its path: the name `model` may belong to another module of the process.
+    spec = importlib.util.spec_from_file_location("model", Path(__file__).with_name("model.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    network = module.make_network()
     network.load_state_dict(tensors)
     return network.eval()
 
@@ -157,10 +179,8 @@ KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 """Names of types in a safetensors file."""
 
 
-def to_python(model: Model, module: str = "model") -> str:
-    """The text of the file; `module` is the name it will be imported by."""
-    if not module.isidentifier():
-        raise UserError(f"a module's name must be a plain identifier, got {module!r}")
+def to_python(model: Model) -> str:
+    """The text of `model.py`: the network and nothing else."""
     units = Units(model.network)
     roots: list[Key] = list(units.copied)
     while True:  # plain values in the tree name classes of their own, whose code may read more of the tree
@@ -179,25 +199,39 @@ def to_python(model: Model, module: str = "model") -> str:
         for lines, (name, about) in tree.classes.items()
     ]
     channels, height, width = map(int, model.shape)
-    pad = " " * max(0, 9 - len(model.output))
-    header = HEADER.format(
-        module=module, weights=WEIGHTS, channels=channels, height=height, width=width, output=model.output, pad=pad
-    )
+    features = len(model.classes) if model.output == "logits" else "d"
+    header = HEADER.format(channels=channels, height=height, width=width, output=model.output, features=features)
     code = [PART + (HAVING if "having(" in functions else ""), *(f"{text}\n" for text in sources.ordered())]
-    code += [*(f"{text}\n" for text in classes), functions + "\n"]
-    code.append(
-        FOOTER.replace("    image = SCALED\n", _scaled(model)).replace("KINDS", _kinds(model))
-        + (CLASSIFY if model.output == "logits" else RETRIEVE)
-        + END
+    body = "\n\n".join([*code, *(f"{text}\n" for text in classes), functions])
+    return _stripped("\n\n".join((header, _imports(sources, body) + "\n\n\n" + body)))
+
+
+def to_predict(model: Model) -> str:
+    """The text of `predict.py`, which uses the network of `model.py` beside it."""
+    channels, height, width = map(int, model.shape)
+    classified = model.output == "logits"
+    header = USE.format(
+        channels=channels,
+        height=height,
+        width=width,
+        output=model.output,
+        pad=" " * max(0, 9 - len(model.output)),
+        files="IMAGE ..." if classified else "QUERY IMAGE ...",
+        printed="the most likely classes" if classified else "the images, the most similar to QUERY first",
     )
-    body = "\n\n".join(code)
-    text = "\n\n".join((header, _imports(sources, body), _constants(model) + "\n\n\n" + body))
+    body = FOOTER.replace("    image = SCALED\n", _scaled(model)).replace("KINDS", _kinds(model))
+    body += (CLASSIFY if classified else RETRIEVE) + END
+    return _stripped("\n\n".join((header, IMPORTS, _constants(model) + "\n\n\n" + body)))
+
+
+def _stripped(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n") + "\n"
 
 
 def _imports(sources: Sources, body: str) -> str:
-    lines = {f"import {name}" for name in ("argparse", "json", "math", "os", "sys")} | {"from pathlib import Path"}
-    lines |= {"import torch", "from torch import Tensor", "from torch import nn"} | sources.imports
+    lines = {"from torch import nn"} | sources.imports
+    lines |= {"import torch"} if re.search(r"\btorch\.", body) else set()
+    lines |= {"from torch import Tensor"} if re.search(r"\bTensor\b", body) else set()
     if re.search(r"\bF\.", body) and not any(line.endswith(" as F") for line in lines):
         lines.add("import torch.nn.functional as F")
     grouped: dict[str, set[str]] = {}
@@ -211,7 +245,7 @@ def _imports(sources: Sources, body: str) -> str:
     plain |= {f"from {origin} import {', '.join(sorted(names))}" for origin, names in grouped.items()}
     own = sorted((line for line in plain if "torch" not in line), key=lambda line: (line.startswith("from"), line))
     torch_ = sorted((line for line in plain if "torch" in line), key=lambda line: (line.startswith("from"), line))
-    return "\n".join(["from __future__ import annotations", "", *own, "", *torch_])
+    return "\n".join(["from __future__ import annotations", "", *own, *([""] if own else []), *torch_])
 
 
 def _constants(model: Model) -> str:
@@ -226,22 +260,13 @@ def _constants(model: Model) -> str:
     mean, std = (tuple(float(value) for value in values) for values in (model.mean, model.std))
     comment = "# that the embedding was learnt from\n" if model.output == "embedding" else ""
     names = repr(tuple(str(name) for name in model.classes))
-    classes = names if len(names) < WIDTH - 10 else _filled([repr(str(name)) for name in model.classes])
+    if len(names) >= WIDTH - 10:
+        names = "\n".join(["(", *filled([repr(str(name)) for name in model.classes]), ")"])
     return (
         f"ABOUT = {{\n{facts}\n}}\n"
         f"SHAPE = {shape!r}  # of an image: channels, height, width\n"
-        f"MEAN, STD = {mean!r}, {std!r}\n{comment}CLASSES = {classes}"
+        f"MEAN, STD = {mean!r}, {std!r}\n{comment}CLASSES = {names}"
     )
-
-
-def _filled(items: list[str]) -> str:
-    """A tuple over several lines, as many items in each as fit."""
-    lines = [""]
-    for item in items:
-        if lines[-1] and len(lines[-1]) + len(item) > WIDTH - 6:
-            lines.append("")
-        lines[-1] += f"{' ' if lines[-1] else ''}{item},"
-    return "(\n" + "".join(f"    {line}\n" for line in lines) + ")"
 
 
 def _kinds(model: Model) -> str:
@@ -267,12 +292,12 @@ def _scaled(model: Model) -> str:
 
 
 def _function(name: str, arguments: Sequence[str], expression: Expression) -> str:
-    first, *rest = expression.lines()
+    first, *rest = expression.lines(WIDTH - 4, "return ")
     return "\n".join([f"def {name}({', '.join(arguments)}):", f"    return {first}", *(f"    {line}" for line in rest)])
 
 
 def check_python(file: Path, model: Model) -> float:
-    """Runs the file with its weights and returns the largest relative difference from the network."""
+    """The largest relative difference between `predict.py`, with the files beside it, and the network."""
     loaded = import_file(file)
     network: nn.Module = loaded.load()
     worst = 0.0

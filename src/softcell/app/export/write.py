@@ -40,7 +40,7 @@ FILES: dict[Format, tuple[str, ...]] = {
     "onnx": ("model.onnx",),
     "onnx-int8": ("model-int8.onnx", "model-int8.json"),
     "safetensors": (WEIGHTS, MODEL),
-    "python": ("model.py", WEIGHTS),
+    "python": ("model.py", "predict.py", WEIGHTS),
     "torch-export": ("model.pt2",),
 }
 STAGE = ".export.tmp"
@@ -107,7 +107,8 @@ class Ready:
                 case "python":
                     _write_weights(model, stage / WEIGHTS)
                     atomic_write_text(stage / names[0], python.to_python(model))
-                    difference = python.check_python(stage / names[0], model)
+                    atomic_write_text(stage / names[1], python.to_predict(model))
+                    difference = python.check_python(stage / names[1], model)
         return Exported(to, _files(self.place, to), difference, model.output, quantised)
 
 

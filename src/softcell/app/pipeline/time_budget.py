@@ -106,7 +106,7 @@ FINAL_SHARE = 0.6
 SAFE = 0.97
 """Share of the time that is planned; the end of the process takes seconds on a busy machine."""
 NEEDED = 1.0
-"""CPU seconds for latency, report, weights and `model.py` after the trainings; a busy machine takes longer."""
+"""CPU seconds for latency, report, weights and Python files after the trainings; a busy machine takes longer."""
 ONNX = 3.5
 """CPU seconds of the ONNX export, which is left out if there is no time for it."""
 MOST_RESERVED = 0.1
