@@ -67,8 +67,8 @@ def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
 class Load:
     """How busy the machine is now: seconds per CPU second of this thread, over the last `WINDOW` of its CPU seconds.
 
-    1 on an idle machine, 4 if three others want the same core. Linux counts the seconds in which a thread waits for a
-    core. They do not include waiting for a disk or for other threads. Elsewhere the wall-clock time of the whole
+    1 on an idle machine, 4 if three others compete for the same core. Linux counts the seconds in which a thread waits
+    for a core. They do not include waiting for a disk or for other threads. Elsewhere the wall-clock time of the whole
     process is compared with its CPU time, from `began` on.
     """
 
