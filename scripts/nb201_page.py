@@ -15,7 +15,7 @@ from typing import Any
 from scripts.results_page import NOT_MEASURED, made_with, markdown
 from softcell.app.report.bench201 import shown
 from softcell.files import atomic_write_text
-from studies.nb201 import ARMS, AUTHORS, PUBLISHED, SEPARATE, read_rows
+from studies.nb201 import ARMS, ON_REQUEST, PUBLISHED, SEPARATE, read_rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "nas-bench-201.md"
@@ -48,6 +48,7 @@ LABELS = {
     "beta-darts-100": "β-DARTS, the authors' recipe: 100 epochs",
     "pc-darts-256": "PC-DARTS, the authors' batches of 256 and learning rate",
     "darts-partial-100": "DARTS with partial channels, 100 epochs (DrNAS's code)",
+    "itnas-fixed-values": "IT-NAS, W_v fixed, no feed-forward network",
 }
 COLUMNS = {
     "cifar10_valid": "CIFAR-10 valid",
@@ -69,9 +70,10 @@ table. A method's row has at least {goal} seeds before anything is claimed; fewe
 search, evolution and zero-cost search have no supernet: they train, or score, cells by themselves. *Random, same
 time* is what random search had found after as many seconds. *Tau* is Kendall's between a method's indicator and the
 accuracies of the cells, mean over edges and seeds. The last rows, from *GDAS with the released code's gradient* on,
-have what authors' code does in place of the common recipe. They were added after the first look-up, to find out why
-some methods miss their published means; the pages of [GDAS](papers/gdas.md#evidence),
-[β-DARTS](papers/beta-darts.md#evidence) and [PC-DARTS](papers/pc-darts.md#evidence) say what each one tests.
+were added after the first look-up, to find out why some methods miss their published means: they follow the authors'
+code in place of the common recipe, or change one part of IT-NAS. The pages of [GDAS](papers/gdas.md#evidence),
+[β-DARTS](papers/beta-darts.md#evidence), [PC-DARTS](papers/pc-darts.md#evidence) and
+[IT-NAS](papers/it-nas.md#with-fixed-values) say what each one tests.
 
 **State: {complete} of {total} methods have {goal} seeds or more, {begun} have at least one.** Published means are the
 papers' own numbers, with their own recipes; the other columns are ours.
@@ -152,7 +154,7 @@ def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
 def page() -> str:
     record = json.loads((RESULTS / "nb201.json").read_text(encoding="utf-8"))
     rows = read_rows(RESULTS / "rows")
-    methods = [arm for arm in ARMS if arm not in AUTHORS]
+    methods = [arm for arm in ARMS if arm not in ON_REQUEST]
     seeds = {arm: sum(own["arm"] == arm and own["data"] == "cifar10" for own in rows) for arm in methods}
     parts = [
         INTRODUCTION.format(

@@ -2,12 +2,12 @@
 
 All searches use the supernet, data, batch size, weight optimiser and length of one recipe (IT-NAS's: 50 epochs, first
 order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
-look-up, but for those in `AUTHORS`, which run on request. `random` trains cells by themselves and keeps the best on the
-validation half; beside every other arm is what `random` had found after the same number of seconds. `random cell` and
-`optimum` come from the table. GPU memory is that of one search, also where several share the GPU; its seconds are then
-divided by the number of searches at once. Kendall's tau per edge compares indicators with the table: the method's own,
-that of a selection by perturbation, with --indicators perturbation and discretisation on every trained supernet, and
-with --proxies Zero-Cost-PT on untrained ones.
+look-up, but for those in `ON_REQUEST`. `random` trains cells by themselves and keeps the best on the validation half;
+beside every other arm is what `random` had found after the same number of seconds. `random cell` and `optimum` come
+from the table. GPU memory is that of one search, also where several share the GPU; its seconds are then divided by the
+number of searches at once. Kendall's tau per edge compares indicators with the table: the method's own, that of a
+selection by perturbation, with --indicators perturbation and discretisation on every trained supernet, and with
+--proxies Zero-Cost-PT on untrained ones.
 
 Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that a table can be collected by any number of
 commands on any number of machines. Stop a command at any time (or with --minutes); the same command resumes.
@@ -86,6 +86,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "beta-darts-100": {"method": "beta-darts", "epochs": 100},
     "pc-darts-256": {"method": "pc-darts", "batch_size": 256, "weights": {"lr": 0.1, "lr_min": 0.0}},
     "darts-partial-100": {"method": "darts", "epochs": 100, "space_settings": {"partial_channels": 4}},
+    "itnas-fixed-values": {"method": "itnas", "method_settings": {"learned_values": False, "feed_forward": False}},
 }
 """What differs between arms; the method is called as the arm where it is not named."""
 
@@ -97,6 +98,12 @@ their published means, to find out what explains it. Nothing in them was chosen 
 and its 250 epochs, β-DARTS's 100 epochs (λ grows half as fast), PC-DARTS's batches, and the partial channels without
 edge normalisation of DrNAS's repository, the one public form of PC-DARTS for this space.
 """
+
+READINGS = ("itnas-fixed-values",)
+"""Arms that test why IT-NAS is below its published mean; each has its prediction on IT-NAS's page."""
+
+ON_REQUEST = (*AUTHORS, *READINGS)
+"""Arms that run only where --arms names them."""
 
 RANKED_BY = "cifar10_test"
 """The accuracies that indicators are compared with, and those over the seconds of a search."""
@@ -395,7 +402,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--arms",
         nargs="+",
-        default=[arm for arm in ARMS if arm not in AUTHORS],
+        default=[arm for arm in ARMS if arm not in ON_REQUEST],
         choices=list(ARMS),
         help="which searches",
     )

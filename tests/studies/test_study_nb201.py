@@ -28,7 +28,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_all_searches_share_one_recipe(table: Path) -> None:
     options = nb201._options(["--table", str(table)])
     common = nb201.recipe_of("darts", 0, options)
-    for arm in nb201.ARMS.keys() - set(nb201.AUTHORS):
+    for arm in nb201.ARMS.keys() - set(nb201.ON_REQUEST):
         recipe = nb201.recipe_of(arm, 3, options)
         assert recipe.seed == 3 and recipe.space == "nb201"
         assert (recipe.batch_size, recipe.split, recipe.weights) == (common.batch_size, common.split, common.weights)
@@ -45,7 +45,7 @@ def test_all_searches_share_one_recipe(table: Path) -> None:
 
 def test_arms_of_authors_recipes_differ_in_what_they_name_and_run_on_request(table: Path) -> None:
     options = nb201._options(["--table", str(table)])
-    assert not set(nb201.AUTHORS) & set(options.arms)
+    assert not set(nb201.ON_REQUEST) & set(options.arms)
     for arm, same in (("gdas-released", "gdas"), ("beta-darts-100", "beta-darts"), ("pc-darts-256", "pc-darts")):
         own, common = (nb201.recipe_of(name, 1, options).to_dict() for name in (arm, same))
         assert {key for key in own if own[key] != common[key]} == set(nb201.ARMS[arm]) - {"method"}
@@ -55,6 +55,8 @@ def test_arms_of_authors_recipes_differ_in_what_they_name_and_run_on_request(tab
     partial = nb201.recipe_of("darts-partial-100", 0, options)
     assert (partial.method, partial.epochs, partial.space_settings["partial_channels"]) == ("darts", 100, 4)
     assert nb201.recipe_of("pc-darts-256", 0, options).weights.lr == 0.1
+    fixed, common = (nb201.recipe_of(arm, 0, options).method_settings for arm in ("itnas-fixed-values", "itnas"))
+    assert {key for key in fixed if fixed[key] != common[key]} == {"learned_values", "feed_forward"}
 
 
 def test_a_table_grows_by_several_commands(
