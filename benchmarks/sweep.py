@@ -1,12 +1,12 @@
 """`python -m benchmarks.sweep`: a sweep whose searches share a GPU, against the same sweep one search after the other.
 
-Both are `softcell sweep` in processes of their own, after a short one that compiles the kernels. "sweep" is the time of
-the whole command, with the starts of processes. "epochs" leaves the starts out: the sum over searches that run one by
-one, and the longest of those that run at once. On a CPU searches do not share a process, and the result says
-nothing about a GPU.
+Both are `softcell sweep` in separate processes, after a short sweep that compiles the kernels. "sweep" is the time of
+the whole command, including the start of processes. "epochs" is the time of all epochs but the first, which records the
+step: the sum over searches that run one by one, and the longest of those that run at once. On a CPU searches do not
+share a process, and the result says nothing about a GPU.
 
-python -m benchmarks.sweep --jobs 4 --epochs 40 --out record.json
-python -m benchmarks.sweep --data cifar10 --data-root DIR --epochs 1
+python -m benchmarks.sweep --jobs 4 --images 10000 --epochs 8 --out record.json
+python -m benchmarks.sweep --data cifar10 --data-root DIR --epochs 3
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +44,7 @@ def sweep(folder: Path, plan: dict[str, Any], jobs: int) -> dict[str, Any]:
     return {
         "jobs": jobs,
         "wall_s": wall,
-        "epochs_s": {name: sum(row["seconds"] for row in own) for name, own in rows.items()},
+        "epochs_s": {name: sum(row["seconds"] for row in own[1:]) for name, own in rows.items()},
         "metrics": {
             name: [{k: v for k, v in row.items() if k != "seconds"} for row in own] for name, own in rows.items()
         },
@@ -51,22 +52,32 @@ def sweep(folder: Path, plan: dict[str, Any], jobs: int) -> dict[str, Any]:
     }
 
 
-def measured(search: dict[str, Any], jobs: int) -> dict[str, Any]:
-    """Both sweeps, and how much faster the second one is."""
+def measured(search: dict[str, Any], jobs: int, images: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Both sweeps, and how much faster the second one is.
 
-    def plan(count: int, epochs: int) -> dict[str, Any]:
+    images: if positive, the searches use that many random 32 × 32 images instead of `search["data"]`.
+    """
+
+    def timed(folder: Path, count: int, epochs: int, jobs: int) -> dict[str, Any]:
         own = {**search, "epochs": epochs}
-        return {"methods": ["darts"], "spaces": ["nb201"], "seeds": count, "search": own}
+        row = sweep(folder, {"methods": ["darts"], "spaces": ["nb201"], "seeds": count, "search": own}, jobs)
+        say(f"{count} searches of {epochs} epochs, --jobs {jobs}: {row['wall_s']:.1f} s")
+        return row
 
     with TemporaryDirectory() as name:
         folder = Path(name)
-        sweep(folder / "first", plan(1, 1), 1)
-        one, several = (sweep(folder / f"jobs-{n}", plan(jobs, search["epochs"]), n) for n in (1, jobs))
+        if images:
+            search = {**search, "data": str(folder / "random.npz")}
+            draws = np.random.default_rng(0)
+            pixels = draws.integers(0, 256, (images, 32, 32, 3), dtype=np.uint8)
+            np.savez(search["data"], images=pixels, labels=draws.integers(0, 10, images))
+        timed(folder / "first", 1, 1, 1)
+        one, several = (timed(folder / f"jobs-{n}", jobs, search["epochs"], n) for n in (1, jobs))
     same = one.pop("metrics") == several.pop("metrics")
     epochs = sum(one["epochs_s"].values()), max(several["epochs_s"].values())
     return {
         "searches": jobs,
-        "search": search,
+        "search": search | ({"data": f"{images} random images"} if images else {}),
         "one_by_one": one,
         "at_once": several,
         "same_metrics": same,
@@ -81,24 +92,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=4, help="searches at once, and searches in all")
     parser.add_argument("--epochs", dest="rounds", type=int, default=20, help="epochs of each search")
     parser.add_argument("--data", default="digits", help="as in softcell search")
+    parser.add_argument("--images", type=int, default=0, metavar="N", help="N random 32x32 images instead of --data")
     parser.add_argument("--data-root", help="as in softcell search")
+    parser.add_argument("--scale", default="paper", help="small or paper: the size of the supernet")
     parser.add_argument("--batch-size", type=int, default=64, help="as in softcell search")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     options = parser.parse_args(arguments)
     device, threads = machine(parser, options, threads=0)
     if options.jobs < 2:
         parser.error(f"--jobs must be at least 2, but is {options.jobs}")
-    search = {"data": options.data, "batch_size": options.batch_size, "device": device.type, "epochs": options.rounds}
+    if options.rounds < 2:
+        parser.error(f"--epochs must be at least 2, since the first is left out, but is {options.rounds}")
+    search = {"data": options.data, "scale": options.scale, "batch_size": options.batch_size}
+    search |= {"device": device.type, "epochs": options.rounds}
     search |= {"data_root": options.data_root} if options.data_root else {}
-    found = measured(search, options.jobs)
-    table = Table("softcell sweep", "sweep, s", "epochs, s", "processes that are shared")
+    console = Console()
+    found = measured(search, options.jobs, options.images, console.print)
+    table = Table("softcell sweep", "sweep, s", "epochs, s", "shared processes")
     for key, of in (("one_by_one", sum), ("at_once", max)):
         row = found[key]
         table.add_row(
             f"--jobs {row['jobs']}", f"{row['wall_s']:.1f}", f"{of(row['epochs_s'].values()):.1f}", str(row["shared"])
         )
     table.add_row("× faster", f"{found['ratio_wall']:.2f}", f"{found['ratio_epochs']:.2f}", "")
-    console = Console()
     console.print(table)
     console.print("same losses and accuracies in both" if found["same_metrics"] else "losses or accuracies differ")
     if options.out is not None:
