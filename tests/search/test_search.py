@@ -25,7 +25,7 @@ from softcell.search.steps import bilevel, single_level, unrolled
 from softcell.search.validation import Validation
 from tests.helpers.method_kinds import ALIKE, one_of_each_kind
 from tests.helpers.search_forks import forks
-from tests.helpers.search_toys import THREE_EDGES, TINY, settings, write_data
+from tests.helpers.search_toys import THREE_EDGES, TINY, same, settings, state_of, write_data
 
 RECIPE = sys.modules["softcell.search.recipe"]
 
@@ -387,3 +387,22 @@ def test_grey_colour_oblong_and_imbalanced_images_can_be_searched_on(kind: str, 
     result = search(resolve(settings(space, given, epochs=1)), tmp_path / "run")
     assert result.genotype is not None
     assert result.metrics[0]["val_count"] > 0
+
+
+@pytest.mark.parametrize("method", one_of_each_kind(name for name in METHODS if issubclass(METHODS.get(name), Method)))
+def test_a_search_does_not_depend_on_how_often_it_is_validated(method: str, data: Path, tmp_path: Path) -> None:
+    often, rarely = (
+        search(
+            resolve(settings("nb201", data, method=method, space_settings=THREE_EDGES, validate_every=every)),
+            tmp_path / str(every),
+        )
+        for every in (1, 3)
+    )
+    assert often.genotype == rarely.genotype
+    states = [state_of(tmp_path / every) for every in ("1", "3")]
+    for part in ("supernet", "weight_optimiser", "architecture_optimiser"):
+        assert same(states[0][part], states[1][part])
+    rows = [(tmp_path / every / "metrics.jsonl").read_text().splitlines() for every in ("1", "3")]
+    losses = [[json.loads(row)["train_loss"] for row in found] for found in rows]
+    assert losses[0] == losses[1]
+    assert ["val_loss" in json.loads(row) for row in rows[1]] == [False, False, True]

@@ -158,11 +158,22 @@ class ValidationMeter(EpochMeter):
         self._accuracy, self._selecting, self._held = accuracy, selecting, held
         self._warn = once(notify)
 
-    @torch.no_grad()
     def measure(self, task: SearchTask, epoch: Epoch) -> dict[str, Any]:
         if not epoch.is_validated:
             return {}
-        method, selection, last = task.method, task.method.selection, epoch.is_last
+        device = task.world.device
+        # The sampled mix and candidates such as `noise` draw random numbers: a search must not depend on them.
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            metrics = self._validated(task, epoch.is_last)
+        text = overfit_warning(
+            epoch.metrics.get("train_accuracy"), metrics.get("val_accuracy"), is_recalibrated=RECALIBRATED in metrics
+        )
+        if text is not None and epoch.is_last:  # at first running statistics fit no supernet
+            self._warn(text)
+        return metrics
+
+    def _validated(self, task: SearchTask, last: bool) -> dict[str, Any]:
+        method, selection = task.method, task.method.selection
         passes = selection.passes() if selection is not None and (last or not selection.last_epoch_only) else ()
         # A pass over the whole supernet gives its accuracy too, where both read the same images.
         whole = passes[0].mix if passes and passes[0].calibration is None else None
@@ -174,11 +185,6 @@ class ValidationMeter(EpochMeter):
         if passes and selection is not None:
             for sums in selection.sums():
                 sum_(sums, task.world)
-        text = overfit_warning(
-            epoch.metrics.get("train_accuracy"), metrics.get("val_accuracy"), is_recalibrated=RECALIBRATED in metrics
-        )
-        if text is not None and last:  # at first running statistics fit no supernet
-            self._warn(text)
         return metrics
 
     def _supervised(self, task: SearchTask, whole: Mix | None) -> dict[str, Any]:
@@ -195,13 +201,12 @@ class ValidationMeter(EpochMeter):
         return {"val_loss": held.loss, **held.named("val"), **self._split(task), "val_count": held.count, **marked}
 
     def _unsupervised(self, task: SearchTask, mix: Mix) -> dict[str, Any]:
-        """The objective's own loss. Its random draws are the same each time and change nothing else."""
-        device = task.world.device
-        meter = Meter(device)
+        """The objective's own loss. Its random draws are the same each time."""
+        meter = Meter(task.world.device)
         task.supernet.eval()
         task.objective.eval()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), task.in_step():
-            torch.manual_seed(task.recipe.seed)
+        torch.manual_seed(task.recipe.seed)
+        with task.in_step():
             for batch in self._held.epoch(0):
                 if batch.labels.shape[0]:
                     loss = task.objective(Bound(task.supernet, mix), batch.images, batch.labels).loss

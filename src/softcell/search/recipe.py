@@ -367,6 +367,9 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     if scale == "small":
         base["space_settings"] = dict(space.small)
         base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine they lose
+    else:
+        # A validation pass is a sixth of a first-order epoch: one forward pass beside two forward and backward passes.
+        base["validate_every"] = 4
     own = dict(method.recipes.get(scale, {}))
     wanted = own.get("space_settings", {})
     own["space_settings"] = {key: value for key, value in wanted.items() if key not in unmet(method, space, scale)}
