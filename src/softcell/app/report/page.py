@@ -17,10 +17,19 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from softcell.app.report._overview import STATUS, Outcome, in_order, list_of, outcome_section, overview, read_outcome
+from softcell.app.report._overview import (
+    STATUS,
+    Outcome,
+    front_section,
+    in_order,
+    list_of,
+    outcome_section,
+    overview,
+    read_front,
+    read_outcome,
+)
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.charts import Series, line_chart, series
-from softcell.app.report.front import front_section, read_front
 from softcell.app.report.heatmaps import confusion, shade_rules, weights
 from softcell.app.report.images import most_wrong, reconstructions
 from softcell.app.report.runs import DRAWN, Run, companions, labels, mapping, number, read_run
