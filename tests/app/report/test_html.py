@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from softcell.app.report.heatmaps import shade
-from softcell.app.report.images import overlay
-from softcell.app.report.page import changed, report, write_report
+from softcell.app.report._sections import changed
+from softcell.app.report.heatmaps import overlay, shade
+from softcell.app.report.page import report, write_report
 from softcell.app.report.runs import find_runs, labels, read_run, table_names
 from softcell.app.report.theme import Html, el, join
 from softcell.arch import derive

@@ -27,8 +27,7 @@ from softcell.app.report.compare import (
     runs_csv,
 )
 from softcell.app.report.compare import compare as compare_runs
-from softcell.app.report.live import LivePage, LiveServer
-from softcell.app.report.page import REPORT, write_report
+from softcell.app.report.page import REPORT, LivePage, LiveServer, write_report
 from softcell.app.report.runs import check_intact, find_runs, read_runs
 from softcell.app.report.theme import clean
 from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep

@@ -24,7 +24,7 @@ from softcell.app.cli.console import (
     write,
 )
 from softcell.app.progress import working
-from softcell.app.report.images import cam_grid
+from softcell.app.report.heatmaps import cam_grid
 from softcell.arch import Table
 from softcell.data.images import centre_view, decode
 from softcell.errors import UserError
