@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from softcell.app.report import to_svg
-from softcell.app.report._cells_layout import MOST_ITEMS, Box, Drawing, Point, lay_out
-from softcell.app.report.cells_graph import input_nodes
+from softcell.app.report.cells_graph import MOST_ITEMS, input_nodes
+from softcell.app.report.cells_svg import Box, Drawing, Point, lay_out
 from softcell.app.report.theme import COLOURS, FAMILIES, STROKES, clean, family, mark, shorten
 from softcell.arch import Cell, Genotype, Pick
 from softcell.arch.notation import from_darts, from_nb201
