@@ -170,6 +170,6 @@ def test_an_interrupted_pack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         assert [path.name for path in tmp_path.iterdir()] == [".pack.tmp"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("softcell.app.export.graph.module_to_program", stop)
+    monkeypatch.setattr("softcell.app.export.write.module_to_program", stop)
     assert softcell(["latency", "chain", *SPACE, "--pack", str(tmp_path / "pack"), "--quiet"]) == 130
     assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softcell.app.export.graph import onnx_session
+from softcell.app.export.model import onnx_session
 from softcell.data.images import Images
 from softcell.errors import UserError
 from softcell.spaces.teacher import read_program
