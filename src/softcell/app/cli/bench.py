@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from softcell import api
-from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import check_absent, console, print_fields, write
 from softcell.app.progress import Display
@@ -120,7 +119,7 @@ def bench(
     # Raises for bad input before hours of searching, and before anything is printed.
     found = load_table(path)
     folders = [item for item in what or () if Path(item).is_dir()]
-    genotypes = [inputs.genotype(item) for item in what or () if item not in folders]
+    genotypes = [o.named_genotype(item) for item in what or () if item not in folders]
     architectures = [(notation(genotype), found.lookup(genotype)) for genotype in genotypes]
     proxies = _proxies(proxy or ())
     if folders and method is not None:

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from softcell.app import report
-from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import check_absent, command, console, percent, print_fields, write
 from softcell.app.progress import counting
@@ -44,7 +43,7 @@ def show(
     overwrite: o.OverwriteFile = False,
 ) -> None:
     """Draw an architecture in the terminal or as SVG."""
-    found = inputs.genotype(genotype)
+    found = o.named_genotype(genotype)
     screen = console()
     screen.print(report.to_text(found))
     if svg is not None:
@@ -71,9 +70,9 @@ def convert(
     overwrite: o.OverwriteFile = False,
 ) -> None:
     """Convert an architecture between softcell JSON, DARTS notation and NAS-Bench-201 strings."""
-    content = inputs.from_stdin(genotype)
+    content = o.from_stdin(genotype)
     assert content is not None
-    found = inputs.genotype(content)
+    found = o.named_genotype(content)
     text = _render(found, to or _other_notation(content, found))
     if out is None:
         typer.echo(text, nl=not text.endswith("\n"))

@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from softcell.app.cli import inputs
 from softcell.app.cli import options as o
 from softcell.app.cli.console import console, percent, print_fields
 from softcell.app.cli.results import against_budget, search_accuracy, time_of, top5_of
@@ -67,18 +66,18 @@ def info(
     if what in SPACES:
         _describe_space(console(), what, settings, classes or 10)
     else:
-        _describe_network(console(), what, settings, None if input_ is None else inputs.shape(input_), classes)
+        _describe_network(console(), what, settings, None if input_ is None else o.parse_shape(input_), classes)
 
 
 def _describe_network(
     out: Console, what: str, settings: dict[str, Any], image: Shape | None, classes: int | None
 ) -> None:
-    folder, manifest, found = inputs.with_run(what, only_trusted=True)
+    folder, manifest, found = o.with_run(what, only_trusted=True)
     untrusted = [] if manifest is None else refused(manifest["recipe"].get("plugins", ()))
     if untrusted and manifest is not None and folder is not None:
         _describe_untrusted(out, manifest, folder, found, untrusted)
         return
-    own, own_image, own_classes = inputs.own_network(what, manifest)
+    own, own_image, own_classes = o.own_network(what, manifest)
     base = dict(SPACES.get(found.space).evaluation.get("cifar", {})) if own is None else own
     space = fit_space(found, build_space(found.space, merge(base, settings)), settings)
     image, classes = image or own_image or (3, 32, 32), classes or own_classes or 10

@@ -15,7 +15,6 @@ from softcell.app.baseline import draw_random, missed_budget, random_baseline, w
 from softcell.app.cli import options as o
 from softcell.app.cli import results
 from softcell.app.cli.console import command, console, percent, print_fields
-from softcell.app.cli.inputs import from_stdin
 from softcell.app.cli.search import check_at_once, listen_to_seed, resumed_folder
 from softcell.app.progress import Display
 from softcell.app.report.trackers import Tracking
@@ -139,7 +138,7 @@ def train(
                 "the two commands separately, and `softcell compare` both folders"
             )
         return run_seeds(
-            from_stdin(genotype),
+            o.from_stdin(genotype),
             given,
             config,
             out,
@@ -153,7 +152,7 @@ def train(
     if at_once is not None:
         raise UserError(f"--at-once {at_once} requires --seeds K")
     return run_train(
-        from_stdin(genotype),
+        o.from_stdin(genotype),
         given,
         config,
         out,
