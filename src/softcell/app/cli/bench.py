@@ -16,7 +16,7 @@ from rich.text import Text
 
 from softcell import api
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_absent, console, print_fields, write
+from softcell.app.cli.output import check_absent, console, print_fields, write
 from softcell.app.progress import Display
 from softcell.app.report import bench201
 from softcell.app.report.bench201 import Benched, accuracy_rows, bench_runs

@@ -22,8 +22,8 @@ from rich.text import Text
 from softcell.app import jobs
 from softcell.app.baseline import claim, draw_random, rank_sum
 from softcell.app.cli import options as o
-from softcell.app.cli import results
-from softcell.app.cli.console import console, percent, print_fields
+from softcell.app.cli import output
+from softcell.app.cli.output import console, print_fields
 from softcell.app.cli.search import run_seeds
 from softcell.app.progress import counting
 from softcell.arch import Genotype
@@ -34,7 +34,7 @@ from softcell.evaluate import TrainResult
 from softcell.files import atomic_write_text
 from softcell.recipes import train_recipe
 from softcell.search.genotypes import read_genotype
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 SEARCHES, RANDOM = 3, 9
 """Seeds of the search, and random cells. All found cells above all random ones have p = 0.009."""
@@ -113,7 +113,7 @@ def demo(
     trained = _train_all(screen, found, {**TRAIN, **given, "seed": seed}, folder / "train", quiet)
     stopped = next((result.exit_code for result in trained.values() if result.exit_code), 0)
     if stopped:
-        results.interrupted(screen, *again)
+        output.interrupted(screen, *again)
         return stopped
     _show(screen, folder, trained, list(found), seed)
     return 0

@@ -15,13 +15,13 @@ import typer
 from rich.text import Text
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_output_path, console, output_path, percent, print_fields
+from softcell.app.cli.output import check_output_path, console, output_path, print_fields
 from softcell.app.export import ImageClassifier, Quantised, format_named, read_classifier, ready
 from softcell.app.export.graph import CALIBRATION
 from softcell.app.progress import counting, working
 from softcell.errors import UserError
 from softcell.evaluate import ImagePrediction, image_files
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 NOTED = 0.02
 """Loss of accuracy by int8 that is worth a note."""

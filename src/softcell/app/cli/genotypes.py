@@ -10,7 +10,7 @@ import typer
 
 from softcell.app import report
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_absent, command, console, percent, print_fields, write
+from softcell.app.cli.output import check_absent, command, console, print_fields, write
 from softcell.app.progress import counting
 from softcell.app.report.charts import front_svg
 from softcell.arch import Genotype, notation, sample
@@ -23,6 +23,7 @@ from softcell.search.restored import restore
 from softcell.search.selection import OPTIONS, FrontPoint, Kind, derive_front
 from softcell.settings import at_most, is_seed
 from softcell.spaces import build_space
+from softcell.text import percent
 
 NB201_CELL = "'|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|'"
 commands = typer.Typer()

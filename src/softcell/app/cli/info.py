@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.cli.results import against_budget, search_accuracy, time_of, top5_of
+from softcell.app.cli.output import against_budget, console, print_fields, search_accuracy, time_of, top5_of
 from softcell.app.report.runs import read_lines
 from softcell.arch import Genotype, count
 from softcell.data import datasets
@@ -28,7 +27,7 @@ from softcell.search.genotypes import named_epoch
 from softcell.search.recipe import SCALES
 from softcell.settings import merge, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 commands = typer.Typer()
 

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_output_path, command, console, output_path, print_fields, write
+from softcell.app.cli.output import check_output_path, command, console, output_path, print_fields, write
 from softcell.app.export.write import TABLE, check_pack_folder, write_pack
 from softcell.app.progress import counting, working
 from softcell.arch import Genotype

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_absent, command, console, write
+from softcell.app.cli.output import check_absent, command, console, write
 from softcell.app.report.compare import (
     HEADER,
     NUMERIC,

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import command, console, print_fields
+from softcell.app.cli.output import command, console, print_fields
 from softcell.app.pipeline.time_budget import JobTime
 from softcell.app.reproduce.papers import PAPERS, PROTOCOL, PaperTable, Row
 from softcell.app.reproduce.plan import Job, Plan, chosen_rows, make_plan

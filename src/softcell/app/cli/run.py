@@ -11,14 +11,14 @@ from rich.text import Text
 
 from softcell.app import pipeline
 from softcell.app.cli import options as o
-from softcell.app.cli import results
-from softcell.app.cli.console import console, percent, print_fields
+from softcell.app.cli import output
+from softcell.app.cli.output import console, print_fields
 from softcell.app.pipeline import Front, Plan, RunRequest, Summary, parse_time, verdict
 from softcell.app.process import start_time
 from softcell.app.progress import RunScreen
 from softcell.engine.runfolder import free_folder
 from softcell.errors import UserError
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 commands = typer.Typer()
 
@@ -122,10 +122,10 @@ def run(
     try:
         outcome = pipeline.run(plan, RunScreen(screen, quiet))
     except KeyboardInterrupt:
-        results.interrupted(screen, "run", "--resume", str(plan.folder))
+        output.interrupted(screen, "run", "--resume", str(plan.folder))
         return 130
     if outcome.summary is None:
-        results.interrupted(screen, "run", "--resume", str(plan.folder))
+        output.interrupted(screen, "run", "--resume", str(plan.folder))
         return outcome.exit_code
     if outcome.front is not None:
         _show_front(screen, outcome.front, plan)

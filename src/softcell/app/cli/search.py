@@ -14,8 +14,8 @@ import typer
 from softcell import api
 from softcell.app import jobs
 from softcell.app.cli import options as o
-from softcell.app.cli import results
-from softcell.app.cli.console import command, console, print_fields
+from softcell.app.cli import output
+from softcell.app.cli.output import command, console, print_fields
 from softcell.app.progress import Display
 from softcell.app.report.runs import is_phase
 from softcell.app.report.trackers import Tracking
@@ -198,14 +198,14 @@ def run_search(
     screen = console()
     with join_processes(recipe.device, recipe.deterministic) as world:
         folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
-        results.already_finished(screen, folder, resume)
+        output.already_finished(screen, folder, resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
             result = jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
-        results.interrupted(screen, *(again or ("search", "--resume", str(folder))))
+        output.interrupted(screen, *(again or ("search", "--resume", str(folder))))
         return result.exit_code
-    results.show_search(screen, result)
+    output.show_search(screen, result)
     if hint and not quiet:
         print_fields(screen, next=command("train", folder, *_training_data(recipe)))
     return 0
@@ -251,12 +251,12 @@ def run_seeds(
             quiet=True,
         )
     if result.best is not None:
-        results.show_search(screen, result.results[result.best])
-    results.show_seeds(screen, result)
+        output.show_search(screen, result.results[result.best])
+    output.show_seeds(screen, result)
     if any(one.genotype is None for one in result.results.values()):
         kept = () if keep == "all" else ("--keep", keep)
         shared = () if at_once is None else ("--at-once", str(at_once))
-        results.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
+        output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
     elif hint and result.best is not None and not quiet:
         print_fields(screen, next=command("train", seed_folder(folder, result.best), *_training_data(recipe)))
     return result.exit_code

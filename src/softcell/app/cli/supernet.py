@@ -14,15 +14,7 @@ from torch import Tensor
 
 from softcell.api import compare_indicators
 from softcell.app.cli import options as o
-from softcell.app.cli.console import (
-    check_absent,
-    check_output_path,
-    console,
-    output_path,
-    percent,
-    print_fields,
-    write,
-)
+from softcell.app.cli.output import check_absent, check_output_path, console, output_path, print_fields, write
 from softcell.app.progress import working
 from softcell.app.report.heatmaps import cam_grid
 from softcell.arch import Table
@@ -31,7 +23,7 @@ from softcell.errors import UserError
 from softcell.evaluate.predictions import candidate_cams
 from softcell.files import atomic_write_bytes, list_file
 from softcell.search.restored import Restored, restore
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 commands = typer.Typer()
 
