@@ -33,7 +33,7 @@ COMMANDS = {
     "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
-    "derive": ("genotypes", "Derive one architecture per budget from one search, and draw accuracy against cost."),
+    "derive": ("supernet", "Derive one architecture per budget from one search, and draw accuracy against cost."),
     "export": ("export", "Export a trained network and check the result against the original."),
     "predict": ("export", "Classify images with a trained network: class names and probabilities."),
     "latency": (
@@ -48,15 +48,21 @@ COMMANDS = {
     "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
     "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
     "bench": ("bench", "Look up searches and architectures in the NAS-Bench-201 table."),
-    "show": ("genotypes", "Draw an architecture in the terminal or as SVG."),
-    "info": ("info", "Count the parameters, multiply-adds and size of a network, or describe a space."),
-    "study": ("info", "NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1)."),
+    "show": ("architectures", "Draw an architecture in the terminal or as SVG."),
+    "info": ("architectures", "Count the parameters, multiply-adds and size of a network, or describe a space."),
+    "study": (
+        "reproduce",
+        "NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1).",
+    ),
     "convert": (
-        "genotypes",
+        "architectures",
         "Convert an architecture between softcell JSON, DARTS notation and NAS-Bench-201 strings.",
     ),
-    "random": ("genotypes", "Sample architectures uniformly from a space; the same seed always gives the same one."),
-    "list": ("info", "List the available methods, spaces, datasets, recipes and candidate operations."),
+    "random": (
+        "architectures",
+        "Sample architectures uniformly from a space; the same seed always gives the same one.",
+    ),
+    "list": ("architectures", "List the available methods, spaces, datasets, recipes and candidate operations."),
 }
 """Module and one-line help of each command; the list of commands is printed without importing them."""
 
