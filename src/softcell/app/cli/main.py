@@ -28,7 +28,7 @@ USAGE = 2
 INTERRUPTED = 130  # what shells report after Ctrl-C
 
 COMMANDS = {
-    "demo": ("demo", "Search cells on handwritten digits and test whether they beat random cells, in under 3 minutes."),
+    "demo": ("run", "Search cells on handwritten digits and test whether they beat random cells, in under 3 minutes."),
     "run": ("run", "Go from a folder of images to a trained and exported network, in a given time and budget."),
     "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
