@@ -6,9 +6,9 @@ import html
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -309,3 +309,33 @@ def _number(value: float | None, form: str) -> str:
 
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{percent(value):>5}"
+
+
+class Screen(Protocol):
+    """Shows a run to people.
+
+    Example:
+        >>> from contextlib import contextmanager
+        >>> from softcell.app.pipeline import Screen
+        >>> class Quiet:
+        ...     def print(self, *lines): ...
+        ...     @contextmanager
+        ...     def working(self, what):
+        ...         yield lambda done, total, name: None
+        ...     @contextmanager
+        ...     def job(self, heading):
+        ...         yield lambda event: None
+        >>> screen: Screen = Quiet()
+        >>> with screen.working("reading images") as show:
+        ...     print(show(1, 2, "cat.jpg"))
+        None
+    """
+
+    def print(self, *lines: str) -> None:
+        """Prints lines."""
+
+    def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
+        """Shows work that has no events of its own; yields a function of (done, total, next item)."""
+
+    def job(self, heading: str) -> AbstractContextManager[OnEvent]:
+        """Shows a search or training."""

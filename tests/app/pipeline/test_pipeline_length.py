@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from softcell.app.baseline import plain_cell
 from softcell.app.pipeline import Plan, RunRequest, compete
 from softcell.app.pipeline.choose import Choice, choose
 from softcell.app.pipeline.competition import LONGER, Candidate, Result
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import plain_cell
 from softcell.evaluate.recipe import LONG_EPOCHS, MANY_IMAGES
 
 module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])

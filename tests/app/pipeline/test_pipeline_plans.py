@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from softcell.app.baseline import plain_cell, plain_networks
 from softcell.app.cli.main import run as softcell
 from softcell.app.pipeline import Plan, RunRequest, parse_time
 from softcell.app.pipeline.choose import (
@@ -26,8 +27,7 @@ from softcell.app.pipeline.choose import (
 )
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection, inspect_dataset
-from softcell.app.pipeline.plain import plain_cell, plain_networks
-from softcell.app.pipeline.time_budget import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Load, RunTime
+from softcell.app.pipeline.plan import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Load, RunTime
 from softcell.arch import sample
 from softcell.data import load
 from softcell.errors import UserError

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import trained_folder
+from softcell.app.jobs import JobTime
 from softcell.app.pipeline import Plan, Row, RunRequest, Summary, compete, competition, run, summary
 from softcell.app.pipeline.choose import Choice
 from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
-from softcell.app.pipeline.plan import split_budgets
-from softcell.app.pipeline.time_budget import JobTime, RunTime, TooLittleTimeError
+from softcell.app.pipeline.plan import RunTime, TooLittleTimeError, split_budgets
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import folder

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from softcell.app.cli import options as o
 from softcell.app.cli.output import command, console, print_fields
-from softcell.app.pipeline.time_budget import JobTime
+from softcell.app.jobs import JobTime
 from softcell.app.reproduce.papers import PAPERS, PROTOCOL, PaperTable, Row
 from softcell.app.reproduce.plan import Job, Plan, chosen_rows, make_plan
 from softcell.app.reproduce.record import make_record, table_cells, unfinished, write_record

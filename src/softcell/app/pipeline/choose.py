@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import count as count_up
 from typing import Any
 
-from softcell.app.baseline import APART, STRIDE
+from softcell.app.baseline import LEAST_EPOCHS, WIDTHS, enough_epochs, in_words, meets, plain_cell
+from softcell.app.jobs import JobTime
 from softcell.app.pipeline.competition import Candidate
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import WIDTHS, in_words, meets
 from softcell.app.pipeline.plan import LEAST_BATCH, Plan, RunRequest
-from softcell.arch import Genotype, Layout, count, sample
+from softcell.arch import Genotype
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate import resolve as resolve_training
@@ -32,6 +31,13 @@ The narrowest network has about twice as many: fewer channels cost less accuracy
 """
 KEPT_SIZE = 32
 HOUR = 3600.0
+CLOSE = 0.9
+"""Of networks with at least this share of the most multiply-adds, the shallowest is taken: it has faster steps."""
+SMALLER = 0.6
+"""Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
+NUM_SIZES = 3
+MOST_START, MOST_START_GPU = 1.0, 4.0
+"""Seconds that are planned for the start of a training, at most, on a CPU and on a GPU, which records its steps."""
 
 
 @dataclass(frozen=True)
@@ -170,23 +176,6 @@ def sized(
     return settings(channels), cost(channels)
 
 
-def random_others(found: Genotype | None, layout: Layout, seed: int, num: int) -> list[Genotype]:
-    """`num` random architectures of the space, all different from each other and from `found`.
-
-    They repeat if the space has no others left. A random search draws its own from other seeds (see `APART`).
-    """
-    others: list[Genotype] = []
-    taken = [] if found is None else [found.cells]
-    for number in count_up(seed * STRIDE + APART):
-        if len(others) == num:
-            break
-        other = sample(layout, number)
-        if other.cells not in taken or count(layout) <= len(taken):
-            others.append(other)
-            taken.append(other.cells)
-    return others
-
-
 def held_out_share(num_train: int) -> float:
     """Share of the training images that the competition measures on: a tenth, or more of a small dataset."""
     return min(0.25, max(0.1, 1000 / num_train))
@@ -256,3 +245,55 @@ def train_recipe(
             "threads": choice.threads,
         },
     )
+
+
+def plain_sizes(
+    networks: list[tuple[dict[str, Any], Cost]], epochs_of: Callable[[Cost], float], num_train: int
+) -> tuple[Candidate, ...]:
+    """Up to `NUM_SIZES` plain networks, the largest first; the others are for less time than expected.
+
+    epochs_of: how many epochs of a network the final training has time for. The largest is the one with the most
+    multiply-adds for which these are enough (`enough_epochs`), or the smallest of all; with fewer than `LEAST_EPOCHS`
+    there is none. Each of the others has about half the multiply-adds of the one before and is shallower, down to one
+    cell per stage. Of networks with about equal multiply-adds the shallowest is taken (`CLOSE`).
+    """
+
+    def has_enough(settings: dict[str, Any], cost: Cost) -> bool:
+        return epochs_of(cost) >= enough_epochs(settings["cells_per_stage"], num_train)
+
+    def first(fitting: list[tuple[dict[str, Any], Cost]]) -> list[tuple[dict[str, Any], Cost]]:
+        close = [each for each in fitting if each[1].multiply_adds >= CLOSE * fitting[0][1].multiply_adds]
+        return sorted(close, key=lambda each: each[0]["cells_per_stage"])[:1]
+
+    chosen = first([each for each in networks if has_enough(*each)]) or networks[-1:]
+    if epochs_of(chosen[0][1]) < LEAST_EPOCHS:
+        return ()
+    while len(chosen) < NUM_SIZES:
+        settings, cost = chosen[-1]
+        depth = max(1, settings["cells_per_stage"] - 1)
+        most = SMALLER * cost.multiply_adds
+        smaller = first([(s, c) for s, c in networks if c.multiply_adds <= most and s["cells_per_stage"] <= depth])
+        if not smaller:
+            break
+        chosen += smaller
+    longest = epochs_of(chosen[0][1])
+    return tuple(
+        Candidate(
+            f"plain-{number}",
+            "plain",
+            plain_cell().to_dict(),
+            settings,
+            cost.parameters,
+            cost.multiply_adds,
+            length=longest / epochs_of(cost),
+        )
+        for number, (settings, cost) in enumerate(chosen, 1)
+    )
+
+
+def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
+    """Seconds before the first step of a training, after a first one was measured.
+
+    The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
+    """
+    return min(measured.startup, MOST_START_GPU if is_gpu else MOST_START)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app import jobs
-from softcell.app.pipeline.choose import Choice, held_out_share, random_others, sized, train_recipe
+from softcell.app.baseline import LEAST_EPOCHS, random_others
+from softcell.app.pipeline.choose import Choice, held_out_share, sized, train_recipe
 from softcell.app.pipeline.competition import (
     LARGEST,
     LONGER,
@@ -25,9 +26,8 @@ from softcell.app.pipeline.competition import (
     survivors,
 )
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import LEAST_EPOCHS
-from softcell.app.pipeline.plan import Plan, Screen
-from softcell.app.pipeline.time_budget import RunTime, TooLittleTimeError
+from softcell.app.pipeline.plan import Plan, RunTime, TooLittleTimeError
+from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.engine import DivergedError
 from softcell.evaluate import TrainResult

@@ -19,13 +19,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+from softcell.app.baseline import LEAST_EPOCHS, epoch_seconds, plain_networks
 from softcell.app.export.model import FRONT, PLAN
-from softcell.app.pipeline.choose import Choice
+from softcell.app.pipeline.choose import Choice, plain_sizes
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import LEAST_EPOCHS, epoch_seconds, plain_networks, plain_sizes
-from softcell.app.pipeline.plan import Plan, RunRequest, Screen
+from softcell.app.pipeline.plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
 from softcell.app.pipeline.summary import REPORT, Summary
-from softcell.app.pipeline.time_budget import FINAL_SHARE, Load, TooLittleTimeError
+from softcell.app.progress import Screen
 from softcell.app.report.charts import front_svg
 from softcell.app.report.page import write_report
 from softcell.arch import Genotype

@@ -20,12 +20,24 @@ from typing import Any
 import torch
 
 from softcell.app import jobs
+from softcell.app.baseline import LEAST_EPOCHS, REFERENCE, epoch_seconds, plain_cell, plain_networks
+from softcell.app.jobs import (
+    JobTime,
+    SearchTimeoutError,
+    describe_length,
+    measure_job,
+    num_networks,
+    shortened,
+    stop_when_late,
+)
 from softcell.app.pipeline.beside import OwnModel, read_own
 from softcell.app.pipeline.choose import (
     Choice,
     best_size,
     choose,
+    expected_start,
     explained,
+    plain_sizes,
     resized,
     search_recipe,
     train_recipe,
@@ -34,29 +46,9 @@ from softcell.app.pipeline.compete import COMPETITION_SHARE, MOST_TRAIN_EPOCHS, 
 from softcell.app.pipeline.competition import Candidate, least_competition
 from softcell.app.pipeline.front import Front, read_front, run_front
 from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
-from softcell.app.pipeline.plain import (
-    LEAST_EPOCHS,
-    REFERENCE,
-    epoch_seconds,
-    plain_cell,
-    plain_networks,
-    plain_sizes,
-)
-from softcell.app.pipeline.plan import LINKS, Plan, Screen
+from softcell.app.pipeline.plan import LINKS, SAFE, Plan, RunTime, TooLittleTimeError
 from softcell.app.pipeline.summary import Summary, finish, summarise
-from softcell.app.pipeline.time_budget import (
-    SAFE,
-    JobTime,
-    RunTime,
-    SearchTimeoutError,
-    TooLittleTimeError,
-    describe_length,
-    expected_start,
-    measure_job,
-    num_networks,
-    shortened,
-    stop_when_late,
-)
+from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.batches import SmallDataWarning

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from softcell.app.baseline import LEAST_EPOCHS
 from softcell.app.export import export
 from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.competition import Decision, Kind, Result, Round, standard_error
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import LEAST_EPOCHS
-from softcell.app.pipeline.plan import Plan, Screen
-from softcell.app.pipeline.time_budget import RunTime
+from softcell.app.pipeline.plan import Plan, RunTime
+from softcell.app.progress import Screen
 from softcell.app.report.page import write_report
 from softcell.data import load
 from softcell.data.images import Images

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from softcell.app.pipeline.time_budget import JobTime, measure_job
+from softcell.app.jobs import JobTime, measure_job
 from softcell.app.reproduce.plan import STAGES, Job, Plan, has_run
 from softcell.arch import Genotype, empty_cells
 from softcell.data.catalogue import loaded_once
