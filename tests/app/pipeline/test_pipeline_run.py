@@ -19,8 +19,7 @@ from softcell.app.cli.main import run as softcell
 from softcell.app.jobs import JobTime, stop_when_late
 from softcell.app.pipeline import Plan, RunRequest, compete, competition, run, summary
 from softcell.app.pipeline import run as pipeline
-from softcell.app.pipeline.beside import OwnModel
-from softcell.app.pipeline.inspect import Inspection
+from softcell.app.pipeline.inspect import Inspection, OwnModel
 from softcell.engine import DivergedError, Failure
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError

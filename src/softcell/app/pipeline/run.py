@@ -30,7 +30,6 @@ from softcell.app.jobs import (
     shortened,
     stop_when_late,
 )
-from softcell.app.pipeline.beside import OwnModel, read_own
 from softcell.app.pipeline.choose import (
     Choice,
     best_size,
@@ -45,7 +44,15 @@ from softcell.app.pipeline.choose import (
 from softcell.app.pipeline.compete import COMPETITION_SHARE, MOST_TRAIN_EPOCHS, Contest, StoppedError, is_begun
 from softcell.app.pipeline.competition import Candidate, least_competition
 from softcell.app.pipeline.front import Front, read_front, run_front
-from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
+from softcell.app.pipeline.inspect import (
+    Inspection,
+    OwnModel,
+    check_num_images,
+    inspect_dataset,
+    inspect_folder,
+    make_links,
+    read_own,
+)
 from softcell.app.pipeline.plan import LINKS, SAFE, Plan, RunTime, TooLittleTimeError
 from softcell.app.pipeline.summary import Summary, finish, summarise
 from softcell.app.progress import Screen

@@ -13,9 +13,8 @@ import torch
 
 from softcell.app.baseline import LEAST_EPOCHS
 from softcell.app.export import export
-from softcell.app.pipeline.beside import OwnModel
 from softcell.app.pipeline.competition import Decision, Kind, Result, Round, standard_error
-from softcell.app.pipeline.inspect import Inspection
+from softcell.app.pipeline.inspect import Inspection, OwnModel
 from softcell.app.pipeline.plan import Plan, RunTime
 from softcell.app.progress import Screen
 from softcell.app.report.page import write_report
