@@ -18,7 +18,7 @@ from softcell.app.baseline import (
     plain_networks,
 )
 from softcell.app.pipeline.choose import plain_sizes
-from softcell.app.pipeline.competition import Candidate
+from softcell.app.pipeline.plan import Candidate
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from softcell.spaces.costs import Cost, count_genotype

@@ -22,7 +22,6 @@ from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, check_against, count, notation, sample
 from softcell.engine import RunFolder
 from softcell.engine.distributed import is_main_process
-from softcell.engine.runfolder import MANIFEST
 from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
@@ -92,14 +91,14 @@ def random_baseline(
                 genotype,
                 recipe=recipe,
                 out=folder,
-                resume=resume and (folder / "run.json").exists(),
+                resume=resume and jobs.has_run(folder),
                 overwrite=overwrite,
                 on_event=on_event,
             )
             results.append(result)
             if result.exit_code:
                 return Baseline(results, result.split, result.exit_code)
-        if is_main_process() and (Path(out) / MANIFEST).is_file():
+        if is_main_process() and jobs.has_run(Path(out)):
             write_report([out], Path(out) / REPORT)  # now with the random architectures
     return Baseline(results, results[0].split, 0)
 

@@ -22,7 +22,7 @@ from softcell.arch import Genotype, Layout, Table
 from softcell.engine.distributed import is_main_process
 from softcell.engine.interleave import drain
 from softcell.engine.lock import locked
-from softcell.engine.runfolder import output_folder
+from softcell.engine.runfolder import MANIFEST, output_folder
 from softcell.engine.session import join_processes
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.evaluate import TrainRecipe, TrainResult
@@ -35,6 +35,11 @@ from softcell.search.run import finished_search, search_steps
 from softcell.settings import build
 from softcell.spaces import build_space
 from softcell.text import count_of
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a run was started in `folder`."""
+    return (folder / MANIFEST).is_file()
 
 
 def search(

@@ -10,18 +10,15 @@ from softcell.app.pipeline.competition import (
     LONGER,
     MOST_STARTING,
     SEED_EPOCHS,
-    Candidate,
-    Decision,
-    Kind,
-    Result,
     by_importance,
     decide,
     entrants,
     num_rounds,
     round_time,
-    standard_error,
     survivors,
 )
+from softcell.app.pipeline.plan import Candidate, Kind
+from softcell.app.pipeline.summary import Decision, Result, standard_error
 
 
 def kind_of(name: str) -> Kind:

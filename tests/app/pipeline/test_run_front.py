@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import trained_folder
 from softcell.app.jobs import JobTime
-from softcell.app.pipeline import Plan, Row, RunRequest, Summary, compete, competition, run, summary
+from softcell.app.pipeline import Plan, Row, RunRequest, Summary, choose, competition, run, summary
 from softcell.app.pipeline.choose import Choice
 from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
 from softcell.app.pipeline.plan import RunTime, TooLittleTimeError, split_budgets
@@ -62,13 +62,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs each, two networks in a competition, no ONNX files."""
     for name, value in (("MOST_SEARCH_EPOCHS", 2), ("LEAST_SEARCH_EPOCHS", 1), ("MOST_TRAIN_EPOCHS", 2)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(compete, "MOST_TRAIN_EPOCHS", 2)
-    for each in (module, compete, front):
+    monkeypatch.setattr(competition, "MOST_TRAIN_EPOCHS", 2)
+    for each in (module, choose, competition, front):
         monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
-    monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
+    monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 1)
-    monkeypatch.setattr(compete, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
+    monkeypatch.setattr(competition, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
     whole = summary.export
     monkeypatch.setattr(summary, "export", lambda at, to, *a, **b: None if to == "onnx" else whole(at, to, *a, **b))
@@ -164,7 +164,7 @@ def test_budgets_are_read_and_given_once() -> None:
 def chosen(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, epoch: float, asked: RunRequest) -> Plan:
     """The plan for a machine whose epochs of the reference network take `epoch` seconds; nothing is trained."""
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: JobTime(1.0, 2.0))
-    monkeypatch.setattr(module._Run, "_measure_training", lambda self, choice, settings: (JobTime(0.1, epoch), 1))
+    monkeypatch.setattr(choose.Chooser, "_measure_training", lambda self, choice, settings: (JobTime(0.1, epoch), 1))
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

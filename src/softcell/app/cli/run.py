@@ -272,7 +272,7 @@ def demo(
             f"a demo is resumed with its own seed, but {search} has seeds {known[0]} to {known[-1]} and "
             f"--seed {seed} means {first} to {seeds[-1]}; give another --out, or the --seed of the folder"
         )
-    begun = any((seed_folder(search, one) / MANIFEST).is_file() for one in seeds)
+    begun = any(jobs.has_run(seed_folder(search, one)) for one in seeds)
     code = run_seeds(
         {**DEMO_SEARCH, **given, "seed": first},
         None,
@@ -319,7 +319,7 @@ def _train_all(
         for name, genotype in networks.items():
             notify(len(trained), len(networks), name)
             own = place / name
-            trained[name] = jobs.train(genotype, recipe, own, resume=(own / MANIFEST).is_file())
+            trained[name] = jobs.train(genotype, recipe, own, resume=jobs.has_run(own))
             if trained[name].exit_code:
                 break
     return trained

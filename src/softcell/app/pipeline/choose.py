@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from softcell.app.baseline import LEAST_EPOCHS, WIDTHS, enough_epochs, in_words, meets, plain_cell
-from softcell.app.jobs import JobTime
-from softcell.app.pipeline.competition import Candidate
+import torch
+
+from softcell.app import jobs
+from softcell.app.baseline import LEAST_EPOCHS, REFERENCE, enough_epochs, epoch_seconds, plain_cell, plain_networks
+from softcell.app.jobs import JobTime, measure_job
 from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plan import LEAST_BATCH, Plan, RunRequest
+from softcell.app.pipeline.plan import LEAST_BATCH, SAFE, Candidate, Plan, RunRequest, RunTime, TooLittleTimeError
+from softcell.app.progress import Screen
 from softcell.arch import Genotype
-from softcell.errors import UserError
-from softcell.evaluate import TrainRecipe
+from softcell.engine import resolve_device
+from softcell.engine.task import Event, OnEvent
+from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.recipe import cutout_side
 from softcell.search import SearchRecipe, resolve
 from softcell.spaces import SPACES, Shape, build_space
-from softcell.spaces.costs import Cost, count_genotype
+from softcell.spaces.costs import Cost
 
 SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
 SIZES = (16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224)
@@ -31,6 +36,17 @@ The narrowest network has about twice as many: fewer channels cost less accuracy
 """
 KEPT_SIZE = 32
 HOUR = 3600.0
+BUSY = 1.5
+"""Wall-clock seconds per CPU second of this process from which the machine counts as busy."""
+MEASURING = 0.01
+"""Share of the time for measuring one job, within these bounds in seconds:"""
+MEASURING_BOUNDS = (0.3, 6.0)
+MEASURING_CPU = 3.0
+"""CPU seconds until the first training is measured, start of the first steps included."""
+MOST_WIDENED = 2
+"""Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
+MOST_TRIED, HURRIED = 3, 0.25
+"""Image sizes that are measured at most, and the share of the time after which smaller ones are forecast instead."""
 CLOSE = 0.9
 """Of networks with at least this share of the most multiply-adds, the shallowest is taken: it has faster steps."""
 SMALLER = 0.6
@@ -66,7 +82,7 @@ class Choice:
     why: tuple[str, str] = ("", "")
 
 
-def choose(inspection: Inspection, request: RunRequest, *, is_gpu: bool, is_resizable: bool) -> Choice:
+def first_choice(inspection: Inspection, request: RunRequest, *, is_gpu: bool, is_resizable: bool) -> Choice:
     """The first choice, before anything is measured; images of folders have `KEPT_SIZE` pixels at most."""
     name = request.space or (LARGE_SPACE if is_gpu and request.time > 2 * HOUR else SMALL_SPACE)
     method = request.method or "snas"
@@ -133,47 +149,6 @@ def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Ch
         "snas": "in NAS-Bench-201 on CIFAR-10 it found a cell of 93.67%, DARTS one of 54.30% (one search each)",
     }.get(choice.method, "as requested")
     return replace(choice, why=(first, f"method {choice.method}, batch {choice.batch_size}: {reason}"))
-
-
-def sized(
-    choice: Choice, genotype: Genotype, num_classes: int, limits: Mapping[str, float], most_multiply_adds: float
-) -> tuple[dict[str, Any], Cost]:
-    """The settings and costs of the widest network of `genotype`, up to the chosen width, that meets the limits.
-
-    most_multiply_adds: not a limit but the size of the networks that it is compared with; the narrowest may have more.
-    """
-    known: dict[int, Cost] = {}
-    most = choice.network.get("channels")  # None in spaces of a fixed width
-
-    def settings(channels: int) -> dict[str, Any]:
-        return {**choice.network, "channels": channels} if channels else choice.network
-
-    def is_allowed(channels: int) -> bool:
-        try:
-            build_space(choice.space, settings(channels))
-        except UserError:  # attention needs a multiple of its heads
-            return False
-        return True
-
-    widths = [0] if most is None else [channels for channels in WIDTHS if channels <= most and is_allowed(channels)]
-
-    def cost(channels: int) -> Cost:
-        if channels not in known:
-            space = build_space(choice.space, settings(channels))
-            known[channels] = count_genotype(space, genotype, choice.shape, num_classes)
-        return known[channels]
-
-    # Costs grow with the width, so the widest is found by bisection.
-    fitting = bisect_right(widths, False, key=lambda channels: not meets(cost(channels), limits))
-    if not fitting:
-        least = in_words(asdict(cost(widths[0])), limits)
-        raise UserError(
-            f"no network of space {choice.space} fits {in_words(limits, limits)}; the narrowest has {least}: raise the "
-            "budget, or choose another --space or a smaller --image-size"
-        )
-    fair = [channels for channels in widths[:fitting] if cost(channels).multiply_adds <= most_multiply_adds]
-    channels = fair[-1] if fair else widths[0]
-    return settings(channels), cost(channels)
 
 
 def held_out_share(num_train: int) -> float:
@@ -297,3 +272,113 @@ def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
     The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
     """
     return min(measured.startup, MOST_START_GPU if is_gpu else MOST_START)
+
+
+class Chooser:
+    """Chooses image size and networks for a run from measured steps."""
+
+    def __init__(self, plan: Plan, screen: Screen, time: RunTime) -> None:
+        self.plan, self.screen, self.request, self.time = plan, screen, plan.request, time
+        self.device, self.is_folder = resolve_device(plan.request.device), plan.request.is_folder()
+
+    def choose(self, inspection: Inspection) -> Choice:
+        """The choice, with its reasons."""
+        plan = self.plan
+        is_gpu, classes, limits = self.device.type == "cuda", len(inspection.train), self.request.limits()
+        choice = first_choice(inspection, self.request, is_gpu=is_gpu, is_resizable=self.is_folder)
+        may_resize = self.is_folder and self.request.image_size is None
+        tried: list[int] = []
+        measuring = MEASURING_CPU * self.time.slowness
+        if plan.used() + measuring > self.time.end:  # refused now rather than after the time is over
+            raise TooLittleTimeError(self._too_short_to_measure(measuring))
+        while True:
+            networks = plain_networks(choice.shape, classes, limits)
+            shallow = [each for each in networks if each[0]["cells_per_stage"] == 1]
+            settings, cost = next((each for each in shallow if each[0]["channels"] <= REFERENCE), shallow[-1])
+            side = choice.shape[1]
+            with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
+                measured, threads = self._measure_training(choice, settings)
+            tried.append(side)
+            final = min(self.time.share * self.request.time, self.time.end - plan.used())
+            better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
+            is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
+            if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
+                break
+            choice = resized(choice, better)
+            if is_hurried:
+                networks = plain_networks(choice.shape, classes, limits)
+                before, cost = cost, next(each for own, each in networks if own == settings)
+                measured = replace(measured, epoch=epoch_seconds(measured.epoch, before, cost, is_gpu=is_gpu))
+                break
+
+        def seconds(other: Cost) -> float:
+            return epoch_seconds(measured.epoch, cost, other, is_gpu=is_gpu)
+
+        if LEAST_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
+            final = self.time.end - plan.used()
+        plain = plain_sizes(networks, lambda other: final / seconds(other), inspection.num_train)
+        if not plain:
+            raise TooLittleTimeError(self._too_short(replace(measured, epoch=seconds(networks[-1][1])), final))
+        largest = plain[0]
+        epoch = seconds(Cost(largest.parameters, largest.multiply_adds))
+        network = dict(choice.network)
+        if "channels" in network:
+            network["channels"] = MOST_WIDENED * largest.settings["channels"]
+        if "cells_per_stage" in network:
+            network["cells_per_stage"] = largest.settings["cells_per_stage"]
+        start = expected_start(measured, is_gpu=is_gpu)
+        choice = replace(choice, threads=threads, plain=plain, epoch=epoch, start=start, final=final, network=network)
+        return explained(choice, inspection, self.request)
+
+    def _too_short(self, least: JobTime, final: float) -> str:
+        """Why the time is too short, and how much is needed."""
+        used, reserved, needed = self.plan.used(), self.time.reserved(), least.total(LEAST_EPOCHS)
+        text = _at_least(1.1 * (used + reserved + needed) / SAFE)
+        return (
+            f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
+            f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
+            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
+        )
+
+    def _too_short_to_measure(self, measuring: float) -> str:
+        used, reserved = self.plan.used(), self.time.reserved()
+        text = _at_least(2 * (used + reserved + measuring))
+        busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
+        return (
+            f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, measuring a training needs "
+            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
+            f"--time {text}"
+        )
+
+    def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
+        """The times of a training, and its number of CPU threads: those requested, or one or all cores.
+
+        A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
+        """
+        is_busy = self.time.slowness > BUSY
+        choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
+        recipe = train_recipe(self.plan, choice, plain_cell(), settings, epochs=0, time=self.request.time)
+        used = choice.threads
+
+        def job(folder: Path, watch: OnEvent) -> TrainResult:
+            def on_event(event: Event) -> None:
+                nonlocal used
+                used = torch.get_num_threads()
+                watch(event)
+
+            return jobs.train(plain_cell(), recipe, folder, on_event=on_event)
+
+        scratch, seconds = self.plan.folder / "measuring", measuring_seconds(self.request)
+        measured = measure_job(job, scratch, seconds, evaluated=0.0, tested=0.0)
+        return measured, used if self.device.type == "cpu" else choice.threads
+
+
+def measuring_seconds(request: RunRequest) -> float:
+    """Seconds for measuring one job, after its first step."""
+    low, high = MEASURING_BOUNDS
+    return min(high, max(low, MEASURING * request.time))
+
+
+def _at_least(seconds: float) -> str:
+    """A time that can be given as --time, not below `seconds`."""
+    return f"{math.ceil(seconds / 60)}m" if seconds > 120 else f"{math.ceil(seconds / 10) * 10}s"

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from softcell.app.export.model import PLAN
 from softcell.data import datasets
@@ -22,7 +22,7 @@ from softcell.files import Fields, atomic_write_text, read_json
 from softcell.search import resolve
 from softcell.search.resource import quantity
 from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative, to_dict
-from softcell.text import clock
+from softcell.text import clock, count_of
 
 LEAST_BATCH = 4
 DEFAULT_PARAMETERS = 2e6
@@ -134,6 +134,32 @@ def split_budgets(option: str, text: str) -> tuple[str, ...]:
         ordered = ",".join(part for _, part in sorted(zip(values, found, strict=True)))
         raise UserError(f"the budgets of {option} must rise, but got {text}; give {ordered}")
     return found
+
+
+Kind = Literal["plain", "found", "random"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A network of the competition. `length`: its expected training time relative to the largest plain network's.
+
+    Example:
+        >>> from softcell.app.pipeline.competition import Candidate
+        >>> Candidate("plain-1", "plain", {}, {"channels": 16}, parameters=170_000, multiply_adds=16_000_000).title
+        'plain, 170,000 parameters'
+    """
+
+    name: str
+    kind: Kind
+    genotype: dict[str, Any]
+    settings: dict[str, Any]
+    parameters: int
+    multiply_adds: int
+    length: float = 1.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}, {count_of(self.parameters, 'parameter')}"
 
 
 LINKS = "data"

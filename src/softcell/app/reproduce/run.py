@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from softcell.app.jobs import JobTime, measure_job
-from softcell.app.reproduce.plan import STAGES, Job, Plan, has_run
+from softcell.app.jobs import JobTime, has_run, measure_job
+from softcell.app.reproduce.plan import STAGES, Job, Plan
 from softcell.arch import Genotype, empty_cells
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device

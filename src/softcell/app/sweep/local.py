@@ -23,14 +23,13 @@ from typing import IO, Any, Protocol
 
 import torch
 
-from softcell.app.jobs import draw_search
+from softcell.app.jobs import draw_search, has_run
 from softcell.app.process import explain_failure
 from softcell.app.sweep.plan import Job, is_finished
 from softcell.engine import resolve_device
 from softcell.engine.capture import MAX_SHARING_RUNS
 from softcell.engine.interleave import Interleaved, Running
 from softcell.engine.lock import LOCK, announce, holder, locked, open_lock, take
-from softcell.engine.runfolder import MANIFEST
 from softcell.engine.session import Interrupt
 from softcell.engine.task import Event, Note
 from softcell.errors import UserError
@@ -49,13 +48,13 @@ def commands(folder: Path, random: int) -> list[list[str]]:
     result = []
     search, train = folder / "search", folder / "train"
     if not is_finished(search):
-        begun = (search / MANIFEST).is_file()
+        begun = has_run(search)
         start = ["--resume", str(search)] if begun else ["--config", f"{search}.json", "--out", str(search)]
         result.append(["search", *start, "--quiet"])
     if Path(f"{train}.json").is_file():
         beside = [train / f"random-{k}" for k in range(1, random + 1)]
         if not all(is_finished(run) for run in (train, *beside)):
-            begun = (train / MANIFEST).is_file()
+            begun = has_run(train)
             new = [str(search), "--config", f"{train}.json", "--out", str(train)]
             more = ["--random", str(random)] if random else []
             result.append(["train", *(["--resume", str(train)] if begun else new), *more, "--quiet"])
@@ -371,7 +370,7 @@ def _search_steps_of(folder: Path) -> Running[int]:
             _log(folder, f"note: {event.text}")
 
     search = folder / "search"
-    begun = (search / MANIFEST).is_file()
+    begun = has_run(search)
     with locked(folder):
         _log(folder, f"$ softcell search ({'resumed' if begun else 'new'}, in one process with other jobs)")
         recipe = search_recipe({}, resume_from=search) if begun else search_recipe({}, config=f"{search}.json")
