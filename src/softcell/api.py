@@ -22,7 +22,7 @@ from softcell.app.export import export
 from softcell.app.export import predict as predict_images
 from softcell.app.jobs import draw_search, draw_training
 from softcell.app.pipeline import Plan, RunRequest, parse_time
-from softcell.app.progress import Display, RunScreen, python_console
+from softcell.app.progress import Display, RunScreen, both, python_console, seed_listeners
 from softcell.app.report import compare as comparisons
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.compare import Comparison
@@ -34,9 +34,8 @@ from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.data.arrays import KeptArrays
 from softcell.engine.runfolder import RUNS, free_folder, output_folder
-from softcell.engine.seeds import seed_folder
 from softcell.engine.session import join_processes
-from softcell.engine.task import Event, OnEvent
+from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
 from softcell.evaluate.image_classes import ImagePrediction
@@ -566,13 +565,13 @@ def _track(tensorboard: bool, mlflow: bool, wandb: bool) -> list[str]:
 @contextmanager
 def _listening(
     heading: str, folder: Path, quiet: bool | None, track: Sequence[str], on_event: OnEvent | None
-) -> Iterator[OnEvent | None]:
+) -> Iterator[OnEvent]:
     """The listener of one run: progress, trackers and the caller's own."""
     console, is_quiet = python_console(quiet)
     with ExitStack() as opened:
-        shown = None if is_quiet else opened.enter_context(Display(console, heading))
-        tracking = opened.enter_context(Tracking(track, folder, shown)) if track else shown
-        yield _both(tracking, on_event)
+        display = None if is_quiet else opened.enter_context(Display(console, heading))
+        tracking = opened.enter_context(Tracking(track, folder, display))
+        yield tracking if on_event is None else both(tracking, on_event)
 
 
 @contextmanager
@@ -582,32 +581,12 @@ def _listening_to_seeds(
     quiet: bool | None,
     track: Sequence[str],
     on_event: Callable[[int], OnEvent] | None,
-) -> Iterator[Callable[[int], OnEvent] | None]:
+) -> Iterator[Callable[[int], OnEvent]]:
     """Makes the listener of each of several seeds; `on_event` makes the caller's own."""
     console, is_quiet = python_console(quiet)
     with ExitStack() as opened:
         display = None if is_quiet else opened.enter_context(Display(console, heading))
-
-        def listener(seed: int) -> OnEvent:
-            own = seed_folder(folder, seed)
-            shown = None if display is None else display.beside(f"seed {seed}", str(own))
-            tracking = opened.enter_context(Tracking(track, own, shown)) if track else shown
-            found = _both(tracking, None if on_event is None else on_event(seed))
-            assert found is not None
-            return found
-
-        yield listener if display is not None or track or on_event is not None else None
-
-
-def _both(first: OnEvent | None, second: OnEvent | None) -> OnEvent | None:
-    if first is None or second is None:
-        return first or second
-
-    def listener(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return listener
+        yield seed_listeners(display, folder, track, opened, on_event)
 
 
 def _check_alone(given: Mapping[str, Any], config: str | Path | None = None) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -15,7 +16,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from softcell.app.process import NOTICE_AFTER, showing_progress
+from softcell.app.report.trackers import Tracking
 from softcell.engine.distributed import is_main_process
+from softcell.engine.seeds import seed_folder
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
 from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
@@ -245,6 +248,37 @@ class Display:
             steps=steps,
             refresh=event.step == 1,
         )
+
+
+def seed_listeners(
+    display: Display | None,
+    folder: Path,
+    track: Sequence[str],
+    opened: ExitStack,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> Callable[[int], OnEvent]:
+    """Makes the listener of each of several seeds: progress, trackers and the caller's own (`on_event`).
+
+    Trackers are closed with `opened`.
+    """
+
+    def listener(seed: int) -> OnEvent:
+        own = seed_folder(folder, seed)
+        shown = None if display is None else display.beside(f"seed {seed}", str(own))
+        tracking = opened.enter_context(Tracking(track, own, shown))
+        return tracking if on_event is None else both(tracking, on_event(seed))
+
+    return listener
+
+
+def both(first: OnEvent, second: OnEvent) -> OnEvent:
+    """A listener that passes every event to two others."""
+
+    def listener(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return listener
 
 
 class RunScreen:

@@ -16,7 +16,7 @@ from softcell.app import jobs
 from softcell.app.cli import options as o
 from softcell.app.cli import output
 from softcell.app.cli.output import command, console, print_fields
-from softcell.app.progress import Display
+from softcell.app.progress import Display, seed_listeners
 from softcell.app.report.runs import is_phase
 from softcell.app.report.trackers import Tracking
 from softcell.data import datasets
@@ -26,7 +26,6 @@ from softcell.engine.distributed import restarted_folder
 from softcell.engine.runfolder import RUNS, output_folder
 from softcell.engine.seeds import SEEDS, seed_folder
 from softcell.engine.session import join_processes
-from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.recipes import search_recipe, search_seeds_recipe
 from softcell.search import SearchRecipe
@@ -247,7 +246,7 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: listen_to_seed(display, folder, seed, track, tracked),
+            on_event=seed_listeners(display, folder, track, tracked),
             quiet=True,
         )
     if result.best is not None:
@@ -284,12 +283,6 @@ def _has_classes(recipe: SearchRecipe) -> bool:
 def check_at_once(at_once: int | None) -> None:
     if at_once is not None and at_once < 1:
         raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out to use the device's default")
-
-
-def listen_to_seed(display: Display, folder: Path, seed: int, track: Sequence[str], tracked: ExitStack) -> OnEvent:
-    """The listener of one of several seeds; trackers are closed with `tracked`."""
-    own = seed_folder(folder, seed)
-    return tracked.enter_context(Tracking(track, own, display.beside(f"seed {seed}", str(own))))
 
 
 def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:

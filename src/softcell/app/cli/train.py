@@ -15,8 +15,8 @@ from softcell.app.baseline import draw_random, missed_budget, random_baseline, w
 from softcell.app.cli import options as o
 from softcell.app.cli import output
 from softcell.app.cli.output import command, console, print_fields
-from softcell.app.cli.search import check_at_once, listen_to_seed, resumed_folder
-from softcell.app.progress import Display
+from softcell.app.cli.search import check_at_once, resumed_folder
+from softcell.app.progress import Display, seed_listeners
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
@@ -198,7 +198,7 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: listen_to_seed(display, folder, seed, track, tracked),
+            on_event=seed_listeners(display, folder, track, tracked),
             quiet=True,
         )
     output.show_trained_seeds(screen, result)

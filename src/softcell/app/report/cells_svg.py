@@ -74,9 +74,6 @@ class Box:
     def centre(self) -> Point:
         return self.x + self.width / 2, self.y + self.height / 2
 
-    def overlaps(self, other: Box) -> bool:
-        return self.x < other.right and other.x < self.right and self.y < other.bottom and other.y < self.bottom
-
 
 @dataclass(frozen=True, slots=True)
 class Node:
