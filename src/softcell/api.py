@@ -124,7 +124,7 @@ def search(
     wandb: bool = False,
     **settings: Unpack[SearchSettings],
 ) -> SearchResult:
-    """Searches an architecture and leaves a run folder with drawings; by default DARTS in its own space on `digits`.
+    """Searches for an architecture and leaves a run folder with drawings; by default DARTS in its space on `digits`.
 
     space: a name, or an object such as `build_space("darts", {"cells": 5})`.
     data: a name, a path, or images in memory (`Data`).
@@ -368,7 +368,7 @@ def run(
     quiet: bool | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Goes from images to a trained and exported network in a given time and budget: `softcell run`.
+    """Goes from images to a trained and exported network within a given time and budget: `softcell run`.
 
     data: a folder of CLASS/IMAGE files, a name, an .npz file or images in memory (`Data`).
     max_params, max_flops: several budgets, as a list or "50k,200k,1M", give one network each, from one search.

@@ -263,13 +263,13 @@ def claim(found: Sequence[float], random: Sequence[float]) -> str:
     Example:
         >>> from softcell.app.baseline import claim
         >>> claim([0.97, 0.98], [0.91, 0.95, 0.96]).partition(":")[0]
-        'Between 2 found cells and 3 random ones no difference can be claimed'
+        'Between 2 found cells and 3 random ones, no difference can be claimed'
     """
     p, means = rank_sum(found, random), (statistics.fmean(found), statistics.fmean(random))
     ours, others = count_of(len(found), "found cell"), count_of(len(random), "random one")
     figures = f"{percent(means[0])} against {percent(means[1])} in the mean, p = {p:.2g} (exact rank-sum test)"
     if p > LEVEL:
-        return f"Between {ours} and {others} no difference can be claimed: {figures}."
+        return f"Between {ours} and {others}, no difference can be claimed: {figures}."
     # By ranks, as in the test: one failed training can move a mean to the other side.
     wins = sum((one > other) - (one < other) for one in found for other in random)
     return f"The {ours} are {'better' if wins > 0 else 'worse'} than the {others}: {figures}."

@@ -190,7 +190,7 @@ def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tm
     unseal(shutil.copytree(trained, tmp_path / "other"))
     save_file(other, tmp_path / "other" / "model.safetensors")
     (tmp_path / "model.json").unlink()
-    with pytest.raises(UserError, match="already exists and holds other weights"):
+    with pytest.raises(UserError, match="already exists and holds different weights"):
         export(tmp_path / "other", "safetensors", tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == kept
     assert not (tmp_path / "model.json").exists()
@@ -201,7 +201,7 @@ def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tm
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     (tmp_path / "model.py").unlink()
     (tmp_path / "predict.py").unlink()
-    with pytest.raises(UserError, match="holds other weights"):
+    with pytest.raises(UserError, match="holds different weights"):
         export(trained, "python", tmp_path)
 
 

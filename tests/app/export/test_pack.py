@@ -144,8 +144,8 @@ def test_wrong_requests_are_refused(
     (tmp_path / "full" / "thesis.tex").touch()
     (tmp_path / "file").touch()
     for options, reason in (
-        (("--pack", "new", "--out", "a.yaml"), "--out is about measuring here"),
-        (("--pack", "new", "--threads", "1"), "--threads is about measuring here"),
+        (("--pack", "new", "--out", "a.yaml"), "--out applies to measurements on this machine"),
+        (("--pack", "new", "--threads", "1"), "--threads applies to measurements on this machine"),
         (("--pack", str(pack)), "already has a pack"),
         (("--pack", "full"), "has other files"),
         (("--pack", "full", "--overwrite"), "has other files"),

@@ -134,7 +134,7 @@ def test_shares_of_the_time_follow_the_seconds_of_an_epoch(epochs: list[float]) 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("200k,50k", "must rise, but got 200k,50k; give 50k,200k"),
+        ("200k,50k", "must be in increasing order, but got 200k,50k; give 50k,200k"),
         ("50k,50000", "must differ"),
         ("50k,,1M", "got ''"),
         ("50k,many", "got 'many'"),

@@ -156,7 +156,7 @@ def test_a_run_with_a_competition_begins_with_the_delivered_network(tmp_path: Pa
     text = "".join(parse(report(find_runs([tmp_path]))).text)
     begin = text.index("Result")
     for part in (
-        "Delivered: plain-1, since it was <best>.",
+        "Delivered: plain-1, because it was <best>.",
         "80.0 % on 72 test images, which were read once, after 90 epochs in 31 s",
         "round 2",
         "60.0 %",

@@ -98,7 +98,9 @@ def _compared(found: Quantised) -> dict[str, str]:
             f"{percent(found.agreement)}"
         )
         if before - after > NOTED:
-            fields["note"] = "int8 loses much here; calibrate with more images (--calibration), or use --to onnx"
+            fields["note"] = (
+                "int8 loses a lot of accuracy here; calibrate with more images (--calibration), or use --to onnx"
+            )
     fields["size"] = f"{sizes[1] / 1e3:,.0f} kB in int8, {sizes[0] / 1e3:,.0f} kB in float"
     fields["latency"] = (
         f"{times[1]:.3g} ms in int8, {times[0]:.3g} ms in float, for one image on one CPU thread of this machine"
@@ -147,7 +149,8 @@ def predict(
         int | None, typer.Option(metavar="K", min=1, help="Classes per image. Default: 3, in a CSV 1.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a CSV. A folder without --out prints it instead.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a CSV file. For a folder without --out, the CSV is printed."),
     ] = None,
     device: o.Device = None,
     overwrite: o.OverwriteFile = False,
@@ -158,8 +161,8 @@ def predict(
     """Classify images with a trained network: class names and probabilities.
 
     Images are prepared as those of the training: turned upright, scaled, cropped and normalised. Files that cannot be
-    read are named and skipped; the exit code is then 2. In a CSV of a folder whose subfolders are named like classes,
-    the accuracy is printed too.
+    read are named and skipped; the exit code is then 2. With a CSV of a folder whose subfolders are named after
+    classes, the accuracy is printed too.
     """
     o.load_plugins(plugin)
     created = None if out is None else check_output_path(out, overwrite)
@@ -241,7 +244,7 @@ class _Summary:
         if self.named:
             among = "" if self.named == self.read else f" of {self.read:,}"
             known["accuracy"] = (
-                f"{percent(self.right / self.named)} of the {self.named:,}{among} images in a folder named like a class"
+                f"{percent(self.right / self.named)} of the {self.named:,}{among} images in folders named after classes"
             )
         return known
 

@@ -106,7 +106,9 @@ def latency(
         here = {"--out": out, "--device": device, "--threads": threads, "--samples": samples}
         for option, value in here.items():
             if value is not None:
-                raise UserError(f"{option} is about measuring here, but --pack is for another device; leave it out")
+                raise UserError(
+                    f"{option} applies to measurements on this machine, but --pack is for another device; leave it out"
+                )
         check_pack_folder(pack, overwrite)
     target = resolve_device(device or "auto")
     before = torch.get_num_threads()

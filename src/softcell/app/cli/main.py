@@ -28,8 +28,11 @@ USAGE = 2
 INTERRUPTED = 130  # what shells report after Ctrl-C
 
 COMMANDS = {
-    "demo": ("run", "Search cells on handwritten digits and test whether they beat random cells, in under 3 minutes."),
-    "run": ("run", "Go from a folder of images to a trained and exported network, in a given time and budget."),
+    "demo": (
+        "run",
+        "Search for cells on handwritten digits and test whether they beat random cells, in under 3 minutes.",
+    ),
+    "run": ("run", "Go from a folder of images to a trained and exported network, within a given time and budget."),
     "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
@@ -44,7 +47,10 @@ COMMANDS = {
     "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
     "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),
     "sweep": ("report", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
-    "reproduce": ("reproduce", "Print the plan that reproduces a paper's tables, run it, and show ours beside theirs."),
+    "reproduce": (
+        "reproduce",
+        "Print the plan that reproduces a paper's tables, run it, and show our numbers beside the paper's.",
+    ),
     "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
     "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
     "bench": ("bench", "Look up searches and architectures in the NAS-Bench-201 table."),

@@ -33,7 +33,7 @@ ImageSize = Annotated[
     int | None, typer.Option(metavar="PIXELS", help="Resize images to this square size (image folders and imagenet).")
 ]
 Epochs = Annotated[int | None, typer.Option(metavar="N", help="Number of epochs. Default: set by the recipe.")]
-BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per step, over all processes.")]
+BatchSize = Annotated[int | None, typer.Option(metavar="N", help="Images per step, across all processes.")]
 Seed = Annotated[int | None, typer.Option(metavar="K", help="Random seed. Default: 0.")]
 Seeds = Annotated[
     int | None,

@@ -79,7 +79,7 @@ def reproduce(
         typer.Option(metavar="NAME", help="Run only rows whose name contains NAME; repeatable. Default: all rows."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(metavar="K", help="Searches of each row, 2 or more. Default: set by the table.")
+        int | None, typer.Option(metavar="K", help="Number of searches per row, 2 or more. Default: set by the table.")
     ] = None,
     data_root: o.DataRoot = None,
     device: o.Device = None,
@@ -92,7 +92,7 @@ def reproduce(
     ] = None,
     quiet: o.Quiet = False,
 ) -> int:
-    """Print the plan that reproduces a paper's tables, run it, and show ours beside theirs.
+    """Print the plan that reproduces a paper's tables, run it, and show our numbers beside the paper's.
 
     The plan is fixed: searches at the paper's settings, then one short training recipe for all networks of a table:
     those found, random cells of the same space, published cells. Printing it runs nothing. Every run has a folder of
@@ -103,13 +103,15 @@ def reproduce(
         _list_papers(screen)
         return 0
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("the runs of a plan share one process, but torchrun started several; use `softcell reproduce`")
+        raise UserError(
+            "the runs of a plan share one process, but torchrun started several; run `softcell reproduce` without it"
+        )
     if data_root is not None:
         # Not a setting of the recipes, so that runs that were started here can be resumed where data are elsewhere.
         os.environ["SOFTCELL_DATA"] = str(Path(data_root).expanduser().resolve())
     for name, given in (("--minutes", minutes is not None), ("--row", bool(row)), ("--at-once", at_once > 1)):
         if given and not run:
-            raise UserError(f"{name} is for running the plan; add --run, or leave it out")
+            raise UserError(f"{name} applies to running the plan; add --run, or leave it out")
     plan = make_plan(paper, table, small=small, out=out, seeds=seeds, device=device or "auto")
     rows = chosen_rows(plan, row or ())
     if not run:
@@ -136,7 +138,7 @@ def reproduce(
         screen.print(f"\n{count_of(len(ended.errors), 'run')} failed; retry with:\n  {again}", markup=False)
         return FAILED
     if ended.out_of_time:
-        screen.print(f"\nThe time is over (--minutes {minutes:g}); continue with:\n  {again}", markup=False)
+        screen.print(f"\nTime is up (--minutes {minutes:g}); continue with:\n  {again}", markup=False)
     return 0
 
 
@@ -192,7 +194,7 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
     if plan.jobs:
         print_fields(screen, runs=f"{_runs(plan.jobs)} in {folder}, {done} finished")
         cost = _cost(plan, plan.jobs, times)
-        length = "" if cost == NOT_MEASURED else " left, if one run follows the other on this device"
+        length = "" if cost == NOT_MEASURED else " left, if the runs follow each other on this device"
         print_fields(screen, cost=cost + length)
         more = "" if measure else "--measure measures the cost, "
         screen.print(f"Nothing was run: {more}--run runs the plan.", markup=False)
@@ -275,7 +277,7 @@ def _print_table(screen: Console, plan: Plan, table: PaperTable, records: Path) 
     headings, lines = table_cells(table, record)
     screen.print(f"\n{plan.paper.name}, Table {table.number}: {table.title}; ours as mean ± std (n)", style="bold")
     if plan.small:
-        about = "A rehearsal on digits, whatever the headings say: these numbers mean nothing for the paper."
+        about = "A rehearsal on digits, despite the headings: these numbers say nothing about the paper."
         screen.print(about, style="yellow")
     if screen.is_terminal and screen.width < WIDE:
         for line in lines:  # a table would be cut

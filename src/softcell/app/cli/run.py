@@ -62,14 +62,15 @@ def run(
         str | None,
         typer.Option(
             metavar="N[,N...]",
-            help="Most parameters of the network, such as 1M; several such as 50k,200k,1M give one network each, from "
-            "one search. Default: 2M, without --max-flops.",
+            help="Maximum number of parameters, such as 1M. A list such as 50k,200k,1M gives one network per budget, "
+            "from one search. Default: 2M, unless --max-flops is given.",
         ),
     ] = None,
     max_flops: Annotated[
         str | None,
         typer.Option(
-            metavar="N[,N...]", help="Most multiply-adds of the network per image, such as 200M; several as above."
+            metavar="N[,N...]",
+            help="Maximum multiply-adds of the network per image, such as 200M; or a list, as above.",
         ),
     ] = None,
     time: Annotated[
@@ -102,9 +103,9 @@ def run(
     trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> int:
-    """Go from a folder of images to a trained and exported network, in a given time and budget.
+    """Go from a folder of images to a trained and exported network, within a given time and budget.
 
-    Inspects the images, searches a cell, and lets it compete with plain residual networks and random cells in short
+    Inspects the images, searches for a cell, and lets it compete with plain residual networks and random cells in short
     trainings. The winner gets at least 60% of the time. The verdict says whether the search was worth it.
     """
     given = {
@@ -131,7 +132,7 @@ def run(
         plan = Plan.open(place)
     else:
         if folder is not None:
-            raise UserError(f"give the images as --data {folder}; a folder alone is for --resume")
+            raise UserError(f"pass the images as --data {folder}; a folder without an option is only for --resume")
         if data is None:
             raise UserError("--data must name the images: a folder of CLASS/IMAGE files, an .npz file or a dataset")
         new = out or free_folder("run", data)
@@ -166,10 +167,10 @@ def _show_front(screen: Console, front: Front, plan: Plan) -> None:
         screen.print(Text(f"{entry.budget:<10}{one.name:<10}{costs}{percent(one.accuracy):>10}"))
     for budget, why in front.left_out.items():
         screen.print(Text(f"{budget:<10}left out: {why}"))
-    screen.print(Text("To choose among them by this accuracy is to choose by the test images."))
+    screen.print(Text("Choosing among them by this accuracy means selecting on the test images."))
     for entry in front.entries:
         screen.print()
-        screen.print(Text(f"{entry.budget}: {entry.summary.delivered.name}, since {entry.summary.why}", "bold"))
+        screen.print(Text(f"{entry.budget}: {entry.summary.delivered.name}, because {entry.summary.why}", "bold"))
         for text in verdict(entry.summary)[1]:
             screen.print(Text(text))
     screen.print()
@@ -187,7 +188,7 @@ def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:
         _show_competition(screen, summary)
     one = summary.delivered
     trained = f"{count_of(one.epochs, 'epoch')} in {one.seconds:.0f} s, on all training images"
-    screen.print(Text(f"delivered: {one.name}, since {summary.why}", "bold"))
+    screen.print(Text(f"delivered: {one.name}, because {summary.why}", "bold"))
     print_fields(screen, accuracy=f"{percent(one.accuracy)} on {count_of(summary.count, 'test image')}, read once")
     print_fields(screen, trained=trained)
     print_fields(
@@ -255,13 +256,13 @@ def demo(
     threads: o.Threads = None,
     quiet: o.Quiet = False,
 ) -> int:
-    """Search cells on handwritten digits and test whether they beat random cells, in under 3 minutes."""
+    """Search for cells on handwritten digits and test whether they beat random cells, in under 3 minutes."""
     folder = out or free_folder("demo")
     screen = console()
     given = o.settings({"device": device, "threads": threads})
     again = ("demo", "--out", str(folder), *(("--seed", str(seed)) if seed else ()))
 
-    screen.print("1. Search cells on 8x8 handwritten digits (UCI, part of the package)", style="bold")
+    screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
     screen.print(
         f"Every edge is a separable convolution or noise (space s4); DARTS must avoid the noise, {DEMO_SEARCHES} times"
     )
@@ -291,7 +292,8 @@ def demo(
 
     found = {f"found-{one}": read_genotype(seed_folder(search, one)) for one in seeds}
     screen.print(
-        f"\n2. Train the found cells and {DEMO_RANDOM} random cells of the space alike, from scratch", style="bold"
+        f"\n2. Train the found cells and {DEMO_RANDOM} random cells of the space with the same recipe, from scratch",
+        style="bold",
     )
     trained = _train_all(screen, found, {**DEMO_TRAIN, **given, "seed": seed}, folder / "train", quiet)
     stopped = next((result.exit_code for result in trained.values() if result.exit_code), 0)

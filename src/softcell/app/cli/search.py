@@ -69,7 +69,7 @@ def search(
     seeds: o.Seeds = None,
     keep: Annotated[
         Literal["all", "best"] | None,
-        typer.Option(help="With --seeds: whose checkpoints to keep at the end; records are always kept. Default: all."),
+        typer.Option(help="With --seeds: which checkpoints to keep at the end; records are always kept. Default: all."),
     ] = None,
     at_once: o.AtOnce = None,
     device: o.Device = None,
@@ -77,7 +77,7 @@ def search(
         str | None,
         typer.Option(
             metavar="small|paper|…",
-            help="Sizes for a laptop or of the paper, or another recipe of the method (see `softcell list recipes`).",
+            help="Sizes for a laptop or those of the paper, or another recipe of the method (`softcell list recipes`).",
         ),
     ] = None,
     resource: Annotated[
@@ -86,13 +86,15 @@ def search(
     ] = None,
     max_params: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Most parameters of the network that `softcell train` builds, such as 2.5M."),
+        typer.Option(
+            metavar="N", help="Maximum number of parameters of the network that `softcell train` builds, such as 2.5M."
+        ),
     ] = None,
     max_flops: Annotated[
-        str | None, typer.Option(metavar="N", help="Most multiply-adds of that network per image, such as 500M.")
+        str | None, typer.Option(metavar="N", help="Maximum multiply-adds of that network per image, such as 500M.")
     ] = None,
     max_latency: Annotated[
-        float | None, typer.Option(metavar="T", help="Largest latency of that network, in the unit of --latency-table.")
+        float | None, typer.Option(metavar="T", help="Maximum latency of that network, in the unit of --latency-table.")
     ] = None,
     at_size: Annotated[
         int | None,
@@ -293,7 +295,9 @@ def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path
         return Path(first), None
     waiting = unfinished(kind)
     hint = (
-        f"unfinished: {', '.join(shlex.quote(str(path)) for path in waiting)}" if waiting else "none is unfinished here"
+        f"unfinished: {', '.join(shlex.quote(str(path)) for path in waiting)}"
+        if waiting
+        else "there is no unfinished run here"
     )
     raise UserError(f"--resume needs the folder of the run, as `softcell {kind} --resume DIR`; {hint}")
 

@@ -200,7 +200,7 @@ def ready(
     weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
     if wanted and not overwrite and weights.exists() and not _holds(weights, model):
         raise UserError(
-            f"{weights} already exists and holds other weights than {source}, which files beside it may need: "
+            f"{weights} already exists and holds different weights from {source}, which files beside it may need: "
             "give another --out, or --overwrite to replace it"
         )
     return Ready(model, source, place, images)
@@ -248,7 +248,7 @@ def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: b
         )
     there = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        reason = "may not be written to" if there.is_dir() else "is a file"
+        reason = "is not writable" if there.is_dir() else "is a file"
         raise UserError(f"an export needs a folder, but {there} {reason}; give another --out")
     # Weights are the same for every format; `ready` checks whether existing ones are those of this network.
     taken = [file for file in files if file.exists() and file.name != WEIGHTS]

@@ -140,7 +140,9 @@ def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Ch
         if text
     ]
     budget = f" with at most {' and '.join(limits)}" if limits else ""
-    why = "as requested" if request.space else "a short time" if choice.space == SMALL_SPACE else "a GPU and hours"
+    why = (
+        "as requested" if request.space else "little time" if choice.space == SMALL_SPACE else "a GPU and several hours"
+    )
     first = f"networks{budget} for {pixels} images, cells of space {choice.space} ({why})"
     source = inspection.sides[1]
     if choice.shape[1] != source:

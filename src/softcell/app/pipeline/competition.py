@@ -287,7 +287,7 @@ class Contest:
         if len(names) < 2:
             made = Decision(candidates[0].name, "there was no time for a competition")
             state |= {**decided(made), "entered": [], "cut": []}
-            self.screen.print("", f"no competition: not enough time; {candidates[0].name} is trained", "")
+            self.screen.print("", f"no competition: not enough time; training {candidates[0].name} instead", "")
         elif cut:
             self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
         return state

@@ -234,7 +234,7 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
                 f"and exports need {least:.0f} s; give at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
                 "budgets"
             )
-    why = "the time allows for no larger network than for the budget before"
+    why = "there is no time for a larger network than that of the previous budget"
     left_out = dict.fromkeys((one for one in budgets if one not in kept), why)
     return {"budgets": kept, "shares": [shares[one] for one in kept], "left_out": left_out}
 

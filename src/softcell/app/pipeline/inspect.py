@@ -272,7 +272,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
     if len(labels) - len(small) < 2:
         in_all = LEAST_TRAINING if has_test else least_images(2)
         raise UserError(
-            f"at least 2 classes need {count_of(least, 'readable image')} or more, but "
+            f"at least 2 classes must have {count_of(least, 'readable image')} or more, but "
             f"{_large_classes(labels, small)}; a class is a folder of images, and all classes together need {in_all} "
             "images or more"
         )
@@ -286,7 +286,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
 def _large_classes(labels: set[str], small: list[str]) -> str:
     """Which classes are large enough, in words."""
     large = sorted(labels - set(small))
-    return f"only {large[0]!r} has" if large else f"none of {count_of(len(labels), 'class')} has"
+    return f"only {large[0]!r} does" if large else f"none of {count_of(len(labels), 'class')} does"
 
 
 def _summary(
@@ -398,17 +398,19 @@ class OwnModel:
         height, width = self.shape[1:]
         if height != width or side not in (None, height):
             rule = "square images" if side is None else f"the run's images of {side}x{side} pixels"
-            raise UserError(f"--beside {self.file} must take {rule}, but takes {height}x{width}")
+            raise UserError(f"--beside {self.file} must accept {rule}, but accepts {height}x{width}")
         if self.shape[0] != channels and channels != 1:
             raise UserError(
-                f"--beside {self.file} takes images of {self.shape[0]} channels, but those of the run have {channels}"
+                f"--beside {self.file} accepts images of {self.shape[0]} channels, but those of the run have {channels}"
             )
         pixels = torch.zeros(BATCH, channels, *self.shape[1:], dtype=torch.uint8)
         self.scores(pixels[:2])
         began = time.perf_counter()
         found = self.scores(pixels).shape[1]
         if found != num_classes:
-            raise UserError(f"--beside {self.file} has scores for {found} classes, but the images have {num_classes}")
+            raise UserError(
+                f"--beside {self.file} returns scores for {found} classes, but the images have {num_classes}"
+            )
         return (time.perf_counter() - began) / BATCH
 
 
@@ -431,7 +433,7 @@ def read_own(path: str | Path) -> OwnModel:
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     own = next((node for node in inputs if node.name in program.graph_signature.user_inputs), None)
     if own is None:
-        raise UserError(f"--beside {file} must take images, but has no input")
+        raise UserError(f"--beside {file} must accept images, but has no input")
     return OwnModel(file, program.module(), _shape(file, list(own.meta["val"].shape)))
 
 
@@ -440,7 +442,7 @@ def _shape(file: Path, sides: list[Any]) -> tuple[int, int, int]:
     fixed = [side for side in sides[1:] if isinstance(side, int)]
     if len(sides) != 4 or len(fixed) != 3:
         raise UserError(
-            f"--beside {file} must take images [n, channels, height, width] of one size, but its input is {sides}"
+            f"--beside {file} must accept images [n, channels, height, width] of one size, but its input is {sides}"
         )
     channels, height, width = fixed
     return channels, height, width

@@ -132,7 +132,7 @@ def split_budgets(option: str, text: str) -> tuple[str, ...]:
         )
     if values != sorted(values):
         ordered = ",".join(part for _, part in sorted(zip(values, found, strict=True)))
-        raise UserError(f"the budgets of {option} must rise, but got {text}; give {ordered}")
+        raise UserError(f"the budgets of {option} must be in increasing order, but got {text}; give {ordered}")
     return found
 
 
@@ -167,8 +167,8 @@ LINKS = "data"
 FORMAT = "softcell-plan"
 VERSION = 2
 OLD = (
-    "{file} is the plan of an earlier version of Softcell and cannot be resumed; start a new run. What it has finished "
-    "stays usable: report.html, summary.json, export/ and the run folders"
+    "{file} is the plan of an earlier version of Softcell and cannot be resumed; start a new run. Its finished parts "
+    "remain usable: report.html, summary.json, export/ and the run folders"
 )
 
 
@@ -240,7 +240,7 @@ class Plan:
         if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") == 1:
             raise UserError(OLD.format(file=file))
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
+            raise UserError(f"{file}: must have format={FORMAT!r} and version={VERSION}")
         check_types(data, str(file), _TYPES)
         data = Fields.of(data, str(file))
         request = build(RunRequest, data["request"], str(file))

@@ -236,7 +236,7 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
     if delivered.epochs < LEAST_EPOCHS:
         lines.append(
             f"The delivered network was trained for {count_of(delivered.epochs, 'epoch')}, and fewer than "
-            f"{LEAST_EPOCHS} teach a network little: the machine became slower during the training. Run again with "
+            f"{LEAST_EPOCHS} are too few to learn much: the machine became slower during the training. Run again with "
             "more --time, or when the machine is idle."
         )
     share = summary.most_frequent
@@ -279,7 +279,7 @@ def _compared(summary: Summary) -> tuple[list[str], bool]:
     elif ahead < -chance:
         lines.append("The search was not worth it here: the plain network is better.")
     elif beats:
-        lines.append("The search found a better cell than random ones, but none that is better than a plain network.")
+        lines.append("The search found a better cell than random ones, but not one that beats a plain network.")
     else:
         lines.append("The search was not worth it here, as far as this shows.")
     return lines, worth

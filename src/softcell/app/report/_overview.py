@@ -182,7 +182,7 @@ def _competition(data: Mapping[str, Any]) -> Outcome:
     lengths = [f"round {i}: {each['seconds']:.1f} s" for i, each in enumerate(rounds, 1)]
     seeds = [f"{each['seeds']} seed{'' if each['seeds'] == 1 else 's'} each" for each in rounds]
     facts = (
-        f"Delivered: {one['name']}, since {data['why']}.",
+        f"Delivered: {one['name']}, because {data['why']}.",
         f"{percent(one['accuracy'])} on {int(data['count']):,} test images, which were read once, after "
         f"{one['epochs']:,} epochs in {one['seconds']:.0f} s on all training images.",
         f"{big(one['parameters'])} parameters, {big(one['multiply_adds'])} multiply-adds, {one['latency']:.2f} ms for "
@@ -277,8 +277,8 @@ def front_section(front: Mapping[str, Any]) -> Html | None:
         marks = [(float(point[cost]), float(point["accuracy"])) for point in points]
         verdicts = [el("li", el("b", f"{point['budget']}: "), " ".join(point["verdict"])) for point in points]
         about = (
-            f"Accuracy on {int(front['count']):,} test images, which were read once for each network. To choose among "
-            "the networks by this accuracy is to choose by the test images."
+            f"Accuracy on {int(front['count']):,} test images, which were read once for each network. Choosing among "
+            "the networks by this accuracy means selecting on the test images."
         )
     except (LookupError, TypeError, ValueError):
         return None

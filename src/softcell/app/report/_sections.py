@@ -34,13 +34,13 @@ WIDEST = 1600  # pixels of a picture in a page
 def section(run: Run, number_: int, *, label: bool, comparison: Html | None = None) -> Html:
     """Everything about one run; label: whether its name is shown; comparison: of this run with random architectures."""
     parts = [
-        ("Cells", cells(run), "The derived architecture. Kinds of operations differ by line and mark."),
+        ("Cells", cells(run), "The derived architecture. Lines and marks show the kind of each operation."),
         ("Architecture weights", weights(run), None),
         ("Curves", curves(run), None),
         ("Context auto-regression", reconstructions(run), "Reconstruction of hidden image parts, without labels."),
         ("Decisions and collapse", signs(run), None),
         ("Confusion matrix", confusion(run), "On the test split."),
-        ("Most wrong images", most_wrong(run), "Test images with the most confidence in a wrong class."),
+        ("Most wrong images", most_wrong(run), "Test images that were misclassified with the most confidence."),
         ("Load the model", loading(run), None),
         ("Recipe and provenance", origin(run), None),
     ]
@@ -78,7 +78,7 @@ def tiles(run: Run) -> Html:
         name = "recall@1" if retrieving else "accuracy"
         found.append((name, "–", "not measured yet" if run.status != "finished" else "not measured"))
     if score is not None and score.top5 is not None:
-        found.append(("top-5", percent(score.top5), "class among the five strongest"))
+        found.append(("top-5", percent(score.top5), "class among the top five"))
     further = {k: number(results.get(f"recall_at_{k}")) for k in (2, 4, 8)}
     found += [(f"recall@{k}", percent(share), "") for k, share in further.items() if share is not None]
     for key, name, unit in (("parameters", "parameters", ""), ("multiply_adds", "multiply-adds", "for one image")):

@@ -187,8 +187,8 @@ def weights(run: Run) -> Html | None:
     )
     legend = el(
         "p",
-        "Each row is an edge, each column a candidate; the darker the colour, the more weight (on a dark page: the "
-        f"lighter). {_about_frames(known, frames[-1])}",
+        "Each row is an edge, each column a candidate. Darker means more weight (lighter on a dark page). "
+        f"{_about_frames(known, frames[-1])}",
         class_="quiet",
     )
     return el("div", controls, el("div", tables, class_="heats"), legend, class_="weights", data_epochs=data(epochs))

@@ -265,10 +265,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, with_body: bool) -> None:
         if not self.server.is_own(self):
-            self._send(403, b"this page is for the machine it runs on\n", "text/plain", with_body)
+            self._send(403, b"this page is served only to the machine it runs on\n", "text/plain", with_body)
             return
         if self.path.partition("?")[0] != "/":
-            self._send(404, b"there is only /\n", "text/plain", with_body)
+            self._send(404, b"the only page is /\n", "text/plain", with_body)
             return
         page, tag = self.server.page.get()
         if self.headers.get("If-None-Match") == tag:

@@ -100,8 +100,8 @@ def _check_network(genotype: Genotype, folder: Path) -> None:
     stored = Genotype.from_dict(RunFolder.open(folder).manifest["results"]["genotype"], f"{folder}: genotype")
     if (stored.space, stored.cells) != (genotype.space, genotype.cells):
         raise UserError(
-            f"{folder} trains another architecture than the one that was found or drawn; remove the folder, or give "
-            "another one with --out"
+            f"{folder} trains a different architecture from the one that was found or drawn; remove the folder, or "
+            "give another one with --out"
         )
 
 
