@@ -9,7 +9,7 @@ import pytest
 
 from softcell.app import jobs
 from softcell.app.jobs import ENOUGH_ENDS, JobTime, measure_job
-from softcell.app.pipeline.choose import expected_start
+from softcell.app.pipeline._choose import expected_start
 from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 
 READING, STEP, END, SLOW = 3.0, 0.5, 1.0, 4.5

@@ -17,8 +17,8 @@ from softcell.app.baseline import (
     plain_costs,
     plain_networks,
 )
-from softcell.app.pipeline.choose import plain_sizes
-from softcell.app.pipeline.plan import Candidate
+from softcell.app.pipeline._choose import plain_sizes
+from softcell.app.pipeline._plan import Candidate
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from softcell.spaces.costs import Cost, count_genotype

@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import choose, competition
+from softcell.app.pipeline import _choose as choose
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _run as pipeline
 from tests.helpers.doc_pages import FENCE, ROOT
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -46,7 +48,6 @@ def shortened(text: str) -> str:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    pipeline = __import__("softcell.app.pipeline.run", fromlist=["run"])
     for name, value in {"MOST_SEARCH_EPOCHS": 1, "LEAST_SEARCH_EPOCHS": 1}.items():
         monkeypatch.setattr(pipeline, name, value)
     monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))

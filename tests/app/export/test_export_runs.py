@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from softcell.api import Network, export, load_network, train
 from softcell.app.cli.main import run
-from softcell.app.export import FORMATS, graph, python, read_model, write
+from softcell.app.export import FORMATS, graph, read_model, write
+from softcell.app.export import _python as python
 from softcell.app.export._source import Sources
 from softcell.data import load
 from softcell.errors import UserError

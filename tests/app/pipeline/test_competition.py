@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from softcell.app.pipeline.competition import (
+from softcell.app.pipeline._competition import (
     ENTRY_EPOCHS,
     FIRST_SHARE,
     LONGER,
@@ -17,8 +17,8 @@ from softcell.app.pipeline.competition import (
     round_time,
     survivors,
 )
-from softcell.app.pipeline.plan import Candidate, Kind
-from softcell.app.pipeline.summary import Decision, Result, standard_error
+from softcell.app.pipeline._plan import Candidate, Kind
+from softcell.app.pipeline._summary import Decision, Result, standard_error
 
 
 def kind_of(name: str) -> Kind:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from softcell.app.pipeline.inspect import Inspection, inspect_dataset, inspect_folder, make_links
+from softcell.app.pipeline._inspect import Inspection, inspect_dataset, inspect_folder, make_links
 from softcell.data import load
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import MODES, folder, paint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.app.pipeline import Plan, RunRequest, run
-from softcell.app.pipeline.inspect import OwnModel, read_own
+from softcell.app.pipeline._inspect import OwnModel, read_own
 from softcell.data import load
 from softcell.errors import UserError
 from softcell.trust import UntrustedError, trusting

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from softcell.app.baseline import plain_cell
-from softcell.app.pipeline import Plan, RunRequest, competition
-from softcell.app.pipeline.choose import Choice, first_choice
-from softcell.app.pipeline.competition import LONGER
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plan import Candidate
-from softcell.app.pipeline.summary import Result
+from softcell.app.pipeline import Plan, RunRequest
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _run as module
+from softcell.app.pipeline._choose import Choice, first_choice
+from softcell.app.pipeline._competition import LONGER
+from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plan import Candidate
+from softcell.app.pipeline._summary import Result
 from softcell.evaluate.recipe import LONG_EPOCHS, MANY_IMAGES
 
-module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
 SIDE, START, USED = 32, 2.0, 400.0
 NAMES = ("plain-1", "plain-2", "found", "random-1")
 

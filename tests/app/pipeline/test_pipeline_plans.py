@@ -12,7 +12,7 @@ import pytest
 from softcell.app.baseline import plain_cell, plain_networks
 from softcell.app.cli.main import run as softcell
 from softcell.app.pipeline import Plan, RunRequest, parse_time
-from softcell.app.pipeline.choose import (
+from softcell.app.pipeline._choose import (
     FEW_EPOCHS,
     GOOD_EPOCHS,
     SIZES,
@@ -24,9 +24,9 @@ from softcell.app.pipeline.choose import (
     resized,
     search_recipe,
 )
-from softcell.app.pipeline.competition import sized
-from softcell.app.pipeline.inspect import Inspection, inspect_dataset
-from softcell.app.pipeline.plan import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Candidate, Load, RunTime
+from softcell.app.pipeline._competition import sized
+from softcell.app.pipeline._inspect import Inspection, inspect_dataset
+from softcell.app.pipeline._plan import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Candidate, Load, RunTime
 from softcell.arch import sample
 from softcell.data import load
 from softcell.errors import UserError

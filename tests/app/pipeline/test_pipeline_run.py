@@ -17,9 +17,13 @@ from torch import Tensor
 from softcell.api import Network
 from softcell.app.cli.main import run as softcell
 from softcell.app.jobs import JobTime, stop_when_late
-from softcell.app.pipeline import Plan, RunRequest, choose, competition, run, summary
+from softcell.app.pipeline import Plan, RunRequest, run
+from softcell.app.pipeline import _choose as choose
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _run as module
+from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline import run as pipeline
-from softcell.app.pipeline.inspect import Inspection, OwnModel
+from softcell.app.pipeline._inspect import Inspection, OwnModel
 from softcell.engine import DivergedError, Failure
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
@@ -27,7 +31,6 @@ from softcell.search import SearchRecipe
 from softcell.text import parse_time
 from tests.helpers.pipeline_images import folder
 
-module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
 MODULES = (module, competition)
 
 

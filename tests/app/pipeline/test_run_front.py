@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import trained_folder
 from softcell.app.jobs import JobTime
-from softcell.app.pipeline import Plan, Row, RunRequest, Summary, choose, competition, run, summary
-from softcell.app.pipeline.choose import Choice
-from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
-from softcell.app.pipeline.plan import RunTime, TooLittleTimeError, split_budgets
+from softcell.app.pipeline import Plan, Row, RunRequest, Summary, run
+from softcell.app.pipeline import _choose as choose
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _front as front
+from softcell.app.pipeline import _run as module
+from softcell.app.pipeline import _summary as summary
+from softcell.app.pipeline._choose import Choice
+from softcell.app.pipeline._front import LEAST_SHARE, PAGE, time_shares
+from softcell.app.pipeline._plan import RunTime, TooLittleTimeError, split_budgets
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import folder
-
-module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
-front = __import__("softcell.app.pipeline.front", fromlist=["run_front"])
 
 
 class Screen:

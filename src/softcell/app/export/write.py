@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from softcell import __version__
-from softcell.app.export import graph, python
+from softcell.app.export import _python as python
+from softcell.app.export import graph
 from softcell.app.export.graph import (
     CALIBRATION,
     OPSET,

@@ -27,16 +27,16 @@ from softcell.app.jobs import (
     shortened,
     stop_when_late,
 )
-from softcell.app.pipeline.choose import Choice, Chooser, measuring_seconds, search_recipe, train_recipe
-from softcell.app.pipeline.competition import (
+from softcell.app.pipeline._choose import Choice, Chooser, measuring_seconds, search_recipe, train_recipe
+from softcell.app.pipeline._competition import (
     COMPETITION_SHARE,
     MOST_TRAIN_EPOCHS,
     Contest,
     StoppedError,
     least_competition,
 )
-from softcell.app.pipeline.front import Front, read_front, run_front
-from softcell.app.pipeline.inspect import (
+from softcell.app.pipeline._front import Front, read_front, run_front
+from softcell.app.pipeline._inspect import (
     Inspection,
     OwnModel,
     check_num_images,
@@ -45,8 +45,8 @@ from softcell.app.pipeline.inspect import (
     make_links,
     read_own,
 )
-from softcell.app.pipeline.plan import LINKS, Candidate, Plan, RunTime
-from softcell.app.pipeline.summary import Summary, finish, summarise
+from softcell.app.pipeline._plan import LINKS, Candidate, Plan, RunTime
+from softcell.app.pipeline._summary import Summary, finish, summarise
 from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.data import load

@@ -117,7 +117,7 @@ def split_budgets(option: str, text: str) -> tuple[str, ...]:
     """The budgets in a text such as `50k,200k,1M`, each without spaces; they must rise.
 
     Example:
-        >>> from softcell.app.pipeline.plan import split_budgets
+        >>> from softcell.app.pipeline._plan import split_budgets
         >>> split_budgets("--max-params", "50k, 200k, 1M")
         ('50k', '200k', '1M')
     """
@@ -144,7 +144,7 @@ class Candidate:
     """A network of the competition. `length`: its expected training time relative to the largest plain network's.
 
     Example:
-        >>> from softcell.app.pipeline.competition import Candidate
+        >>> from softcell.app.pipeline._plan import Candidate
         >>> Candidate("plain-1", "plain", {}, {"channels": 16}, parameters=170_000, multiply_adds=16_000_000).title
         'plain, 170,000 parameters'
     """

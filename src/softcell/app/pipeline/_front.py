@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from softcell.app.baseline import LEAST_EPOCHS, epoch_seconds, plain_networks
 from softcell.app.export.model import FRONT, PLAN
-from softcell.app.pipeline.choose import Choice, plain_sizes
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
-from softcell.app.pipeline.summary import REPORT, Summary
+from softcell.app.pipeline._choose import Choice, plain_sizes
+from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
+from softcell.app.pipeline._summary import REPORT, Summary
 from softcell.app.progress import Screen
 from softcell.app.report.charts import front_svg
 from softcell.app.report.page import write_report
@@ -49,7 +49,7 @@ COSTS = {"max_params": "parameters", "max_flops": "multiply_adds"}
 
 
 class Job(Protocol):
-    """The steps of a run for one budget (`softcell.app.pipeline.run`)."""
+    """The steps of a run for one budget (`softcell.app.pipeline._run`)."""
 
     def inspect(self) -> Inspection: ...
     def read_beside(self, inspection: Inspection) -> None: ...
@@ -109,7 +109,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
     """Shares of the time for budgets whose epochs take these seconds: in proportion, but at least `LEAST_SHARE` / n.
 
     Example:
-        >>> from softcell.app.pipeline.front import time_shares
+        >>> from softcell.app.pipeline._front import time_shares
         >>> time_shares([1.0, 1.0, 6.0])  # the first two get the least share, a sixth
         [0.16..., 0.16..., 0.66...]
     """

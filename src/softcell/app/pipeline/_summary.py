@@ -14,8 +14,8 @@ import torch
 
 from softcell.app.baseline import LEAST_EPOCHS
 from softcell.app.export import export
-from softcell.app.pipeline.inspect import Inspection, OwnModel
-from softcell.app.pipeline.plan import Kind, Plan, RunTime
+from softcell.app.pipeline._inspect import Inspection, OwnModel
+from softcell.app.pipeline._plan import Kind, Plan, RunTime
 from softcell.app.progress import Screen
 from softcell.app.report.page import write_report
 from softcell.data import load

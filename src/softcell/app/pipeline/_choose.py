@@ -13,8 +13,8 @@ import torch
 from softcell.app import jobs
 from softcell.app.baseline import LEAST_EPOCHS, REFERENCE, enough_epochs, epoch_seconds, plain_cell, plain_networks
 from softcell.app.jobs import JobTime, measure_job
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plan import LEAST_BATCH, SAFE, Candidate, Plan, RunRequest, RunTime, TooLittleTimeError
+from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plan import LEAST_BATCH, SAFE, Candidate, Plan, RunRequest, RunTime, TooLittleTimeError
 from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.engine import resolve_device
