@@ -102,8 +102,10 @@ def random(
         str | None,
         typer.Argument(metavar="[SPACE]", help="Search space, see `softcell list spaces`. Default: darts."),
     ] = None,
-    space: Annotated[str | None, typer.Option(metavar="SPACE", help="The same as an option.")] = None,
-    seed: Annotated[int, typer.Option(metavar="K", min=0, help="Seed of the first one; the next has K + 1.")] = 0,
+    space: Annotated[str | None, typer.Option(metavar="SPACE", help="The space, given as an option.")] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="K", min=0, help="Seed of the first architecture; the next one has K + 1.")
+    ] = 0,
     count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of architectures.")] = 1,
     to: Annotated[o.Notation, typer.Option(help="Notation; with json and --count, one per line.")] = "json",
     out: Annotated[

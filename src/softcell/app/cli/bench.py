@@ -73,7 +73,7 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="CSV of accuracies, gzipped or not. Default: $SOFTCELL_NB201."),
     ] = None,
-    method: Annotated[str | None, typer.Option(help="First search with this method, with --seeds seeds.")] = None,
+    method: Annotated[str | None, typer.Option(help="First run searches with this method and --seeds seeds.")] = None,
     seeds: Annotated[
         int, typer.Option(metavar="K", help="With --method: number of seeds, counting up from --seed.")
     ] = 3,

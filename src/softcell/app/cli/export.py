@@ -43,13 +43,15 @@ def export(
         list[str],
         typer.Option(
             help="onnx, onnx-int8 (quantised, with its accuracy beside float), safetensors (weights and a "
-            "description), python (one file that needs only torch), or torch-export; repeatable."
+            "description), python (files that need only torch), or torch-export; repeatable."
         ),
     ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write to. Default: RUN/export.")] = None,
     calibration: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Training images that give onnx-int8 its ranges. Default: 256."),
+        typer.Option(
+            metavar="N", min=1, help="Number of training images that onnx-int8 is calibrated on. Default: 256."
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Where the training images are now, for onnx-int8. Default: the run's data.")

@@ -250,7 +250,7 @@ def demo(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="K", min=0, help="Random seed. Another one searches and draws other cells.")
+        int, typer.Option(metavar="K", min=0, help="Random seed; other seeds search and draw other cells.")
     ] = 0,
     device: o.Device = None,
     threads: o.Threads = None,

@@ -190,11 +190,9 @@ def run_search(
     resume: bool,
     overwrite: bool,
     quiet: bool,
-    hint: bool = True,
     track: Sequence[str] = (),
-    again: Sequence[str] | None = None,
 ) -> int:
-    """Searches and prints the result and the next command; `again` is the command that resumes it."""
+    """Searches and prints the result and the next command."""
     recipe = search_recipe(given, config=config, resume_from=out if resume else None)
     screen = console()
     with join_processes(recipe.device, recipe.deterministic) as world:
@@ -204,10 +202,10 @@ def run_search(
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
             result = jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
-        output.interrupted(screen, *(again or ("search", "--resume", str(folder))))
+        output.interrupted(screen, "search", "--resume", str(folder))
         return result.exit_code
     output.show_search(screen, result)
-    if hint and not quiet:
+    if not quiet:
         print_fields(screen, next=command("train", folder, *_training_data(recipe)))
     return 0
 

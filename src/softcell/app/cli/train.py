@@ -91,7 +91,7 @@ def train(
             "--from",
             metavar="RUN",
             help="Start from the weights of a finished training or of the supernet of a search, layer by layer where "
-            "they fit; a classifier of another number of classes stays random.",
+            "they fit; a classifier with a different number of classes stays random.",
         ),
     ] = None,
     device: o.Device = None,
@@ -219,9 +219,8 @@ def run_train(
     overwrite: bool,
     quiet: bool,
     track: Sequence[str] = (),
-    again: Sequence[str] | None = None,
 ) -> int:
-    """Trains the architecture, then the random ones, and compares them; `again` is the command that resumes it."""
+    """Trains the architecture, then the random ones, and compares them."""
     chosen, recipe = train_recipe(genotype, given, config=config, resume_from=out if resume else None)
     if not resume:
         check_trainable(chosen, recipe)
@@ -245,7 +244,7 @@ def run_train(
         )
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
             result = jobs.train(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
-        again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
+        again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             output.interrupted(screen, *again)
             return result.exit_code

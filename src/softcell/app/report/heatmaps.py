@@ -200,8 +200,8 @@ def _about_frames(known: Mapping[str, Names], frame: Mapping[str, Any]) -> str:
     rules = [names.rule for names in known.values()]
     if any(rule is None for rule in rules) or not all(_follows(name, names, frame) for name, names in known.items()):
         return (
-            f"{text}. That need not be the largest weight of a row: the method may have its own rule, keep some of the "
-            "edges only, or never derive “none”."
+            f"{text}. That need not be the largest weight of a row: the method may have its own rule, keep only some "
+            "of the edges, or never derive “none”."
         )
     rule = rules[0]
     never = ", ".join(f"“{op}”" for op in ([] if rule is None else rule.never_picked))
