@@ -281,6 +281,33 @@ def both(first: OnEvent, second: OnEvent) -> OnEvent:
     return listener
 
 
+@contextmanager
+def listening(
+    heading: str, folder: Path, quiet: bool | None, track: Sequence[str], on_event: OnEvent | None
+) -> Iterator[OnEvent]:
+    """The listener of a run that Python code starts: progress, trackers and the caller's own."""
+    console, is_quiet = python_console(quiet)
+    with ExitStack() as opened:
+        display = None if is_quiet else opened.enter_context(Display(console, heading))
+        tracking = opened.enter_context(Tracking(track, folder, display))
+        yield tracking if on_event is None else both(tracking, on_event)
+
+
+@contextmanager
+def listening_to_seeds(
+    heading: str,
+    folder: Path,
+    quiet: bool | None,
+    track: Sequence[str],
+    on_event: Callable[[int], OnEvent] | None,
+) -> Iterator[Callable[[int], OnEvent]]:
+    """The same for several seeds: a function that makes the listener of each."""
+    console, is_quiet = python_console(quiet)
+    with ExitStack() as opened:
+        display = None if is_quiet else opened.enter_context(Display(console, heading))
+        yield seed_listeners(display, folder, track, opened, on_event)
+
+
 class RunScreen:
     """Shows `softcell run` in a terminal, or as lines."""
 
