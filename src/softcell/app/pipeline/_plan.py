@@ -114,7 +114,7 @@ class RunRequest:
 
 
 def split_budgets(option: str, text: str) -> tuple[str, ...]:
-    """The budgets in a text such as `50k,200k,1M`, each without spaces; they must rise.
+    """The budgets in a text such as `50k,200k,1M`, each without spaces, in increasing order.
 
     Example:
         >>> from softcell.app.pipeline._plan import split_budgets

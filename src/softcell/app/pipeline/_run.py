@@ -182,7 +182,7 @@ class _TooSlowError(Exception):
 class _Run:
     def __init__(self, plan: Plan, screen: Screen) -> None:
         self.plan, self.screen, self.request = plan, screen, plan.request
-        self.device = resolve_device(plan.request.device)
+        resolve_device(plan.request.device)  # raises if there is no such device, before any work
         self.is_folder = plan.request.is_folder()
         self.root = plan.request.path()
         self.own: OwnModel | None = None
