@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from softcell.app.export.graph import INPUT, check_onnx, write_onnx
-from softcell.app.export.model import Model, sample_pixels
+from softcell.app.export.graph import check_onnx, write_onnx
+from softcell.app.export.model import INPUT, Model, sample_pixels
 from softcell.arch import sample
 from softcell.spaces import build_space
 from studies.runs import write_record

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app.baseline import LEVEL
-from softcell.app.cli.demo import RECORD
+from softcell.app.cli.run import DEMO_RECORD
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
 from softcell.search.genotypes import read_genotype
@@ -30,7 +30,7 @@ TIMES = "times.json"
 
 def ran(folder: Path, seed: int) -> dict[str, Any]:
     """The record of the demo in `folder` with wall-clock and CPU seconds; runs it first if it is not finished."""
-    if not (folder / RECORD).is_file():
+    if not (folder / DEMO_RECORD).is_file():
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         words = ("demo", "--seed", str(seed), "--out", str(folder), "--device", "cpu", "--quiet")
         done = subprocess.run([sys.executable, "-m", "softcell", *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -42,7 +42,7 @@ def ran(folder: Path, seed: int) -> dict[str, Any]:
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         times = {"wall_seconds": round(time.monotonic() - began), "cpu_seconds": round(cpu)}
         atomic_write_text(folder / TIMES, json.dumps(times) + "\n")
-    record = json.loads((folder / RECORD).read_text("utf-8"))
+    record = json.loads((folder / DEMO_RECORD).read_text("utf-8"))
     cells = {name: read_genotype(folder / "train" / name).to_dict()["cells"] for name in record["accuracy"]}
     return {**record, **json.loads((folder / TIMES).read_text("utf-8")), "cells": cells}
 

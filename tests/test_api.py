@@ -312,7 +312,7 @@ def test_run_passes_its_request_to_the_pipeline(tmp_path: Path, monkeypatch: pyt
     assert (Path(asked.data_root or "") / asked.data).is_file()
     assert repr(ended) == f"RunResult({tmp_path / 'run'}: interrupted)" and ended.exit_code == 130
     assert api.run(out=tmp_path / "run", resume=True).summary is None
-    with pytest.raises(UserError, match="must rise, but got 200000,5e4; give 5e4,200000"):
+    with pytest.raises(UserError, match="must be in increasing order, but got 200000,5e4; give 5e4,200000"):
         api.run("digits", max_params=[200_000, "5e4"], out=tmp_path / "other")
     assert plans[1].request == asked
     with pytest.raises(UserError, match="keeps its settings"):

@@ -11,8 +11,7 @@ Results, genotypes, comparisons and reports show themselves in a notebook. Progr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack
@@ -22,7 +21,7 @@ from softcell.app.export import export
 from softcell.app.export import predict as predict_images
 from softcell.app.jobs import draw_search, draw_training
 from softcell.app.pipeline import Plan, RunRequest, parse_time
-from softcell.app.progress import Display, RunScreen, python_console
+from softcell.app.progress import RunScreen, listening, listening_to_seeds, python_console
 from softcell.app.report import compare as comparisons
 from softcell.app.report.cells_svg import to_svg
 from softcell.app.report.compare import Comparison
@@ -30,13 +29,11 @@ from softcell.app.report.notebook import Drawing, Report, report_html
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.report.runs import check_intact, find_runs, read_runs
 from softcell.app.report.theme import el, join
-from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.data.arrays import KeptArrays
 from softcell.engine.runfolder import RUNS, free_folder, output_folder
-from softcell.engine.seeds import seed_folder
 from softcell.engine.session import join_processes
-from softcell.engine.task import Event, OnEvent
+from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
 from softcell.evaluate.image_classes import ImagePrediction
@@ -125,7 +122,7 @@ def search(
     wandb: bool = False,
     **settings: Unpack[SearchSettings],
 ) -> SearchResult:
-    """Searches an architecture and leaves a run folder with drawings; by default DARTS in its own space on `digits`.
+    """Searches for an architecture and leaves a run folder with drawings; by default DARTS in its space on `digits`.
 
     space: a name, or an object such as `build_space("darts", {"cells": 5})`.
     data: a name, a path, or images in memory (`Data`).
@@ -158,7 +155,7 @@ def search(
             folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
             heading = f"search {recipe.title}, seed {recipe.seed}: {folder}"
             track = _track(tensorboard, mlflow, wandb)
-            with _listening(heading, folder, quiet, track, on_event) as listener:
+            with listening(heading, folder, quiet, track, on_event) as listener:
                 return jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
 
 
@@ -219,7 +216,7 @@ def train(
             folder = output_folder(out, world, "train", genotype.space, recipe.data)
             heading = f"train {genotype.space} network on {Path(recipe.data).name}, seed {recipe.seed}: {folder}"
             track = _track(tensorboard, mlflow, wandb)
-            with _listening(heading, folder, quiet, track, on_event) as listener:
+            with listening(heading, folder, quiet, track, on_event) as listener:
                 return jobs.train(genotype, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
 
 
@@ -268,7 +265,7 @@ def search_seeds(
         if kept is not None:
             kept.write()
         heading = f"search {recipe.title}, {len(seeds)} seeds: {folder}"
-        with _listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
+        with listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
             result = run_search_seeds(
                 recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
@@ -323,7 +320,7 @@ def train_seeds(
         if kept is not None:
             kept.write()
         heading = f"train {genotype.space} network on {Path(recipe.data).name}, {len(seeds)} seeds: {folder}"
-        with _listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
+        with listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
             result = run_train_seeds(
                 genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
@@ -369,7 +366,7 @@ def run(
     quiet: bool | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Goes from images to a trained and exported network in a given time and budget: `softcell run`.
+    """Goes from images to a trained and exported network within a given time and budget: `softcell run`.
 
     data: a folder of CLASS/IMAGE files, a name, an .npz file or images in memory (`Data`).
     max_params, max_flops: several budgets, as a list or "50k,200k,1M", give one network each, from one search.
@@ -561,53 +558,6 @@ def _folders(runs: AnyRun | Sequence[AnyRun]) -> list[Path]:
 def _track(tensorboard: bool, mlflow: bool, wandb: bool) -> list[str]:
     asked = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
     return [name for name, is_on in asked.items() if is_on]
-
-
-@contextmanager
-def _listening(
-    heading: str, folder: Path, quiet: bool | None, track: Sequence[str], on_event: OnEvent | None
-) -> Iterator[OnEvent | None]:
-    """The listener of one run: progress, trackers and the caller's own."""
-    console, is_quiet = python_console(quiet)
-    with ExitStack() as opened:
-        shown = None if is_quiet else opened.enter_context(Display(console, heading))
-        tracking = opened.enter_context(Tracking(track, folder, shown)) if track else shown
-        yield _both(tracking, on_event)
-
-
-@contextmanager
-def _listening_to_seeds(
-    heading: str,
-    folder: Path,
-    quiet: bool | None,
-    track: Sequence[str],
-    on_event: Callable[[int], OnEvent] | None,
-) -> Iterator[Callable[[int], OnEvent] | None]:
-    """Makes the listener of each of several seeds; `on_event` makes the caller's own."""
-    console, is_quiet = python_console(quiet)
-    with ExitStack() as opened:
-        display = None if is_quiet else opened.enter_context(Display(console, heading))
-
-        def listener(seed: int) -> OnEvent:
-            own = seed_folder(folder, seed)
-            shown = None if display is None else display.beside(f"seed {seed}", str(own))
-            tracking = opened.enter_context(Tracking(track, own, shown)) if track else shown
-            found = _both(tracking, None if on_event is None else on_event(seed))
-            assert found is not None
-            return found
-
-        yield listener if display is not None or track or on_event is not None else None
-
-
-def _both(first: OnEvent | None, second: OnEvent | None) -> OnEvent | None:
-    if first is None or second is None:
-        return first or second
-
-    def listener(event: Event) -> None:
-        first(event)
-        second(event)
-
-    return listener
 
 
 def _check_alone(given: Mapping[str, Any], config: str | Path | None = None) -> None:

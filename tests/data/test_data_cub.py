@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from softcell.api import export
-from softcell.app.export.python import import_file
+from softcell.app.export._python import import_file
 from softcell.arch import sample
 from softcell.data import load
 from softcell.data.images import gathered, square_around

@@ -20,7 +20,9 @@ import pytest
 import torch
 
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import compete
+from softcell.app.pipeline import _choose as choose
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _run as pipeline
 from tests.helpers.doc_pages import FENCE, ROOT
 
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -46,10 +48,11 @@ def shortened(text: str) -> str:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    pipeline = __import__("softcell.app.pipeline.run", fromlist=["run"])
-    for name, value in {"MOST_SEARCH_EPOCHS": 1, "LEAST_SEARCH_EPOCHS": 1, "MEASURING_BOUNDS": (0.01, 0.01)}.items():
+    for name, value in {"MOST_SEARCH_EPOCHS": 1, "LEAST_SEARCH_EPOCHS": 1}.items():
         monkeypatch.setattr(pipeline, name, value)
-    for each in (pipeline, compete):
+    monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
+    monkeypatch.setattr(choose, "LEAST_EPOCHS", 0)
+    for each in (pipeline, competition):
         monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 1)
         monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
     before = torch.get_num_threads()

@@ -12,7 +12,7 @@ import torch
 
 from softcell.api import Network, export, read_genotype, search, train
 from softcell.app.cli.main import run
-from softcell.app.report.live import LivePage
+from softcell.app.report.page import LivePage
 from softcell.app.report.runs import read_run
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest

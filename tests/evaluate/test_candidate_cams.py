@@ -5,7 +5,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from softcell.app.report.images import SIDE, cam_grid
+from softcell.app.report.heatmaps import SIDE, cam_grid
 from softcell.arch import WeightMix
 from softcell.evaluate.predictions import candidate_cams
 from softcell.methods import METHODS

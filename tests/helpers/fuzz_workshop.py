@@ -23,7 +23,7 @@ import numpy as np
 
 from softcell.api import search, train
 from softcell.app.cli.main import run
-from softcell.app.report.live import LivePage
+from softcell.app.report.page import LivePage
 from softcell.engine.task import EpochEnded, Event
 
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"

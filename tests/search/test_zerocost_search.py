@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from softcell.app.cli.results import search_accuracy
+from softcell.app.cli.output import search_accuracy
 from softcell.arch import Genotype, sample
 from softcell.data import load
 from softcell.data.batches import Feeds

@@ -1,13 +1,16 @@
-"""One search or training from a complete recipe: its folder, its lock, its steps, its drawings and its report.
+"""One search or training from a complete recipe: its folder, its lock, its steps, its drawings, its report, its time.
 
 The command line and `softcell.api` complete recipes and call this; so do `softcell run` and the training of random
-architectures.
+architectures. The time of a job is measured on its own first steps, and a search that is late can be ended.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,24 @@ from softcell.arch import Genotype, Layout, Table
 from softcell.engine.distributed import is_main_process
 from softcell.engine.interleave import drain
 from softcell.engine.lock import locked
-from softcell.engine.runfolder import output_folder
+from softcell.engine.runfolder import MANIFEST, output_folder
 from softcell.engine.session import join_processes
-from softcell.engine.task import OnEvent
+from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.evaluate.train import finished_training, train_steps
 from softcell.files import atomic_write_text, read_json_lines
+from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.recipes import resumed_folder
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search.run import finished_search, search_steps
+from softcell.settings import build
 from softcell.spaces import build_space
+from softcell.text import count_of
+
+
+def has_run(folder: Path) -> bool:
+    """Whether a run was started in `folder`."""
+    return (folder / MANIFEST).is_file()
 
 
 def search(
@@ -180,3 +191,165 @@ def _aligned(table: Table, weights: Sequence[Sequence[float]], columns: list[str
         known = dict(zip(choice.candidates, row, strict=False))
         rows.append([known.get(name) for name in columns])
     return rows
+
+
+ENOUGH_STEPS, ENOUGH_ENDS = 100, 3
+"""A measurement ends early after this number of steps and epochs: on a GPU they take less than a second."""
+EVALUATION = 0.3
+"""Time of a forward pass relative to a training step, assumed if no epoch ended during the measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTime:
+    """Seconds of the start, per epoch (steps, evaluation, checkpoint), and after the last epoch.
+
+    The start is what comes before the first step, and what the first epoch takes longer than others: allocation,
+    compilation and the recording of steps.
+    """
+
+    startup: float
+    epoch: float
+    tail: float = 0.0
+
+    def total(self, epochs: int) -> float:
+        return self.startup + epochs * self.epoch + self.tail
+
+    def epochs_in(self, seconds: float) -> int:
+        """How many whole epochs fit into `seconds`; may be 0."""
+        return max(0, int((seconds - self.startup - self.tail) / max(self.epoch, 1e-6)))
+
+
+class _MeasuredError(Exception):
+    """Ends a measurement from within an event."""
+
+
+class _Stopwatch:
+    """Times steps and epochs until enough of them, or `seconds`, have passed since the first step.
+
+    Steps of a GPU are asynchronous: only whole epochs are timed exactly, because their metrics are read at the end.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.began = time.perf_counter()
+        self.seconds = seconds
+        self.first: float | None = None  # end of the first step, which includes allocation and graph capture
+        self.last = self.began
+        self.steps_seen, self.in_steps = 0, 0.0
+        self.in_ends, self.ends = 0.0, list[float]()
+        self.steps_per_epoch = 1
+
+    def __call__(self, event: Event) -> None:
+        now = time.perf_counter()
+        match event:
+            case Started():
+                self.last = now
+            case Stepped():
+                self.steps_per_epoch = event.steps
+                if self.first is None:
+                    self.first = now
+                else:
+                    self.steps_seen, self.in_steps = self.steps_seen + 1, self.in_steps + now - self.last
+                self.last = now
+                self._stop_when_measured(now)
+            case EpochEnded():
+                self.in_ends += now - self.last
+                self.ends.append(now)
+                self.last = now
+                self._stop_when_measured(now)
+            case _:
+                pass
+
+    def _stop_when_measured(self, now: float) -> None:
+        if self.first is None or self.steps_seen < 2:
+            return
+        if now - self.first >= self.seconds or (self.steps_seen >= ENOUGH_STEPS and len(self.ends) >= ENOUGH_ENDS):
+            raise _MeasuredError
+
+    def job_time(self, evaluated: float, tested: float) -> JobTime:
+        """`evaluated`, `tested`: batches evaluated after each epoch and after the last, per training batch."""
+        assert self.first is not None
+        step = self.in_steps / self.steps_seen if self.steps_seen else self.first - self.began
+        steps = self.steps_per_epoch * step
+        tail = steps * tested * EVALUATION + 0.5
+        if len(self.ends) > 1:  # the first epoch includes the start
+            epoch = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+            return JobTime(max(0.0, self.ends[0] - self.began - epoch), epoch, tail)
+        end = self.in_ends if self.ends else steps * evaluated * EVALUATION
+        return JobTime(self.first - self.began, steps + end, tail)
+
+
+def measure_job(
+    job: Callable[[Path, OnEvent], Any], scratch: Path, seconds: float, *, evaluated: float, tested: float
+) -> JobTime:
+    """Runs `job` in a scratch folder for about `seconds` after its first step, then deletes the folder."""
+    watch = _Stopwatch(seconds)
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        result = job(scratch, watch)
+        if getattr(result, "exit_code", 0):
+            raise KeyboardInterrupt  # the job handled the signal itself
+    except _MeasuredError:
+        pass
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return watch.job_time(evaluated, tested)
+
+
+SAMPLES = "samples"
+"""The setting of a sampler for the number of architectures it proposes."""
+
+
+class SearchTimeoutError(Exception):
+    """A search has exceeded its time; `epochs` of it are done and saved."""
+
+    def __init__(self, epochs: int) -> None:
+        super().__init__(epochs)
+        self.epochs = epochs
+
+
+def num_networks(recipe: SearchRecipe) -> int:
+    """How many networks a search trains in sequence, each for the recipe's epochs; 1 for a supernet."""
+    kind = METHODS.get(recipe.method)
+    if issubclass(kind, Method):
+        return 1
+    layout = build_space(recipe.space, recipe.space_settings).layout()
+    settings: Any = build(kind.Settings, recipe.method_settings, f"method {recipe.method}")
+    return kind(layout, settings, recipe.seed).num_samples
+
+
+def describe_length(recipe: SearchRecipe) -> str:
+    """`30 epochs`, or `4 architectures of 30 epochs`."""
+    epochs = count_of(recipe.epochs, "epoch")
+    kind = METHODS.get(recipe.method)
+    if issubclass(kind, Method):
+        return epochs
+    if issubclass(kind, UntrainedSampler):
+        return count_of(num_networks(recipe), "untrained network")
+    return f"{count_of(num_networks(recipe), 'architecture')} of {epochs}"
+
+
+def stop_when_late(listener: OnEvent, is_late: Callable[[], bool], recipe: SearchRecipe) -> OnEvent:
+    """Forwards events to `listener`; ends a late search after its current epoch, which is saved by then."""
+    num_epochs = recipe.epochs * num_networks(recipe)
+
+    def on_event(event: Event) -> None:
+        listener(event)
+        if isinstance(event, EpochEnded) and event.epoch + 1 < num_epochs and is_late():
+            done = event.epoch + 1
+            if shortened(recipe, done) != recipe:
+                raise SearchTimeoutError(done)
+
+    return on_event
+
+
+def shortened(recipe: SearchRecipe, done: int) -> SearchRecipe:
+    """The recipe of a search that ends as soon as possible after `done` epochs, counted over all its networks."""
+    if issubclass(METHODS.get(recipe.method), Method):
+        return replace(recipe, epochs=done)
+    if SAMPLES not in recipe.method_settings:
+        return recipe  # a sampler from a plugin, whose number of proposals cannot be reduced
+    complete = done // recipe.epochs
+    settings = {**recipe.method_settings, SAMPLES: max(1, complete)}
+    # A network is evaluated after its last epoch, so the first network needs one more epoch.
+    epochs = recipe.epochs if complete else min(recipe.epochs, done + 1)
+    return replace(recipe, epochs=epochs, method_settings=settings)

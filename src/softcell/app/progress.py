@@ -5,17 +5,20 @@ from __future__ import annotations
 import html
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from softcell.app.process import NOTICE_AFTER, showing_progress
+from softcell.app.report.trackers import Tracking
 from softcell.engine.distributed import is_main_process
+from softcell.engine.seeds import seed_folder
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
 from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
@@ -247,6 +250,64 @@ class Display:
         )
 
 
+def seed_listeners(
+    display: Display | None,
+    folder: Path,
+    track: Sequence[str],
+    opened: ExitStack,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> Callable[[int], OnEvent]:
+    """Makes the listener of each of several seeds: progress, trackers and the caller's own (`on_event`).
+
+    Trackers are closed with `opened`.
+    """
+
+    def listener(seed: int) -> OnEvent:
+        own = seed_folder(folder, seed)
+        shown = None if display is None else display.beside(f"seed {seed}", str(own))
+        tracking = opened.enter_context(Tracking(track, own, shown))
+        return tracking if on_event is None else both(tracking, on_event(seed))
+
+    return listener
+
+
+def both(first: OnEvent, second: OnEvent) -> OnEvent:
+    """A listener that passes every event to two others."""
+
+    def listener(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return listener
+
+
+@contextmanager
+def listening(
+    heading: str, folder: Path, quiet: bool | None, track: Sequence[str], on_event: OnEvent | None
+) -> Iterator[OnEvent]:
+    """The listener of a run that Python code starts: progress, trackers and the caller's own."""
+    console, is_quiet = python_console(quiet)
+    with ExitStack() as opened:
+        display = None if is_quiet else opened.enter_context(Display(console, heading))
+        tracking = opened.enter_context(Tracking(track, folder, display))
+        yield tracking if on_event is None else both(tracking, on_event)
+
+
+@contextmanager
+def listening_to_seeds(
+    heading: str,
+    folder: Path,
+    quiet: bool | None,
+    track: Sequence[str],
+    on_event: Callable[[int], OnEvent] | None,
+) -> Iterator[Callable[[int], OnEvent]]:
+    """The same for several seeds: a function that makes the listener of each."""
+    console, is_quiet = python_console(quiet)
+    with ExitStack() as opened:
+        display = None if is_quiet else opened.enter_context(Display(console, heading))
+        yield seed_listeners(display, folder, track, opened, on_event)
+
+
 class RunScreen:
     """Shows `softcell run` in a terminal, or as lines."""
 
@@ -309,3 +370,33 @@ def _number(value: float | None, form: str) -> str:
 
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{percent(value):>5}"
+
+
+class Screen(Protocol):
+    """Shows a run to people.
+
+    Example:
+        >>> from contextlib import contextmanager
+        >>> from softcell.app.pipeline import Screen
+        >>> class Quiet:
+        ...     def print(self, *lines): ...
+        ...     @contextmanager
+        ...     def working(self, what):
+        ...         yield lambda done, total, name: None
+        ...     @contextmanager
+        ...     def job(self, heading):
+        ...         yield lambda event: None
+        >>> screen: Screen = Quiet()
+        >>> with screen.working("reading images") as show:
+        ...     print(show(1, 2, "cat.jpg"))
+        None
+    """
+
+    def print(self, *lines: str) -> None:
+        """Prints lines."""
+
+    def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
+        """Shows work that has no events of its own; yields a function of (done, total, next item)."""
+
+    def job(self, heading: str) -> AbstractContextManager[OnEvent]:
+        """Shows a search or training."""

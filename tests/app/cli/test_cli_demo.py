@@ -9,7 +9,7 @@ import pytest
 from softcell import api
 from softcell.app import baseline, jobs
 from softcell.app.baseline import claim, rank_sum
-from softcell.app.cli import demo
+from softcell.app.cli import run
 from softcell.arch import sample
 from softcell.evaluate.recipe import resolve as resolve_training
 from softcell.search import resolve
@@ -21,10 +21,12 @@ from tests.helpers.cli_calls import Softcell
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"cells": 3, "channels": 2, "nodes": 2}
-    monkeypatch.setattr(demo, "SEARCHES", 2)
-    monkeypatch.setattr(demo, "RANDOM", 2)
-    monkeypatch.setattr(demo, "SEARCH", {**demo.SEARCH, "epochs": 1, "batch_size": 256, "space_settings": sizes})
-    monkeypatch.setattr(demo, "TRAIN", {**demo.TRAIN, "epochs": 1, "batch_size": 512, "space_settings": sizes})
+    monkeypatch.setattr(run, "DEMO_SEARCHES", 2)
+    monkeypatch.setattr(run, "DEMO_RANDOM", 2)
+    monkeypatch.setattr(
+        run, "DEMO_SEARCH", {**run.DEMO_SEARCH, "epochs": 1, "batch_size": 256, "space_settings": sizes}
+    )
+    monkeypatch.setattr(run, "DEMO_TRAIN", {**run.DEMO_TRAIN, "epochs": 1, "batch_size": 512, "space_settings": sizes})
 
 
 @pytest.mark.usefixtures("tiny")
@@ -76,9 +78,9 @@ def test_a_demo_interrupted_in_a_training_prints_the_command_that_resumes_it(
     class Stopped:
         genotype, exit_code, accuracy = None, 130, None
 
-    monkeypatch.setattr(demo, "run_seeds", lambda *_, **__: 0)
+    monkeypatch.setattr(run, "run_seeds", lambda *_, **__: 0)
     cell = sample(build_space("s4").layout(), 0)
-    monkeypatch.setattr(demo, "read_genotype", lambda _: cell)
+    monkeypatch.setattr(run, "read_genotype", lambda _: cell)
     monkeypatch.setattr(jobs, "train", lambda *_, **__: Stopped())
     answer = call("demo", "--seed", "3", "--out", "my demo")
     assert answer.code == 130
@@ -87,9 +89,9 @@ def test_a_demo_interrupted_in_a_training_prints_the_command_that_resumes_it(
 
 
 def test_the_demo_searches_the_published_space_and_can_reach_a_claim() -> None:
-    searched = resolve(demo.SEARCH)
+    searched = resolve(run.DEMO_SEARCH)
     layout = build_space(searched.space, searched.space_settings).layout()
     assert layout.tables == build_space("s4").layout().tables  # all its nodes and candidates
     found = sample(layout, 0)
-    assert build_space("s4", resolve_training(found, demo.TRAIN).space_settings).layout().tables == layout.tables
-    assert rank_sum([1.0] * demo.SEARCHES, [0.0] * demo.RANDOM) < baseline.LEVEL / 5
+    assert build_space("s4", resolve_training(found, run.DEMO_TRAIN).space_settings).layout().tables == layout.tables
+    assert rank_sum([1.0] * run.DEMO_SEARCHES, [0.0] * run.DEMO_RANDOM) < baseline.LEVEL / 5

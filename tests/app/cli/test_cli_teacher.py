@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from softcell.app.cli.console import percent
 from softcell.nn import candidates
+from softcell.text import percent
 from tests.helpers.cli_calls import TINY, Softcell
 
 SMALL = ("--set", "classifier.width=2", "--batch-size", "128", "--epochs", "1", "--threads", "1")

@@ -200,7 +200,7 @@ def test_a_trusted_sweep_passes_its_trust_to_its_jobs(
     plan = yaml.safe_load((foreign / "sweep.yaml").read_text())
     plan["search"] = {"epochs": 1, "batch_size": 256, "space": {"channels": 2}, "method": {"samples": 1}}
     (foreign / "sweep.yaml").write_text(yaml.safe_dump(plan))
-    monkeypatch.setattr("softcell.app.sweep.launch.subprocess.Popen", popen)
+    monkeypatch.setattr("softcell.app.sweep.local.subprocess.Popen", popen)
     source = str(Path(api.__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", source)
     answer = call("sweep", foreign / "sweep.yaml", "--out", "swept", "--retries", "0", "--trust")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from softcell.app.report import page
-from softcell.app.report.live import LivePage
+from softcell.app.report import _sections
+from softcell.app.report.page import LivePage
 from tests.helpers.cli_calls import CELL, TINY, Softcell
 from tests.helpers.unsealed import unseal
 
@@ -168,14 +168,14 @@ def test_a_bad_genotype_is_one_damaged_row_of_the_live_page(
     )
     text = LivePage([tmp_path / "runs"]).get()[0].decode()
     assert "good" in text and "bad" in text
-    drawn = page.cells
+    drawn = _sections.cells
 
     def broken(run: Any) -> Any:
         if run.label == "bad" and run.genotype is not None:
             raise ZeroDivisionError("a drawing that fails")
         return drawn(run)
 
-    monkeypatch.setattr(page, "cells", broken)
+    monkeypatch.setattr(_sections, "cells", broken)
     text = LivePage([tmp_path / "runs"]).get()[0].decode()
     assert text.count("this run is damaged") == 1 and "a drawing that fails" in text
     assert text.count("<svg") > 3, "the other one is drawn"

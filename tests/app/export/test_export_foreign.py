@@ -13,9 +13,9 @@ from torch import nn
 
 from softcell.app.cli.main import run
 from softcell.app.export import export
+from softcell.app.export._python import import_file
 from softcell.app.export._source import Sources
 from softcell.app.export._tree import Tree, _snake
-from softcell.app.export.python import import_file
 from softcell.errors import UserError
 
 TEXTS = (

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from softcell.api import Network, export, load_network, train
 from softcell.app.cli.main import run
-from softcell.app.export import FORMATS, graph, python, read_model, write
+from softcell.app.export import FORMATS, graph, read_model, write
+from softcell.app.export import _python as python
 from softcell.app.export._source import Sources
 from softcell.data import load
 from softcell.errors import UserError
@@ -190,7 +191,7 @@ def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tm
     unseal(shutil.copytree(trained, tmp_path / "other"))
     save_file(other, tmp_path / "other" / "model.safetensors")
     (tmp_path / "model.json").unlink()
-    with pytest.raises(UserError, match="already exists and holds other weights"):
+    with pytest.raises(UserError, match="already exists and holds different weights"):
         export(tmp_path / "other", "safetensors", tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == kept
     assert not (tmp_path / "model.json").exists()
@@ -201,7 +202,7 @@ def test_weights_of_another_network_are_kept_without_overwrite(trained: Path, tm
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     (tmp_path / "model.py").unlink()
     (tmp_path / "predict.py").unlink()
-    with pytest.raises(UserError, match="holds other weights"):
+    with pytest.raises(UserError, match="holds different weights"):
         export(trained, "python", tmp_path)
 
 

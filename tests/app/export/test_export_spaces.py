@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from softcell.app.export import graph, python
+from softcell.app.export import _python as python
+from softcell.app.export import graph
 from softcell.app.export._tree import Expression
 from softcell.app.export.model import Model
 from softcell.arch import Genotype, Layout, derive, sample

@@ -144,8 +144,8 @@ def test_wrong_requests_are_refused(
     (tmp_path / "full" / "thesis.tex").touch()
     (tmp_path / "file").touch()
     for options, reason in (
-        (("--pack", "new", "--out", "a.yaml"), "--out is about measuring here"),
-        (("--pack", "new", "--threads", "1"), "--threads is about measuring here"),
+        (("--pack", "new", "--out", "a.yaml"), "--out applies to measurements on this machine"),
+        (("--pack", "new", "--threads", "1"), "--threads applies to measurements on this machine"),
         (("--pack", str(pack)), "already has a pack"),
         (("--pack", "full"), "has other files"),
         (("--pack", "full", "--overwrite"), "has other files"),
@@ -170,6 +170,6 @@ def test_an_interrupted_pack_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         assert [path.name for path in tmp_path.iterdir()] == [".pack.tmp"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("softcell.app.export.graph.module_to_program", stop)
+    monkeypatch.setattr("softcell.app.export.write.module_to_program", stop)
     assert softcell(["latency", "chain", *SPACE, "--pack", str(tmp_path / "pack"), "--quiet"]) == 130
     assert not list(tmp_path.iterdir())

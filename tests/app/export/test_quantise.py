@@ -17,7 +17,7 @@ from PIL import Image
 from softcell.api import UserError, train
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import Exported, export, predict, read_classifier, read_model
-from softcell.app.export.quantise import calibration_data
+from softcell.app.export.graph import calibration_data
 from softcell.data import load
 from softcell.evaluate import stored_training
 from softcell.evaluate.train import parts_of
@@ -30,7 +30,7 @@ SIZES = {"channels": 8, "cells_per_stage": 1}
 def _few_samples() -> Iterator[None]:
     """Times do not matter here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("softcell.app.export.quantise.SAMPLES", 3)
+        patch.setattr("softcell.app.export.graph.SAMPLES", 3)
         patch.setattr("softcell.evaluate.measure_onnx.WARM_UP", 0.0)
         yield
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from softcell.app.pipeline.competition import (
+from softcell.app.pipeline._competition import (
     ENTRY_EPOCHS,
     FIRST_SHARE,
     LONGER,
     MOST_STARTING,
     SEED_EPOCHS,
-    Candidate,
-    Decision,
-    Kind,
-    Result,
     by_importance,
     decide,
     entrants,
     num_rounds,
     round_time,
-    standard_error,
     survivors,
 )
+from softcell.app.pipeline._plan import Candidate, Kind
+from softcell.app.pipeline._summary import Decision, Result, standard_error
 
 
 def kind_of(name: str) -> Kind:

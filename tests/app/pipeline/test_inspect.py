@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from softcell.app.pipeline.inspect import Inspection, inspect_dataset, inspect_folder, make_links
+from softcell.app.pipeline._inspect import Inspection, inspect_dataset, inspect_folder, make_links
 from softcell.data import load
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import MODES, folder, paint
@@ -132,9 +132,7 @@ def test_nothing_to_use_is_an_error(tmp_path: Path) -> None:
         inspect_folder(tmp_path)
     paint(tmp_path / "only" / "0.png", 0, 0)
     paint(tmp_path / "only" / "1.png", 0, 1)
-    expected = (
-        "at least 2 classes need 2 readable images or more, but only 'only' has; .* together need 8 images or more"
-    )
+    expected = "at least 2 classes must have 2 readable images or more, but only 'only' does; .* together need 8 images"
     with pytest.raises(UserError, match=expected):
         inspect_folder(tmp_path)
     for number in range(3):

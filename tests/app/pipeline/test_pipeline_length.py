@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from softcell.app.pipeline import Plan, RunRequest, compete
-from softcell.app.pipeline.choose import Choice, choose
-from softcell.app.pipeline.competition import LONGER, Candidate, Result
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import plain_cell
+from softcell.app.baseline import plain_cell
+from softcell.app.pipeline import Plan, RunRequest
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _run as module
+from softcell.app.pipeline._choose import Choice, first_choice
+from softcell.app.pipeline._competition import LONGER
+from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plan import Candidate
+from softcell.app.pipeline._summary import Result
 from softcell.evaluate.recipe import LONG_EPOCHS, MANY_IMAGES
 
-module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
 SIDE, START, USED = 32, 2.0, 400.0
 NAMES = ("plain-1", "plain-2", "found", "random-1")
 
@@ -53,7 +56,7 @@ def started(
         Candidate(name, name.split("-")[0], plain_cell().to_dict(), {"channels": 8}, 1, 1)  # type: ignore[arg-type]
         for name in NAMES
     ]
-    choice = choose(inspection, request, is_gpu=False, is_resizable=False)
+    choice = first_choice(inspection, request, is_gpu=False, is_resizable=False)
     choice = replace(choice, plain=tuple(made[:2]), epoch=1.0, start=START)
     trainings: list[dict[str, Any]] = []
 
@@ -62,7 +65,7 @@ def started(
         rows = [{"epoch": 9, "val_count": 1000, "seconds": 5.0}]
         return SimpleNamespace(exit_code=0, accuracy=0.7 if folder.name == "plain-2" else 0.6, metrics=rows)
 
-    for each in (module, compete):
+    for each in (module, competition):
         monkeypatch.setattr(each, "jobs", SimpleNamespace(train=train))
     return module._Run(plan, Screen()), choice, {each.name: each for each in made}, trainings
 

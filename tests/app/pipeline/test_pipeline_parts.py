@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from softcell.app.baseline import random_others
+from softcell.app.jobs import SearchTimeoutError, num_networks, shortened, stop_when_late
 from softcell.app.pipeline import Beside, Entry, Result, Round, Row, Summary, verdict
-from softcell.app.pipeline.choose import held_out_share, random_others
-from softcell.app.pipeline.competition import Kind, standard_error
-from softcell.app.pipeline.inspect import LEAST_TRAINING, Inspection, check_num_images, least_images
-from softcell.app.pipeline.time_budget import SearchTimeoutError, num_networks, shortened, stop_when_late
+from softcell.app.pipeline._choose import held_out_share
+from softcell.app.pipeline._inspect import LEAST_TRAINING, Inspection, check_num_images, least_images
+from softcell.app.pipeline._plan import Kind
+from softcell.app.pipeline._summary import standard_error
 from softcell.arch import count, sample
 from softcell.data import split
 from softcell.data.dataset import hold_out_test

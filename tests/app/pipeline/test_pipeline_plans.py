@@ -9,25 +9,24 @@ from typing import Any
 
 import pytest
 
+from softcell.app.baseline import plain_cell, plain_networks
 from softcell.app.cli.main import run as softcell
 from softcell.app.pipeline import Plan, RunRequest, parse_time
-from softcell.app.pipeline.choose import (
+from softcell.app.pipeline._choose import (
     FEW_EPOCHS,
     GOOD_EPOCHS,
     SIZES,
     Choice,
     best_size,
-    choose,
     explained,
+    first_choice,
     held_out_share,
     resized,
     search_recipe,
-    sized,
 )
-from softcell.app.pipeline.competition import Candidate
-from softcell.app.pipeline.inspect import Inspection, inspect_dataset
-from softcell.app.pipeline.plain import plain_cell, plain_networks
-from softcell.app.pipeline.time_budget import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Load, RunTime
+from softcell.app.pipeline._competition import sized
+from softcell.app.pipeline._inspect import Inspection, inspect_dataset
+from softcell.app.pipeline._plan import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Candidate, Load, RunTime
 from softcell.arch import sample
 from softcell.data import load
 from softcell.errors import UserError
@@ -52,7 +51,7 @@ def images(side: int = 100, count: int = 1000) -> Inspection:
 
 
 def first(side: int = 100, **request: Any) -> Choice:
-    return choose(images(side), RunRequest("x", **request), is_gpu=False, is_resizable=True)
+    return first_choice(images(side), RunRequest("x", **request), is_gpu=False, is_resizable=True)
 
 
 def test_a_choice_is_explained_in_two_lines_and_survives_its_file() -> None:
@@ -65,7 +64,7 @@ def test_a_choice_is_explained_in_two_lines_and_survives_its_file() -> None:
 
 def test_hours_on_a_gpu_change_the_space_and_the_reason_names_measured_accuracies() -> None:
     request = RunRequest("x", time=3 * 3600)
-    made = choose(images(), request, is_gpu=True, is_resizable=True)
+    made = first_choice(images(), request, is_gpu=True, is_resizable=True)
     assert (made.space, made.method) == ("darts", "snas")
     reason = explained(made, images(), request).why[1]
     record = json.loads((Path(__file__).parents[3] / "results" / "itnas" / "nb201-cifar10.json").read_text("utf-8"))
@@ -219,7 +218,7 @@ def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: 
 def test_a_search_of_a_run_ends_at_a_collapse_that_lasts(tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "run", RunRequest(data="digits", device="cpu"))
     plan.data = "digits"
-    choice = choose(inspect_dataset(load("digits")), plan.request, is_gpu=False, is_resizable=False)
+    choice = first_choice(inspect_dataset(load("digits")), plan.request, is_gpu=False, is_resizable=False)
     collapse = search_recipe(plan, choice, 10).collapse
     assert collapse.stop and collapse.patience == 2
 
@@ -232,7 +231,7 @@ def test_a_foreign_plan_runs_no_plugin_without_trust(
     request = RunRequest(data="digits", device="cpu")
     plan = Plan.create(tmp_path / "run", request)
     inspection = inspect_dataset(load("digits"))
-    choice = choose(inspection, request, is_gpu=False, is_resizable=False)
+    choice = first_choice(inspection, request, is_gpu=False, is_resizable=False)
     plan.inspection, plan.choice, plan.data = inspection.to_dict(), to_dict(choice), "digits"
     recipe = {**search_recipe(plan, choice, 1).to_dict(), "plugins": [str(tmp_path / "evil_plan.py")]}
     plan.search = {"recipe": recipe, "expected": 1.0, "length": "1 epoch"}

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from softcell.api import Network
 from softcell.app.cli.main import run as softcell
-from softcell.app.pipeline import Plan, RunRequest, compete, competition, run, summary
+from softcell.app.jobs import JobTime, stop_when_late
+from softcell.app.pipeline import Plan, RunRequest, run
+from softcell.app.pipeline import _choose as choose
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _run as module
+from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline import run as pipeline
-from softcell.app.pipeline.beside import OwnModel
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.time_budget import JobTime, stop_when_late
+from softcell.app.pipeline._inspect import Inspection, OwnModel
 from softcell.engine import DivergedError, Failure
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
@@ -28,8 +31,7 @@ from softcell.search import SearchRecipe
 from softcell.text import parse_time
 from tests.helpers.pipeline_images import folder
 
-module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
-MODULES = (module, compete)
+MODULES = (module, competition)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in MODULES:
         monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 2)
         monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
-    monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
+    monkeypatch.setattr(choose, "LEAST_EPOCHS", 0)
+    monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 2)
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
@@ -252,9 +255,10 @@ def planned(
     monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 150)
     for each in MODULES:
         monkeypatch.setattr(each, "LEAST_EPOCHS", 5)
+    monkeypatch.setattr(choose, "LEAST_EPOCHS", 5)
     monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 3)
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: search)
-    monkeypatch.setattr(module._Run, "_measure_training", lambda self, choice, settings: (train, 1))
+    monkeypatch.setattr(choose.Chooser, "_measure_training", lambda self, choice, settings: (train, 1))
     plan, screen = Plan.create(folder, asked or request(data)), Screen()
     job = module._Run(plan, screen)
     job.choose(job.inspect())
@@ -343,12 +347,12 @@ def test_threads_are_timed_unless_requested_or_the_machine_is_busy(
     plan = Plan.create(tmp_path / "run", replace(request(data), threads=asked))
     plan.data = str(data)
     monkeypatch.setattr(module.RunTime, "slowness", busy)
-    monkeypatch.setattr(module, "jobs", SimpleNamespace(train=train))
-    monkeypatch.setattr(module.torch, "get_num_threads", lambda: current[0])
-    job = module._Run(plan, Screen())
+    monkeypatch.setattr(choose, "jobs", SimpleNamespace(train=train))
+    monkeypatch.setattr(choose.torch, "get_num_threads", lambda: current[0])
+    chooser = choose.Chooser(plan, Screen(), module.RunTime(plan))
     inspection = Inspection("photos", {"a": 5, "b": 5}, {}, (8, 8, 8), 3)
-    choice = module.choose(inspection, plan.request, is_gpu=False, is_resizable=True)
-    assert job._measure_training(choice, {"cells_per_stage": 1, "channels": 4})[1] == threads
+    choice = choose.first_choice(inspection, plan.request, is_gpu=False, is_resizable=True)
+    assert chooser._measure_training(choice, {"cells_per_stage": 1, "channels": 4})[1] == threads
 
 
 def test_a_network_that_diverges_in_the_competition_only_loses(
@@ -363,7 +367,7 @@ def test_a_network_that_diverges_in_the_competition_only_loses(
             raise DivergedError(0, Failure(7, float("nan")), tmp_path)
         return SimpleNamespace(accuracy=0.6 if candidate.name == "random-2" else 0.5, metrics=rows)
 
-    monkeypatch.setattr(compete.Contest, "_compete_once", train)
+    monkeypatch.setattr(competition.Contest, "_compete_once", train)
     assert job.contest.winner(a_choice(plan), None, job.inspect()).name == "random-2"
     assert plan.competition is not None
     assert plan.competition["rounds"][0]["results"]["plain-1"] == {"accuracies": [0.0], "epochs": 0, "seconds": 0.0}
@@ -379,7 +383,7 @@ def test_without_time_for_a_competition_the_largest_plain_network_is_trained(
 ) -> None:
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
     job, choice = module._Run(plan, screen), a_choice(plan)
-    monkeypatch.setattr(compete.Contest, "_compete_once", lambda *_: pytest.fail("there is no time"))
+    monkeypatch.setattr(competition.Contest, "_compete_once", lambda *_: pytest.fail("there is no time"))
     plan.seconds = job.time.final_from - 0.1  # the search took longer than expected
     winner = job.contest.winner(choice, None, job.inspect())
     assert winner.name == "plain-1" and any("no competition: not enough time" in line for line in screen.lines)

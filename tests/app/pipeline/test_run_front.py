@@ -15,17 +15,19 @@ from hypothesis import strategies as st
 
 from softcell.app.cli.main import run as softcell
 from softcell.app.export import trained_folder
-from softcell.app.pipeline import Plan, Row, RunRequest, Summary, compete, competition, run, summary
-from softcell.app.pipeline.choose import Choice
-from softcell.app.pipeline.front import LEAST_SHARE, PAGE, time_shares
-from softcell.app.pipeline.plan import split_budgets
-from softcell.app.pipeline.time_budget import JobTime, RunTime, TooLittleTimeError
+from softcell.app.jobs import JobTime
+from softcell.app.pipeline import Plan, Row, RunRequest, Summary, run
+from softcell.app.pipeline import _choose as choose
+from softcell.app.pipeline import _competition as competition
+from softcell.app.pipeline import _front as front
+from softcell.app.pipeline import _run as module
+from softcell.app.pipeline import _summary as summary
+from softcell.app.pipeline._choose import Choice
+from softcell.app.pipeline._front import LEAST_SHARE, PAGE, time_shares
+from softcell.app.pipeline._plan import RunTime, TooLittleTimeError, split_budgets
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from tests.helpers.pipeline_images import folder
-
-module = __import__("softcell.app.pipeline.run", fromlist=["_Run"])
-front = __import__("softcell.app.pipeline.front", fromlist=["run_front"])
 
 
 class Screen:
@@ -62,13 +64,13 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs each, two networks in a competition, no ONNX files."""
     for name, value in (("MOST_SEARCH_EPOCHS", 2), ("LEAST_SEARCH_EPOCHS", 1), ("MOST_TRAIN_EPOCHS", 2)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(compete, "MOST_TRAIN_EPOCHS", 2)
-    for each in (module, compete, front):
+    monkeypatch.setattr(competition, "MOST_TRAIN_EPOCHS", 2)
+    for each in (module, choose, competition, front):
         monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
-    monkeypatch.setattr(module, "MEASURING_BOUNDS", (0.01, 0.01))
+    monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
     monkeypatch.setattr(competition, "MOST_SEEDS", 1)
-    monkeypatch.setattr(compete, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
+    monkeypatch.setattr(competition, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
     whole = summary.export
     monkeypatch.setattr(summary, "export", lambda at, to, *a, **b: None if to == "onnx" else whole(at, to, *a, **b))
@@ -134,7 +136,7 @@ def test_shares_of_the_time_follow_the_seconds_of_an_epoch(epochs: list[float]) 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("200k,50k", "must rise, but got 200k,50k; give 50k,200k"),
+        ("200k,50k", "must be in increasing order, but got 200k,50k; give 50k,200k"),
         ("50k,50000", "must differ"),
         ("50k,,1M", "got ''"),
         ("50k,many", "got 'many'"),
@@ -164,7 +166,7 @@ def test_budgets_are_read_and_given_once() -> None:
 def chosen(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, epoch: float, asked: RunRequest) -> Plan:
     """The plan for a machine whose epochs of the reference network take `epoch` seconds; nothing is trained."""
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: JobTime(1.0, 2.0))
-    monkeypatch.setattr(module._Run, "_measure_training", lambda self, choice, settings: (JobTime(0.1, epoch), 1))
+    monkeypatch.setattr(choose.Chooser, "_measure_training", lambda self, choice, settings: (JobTime(0.1, epoch), 1))
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt

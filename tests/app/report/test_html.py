@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from softcell.app.report.heatmaps import shade
-from softcell.app.report.images import overlay
-from softcell.app.report.page import changed, report, write_report
+from softcell.app.report._sections import changed
+from softcell.app.report.heatmaps import overlay, shade
+from softcell.app.report.page import report, write_report
 from softcell.app.report.runs import find_runs, labels, read_run, table_names
 from softcell.app.report.theme import Html, el, join
 from softcell.arch import derive
@@ -156,7 +156,7 @@ def test_a_run_with_a_competition_begins_with_the_delivered_network(tmp_path: Pa
     text = "".join(parse(report(find_runs([tmp_path]))).text)
     begin = text.index("Result")
     for part in (
-        "Delivered: plain-1, since it was <best>.",
+        "Delivered: plain-1, because it was <best>.",
         "80.0 % on 72 test images, which were read once, after 90 epochs in 31 s",
         "round 2",
         "60.0 %",

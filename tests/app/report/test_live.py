@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from softcell.app.report._overview import list_of
-from softcell.app.report.live import LivePage, LiveServer
+from softcell.app.report.page import LivePage, LiveServer
 from softcell.app.report.runs import read_run
 from softcell.errors import UserError
 from tests.helpers.browser import Browser, find_browser

@@ -260,7 +260,7 @@ def test_printing_a_plan_makes_nothing(
     [
         (["nobody"], "no plan for a paper 'nobody'"),
         (["snas", "--table", "8"], "--table must be one of"),
-        (["snas", "--minutes", "3"], "--minutes is for running the plan"),
+        (["snas", "--minutes", "3"], "--minutes applies to running the plan"),
         (["snas", "--table", "3", "--run"], "ImageNet is not available"),
         (["snas", "--table", "1", "--run", "--data-root", "nowhere"], "cifar10"),
         (["snas", "--small", "--run", "--row", "nothing"], "no row contains 'nothing'"),
@@ -289,9 +289,7 @@ def test_the_command_shows_a_stopped_plan_and_how_to_continue(
     monkeypatch.setattr("sys.argv", ["softcell", "reproduce", "snas", "--table", "2", "--small", "--run"])
     assert softcell(["reproduce", "snas", "--table", "2", "--small", "--run", "--minutes", "0"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "The time is over (--minutes 0); continue with:\n  softcell reproduce snas --table 2 --small --run" in printed
-    )
+    assert "Time is up (--minutes 0); continue with:\n  softcell reproduce snas --table 2 --small --run" in printed
     record = json.loads(Path("runs/reproduce-snas-small/table-2.json").read_text())
     assert record["small"]
     assert not record["complete"]

@@ -17,17 +17,8 @@ import pytest
 
 import softcell
 from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
-from softcell.app.sweep.launch import (
-    Local,
-    Queue,
-    Ray,
-    _Submitted,
-    commands,
-    has_accounting,
-    last_error,
-    make_launcher,
-)
-from softcell.app.sweep.share import LOG, SharedProcess
+from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
+from softcell.app.sweep.local import LOG, Local, SharedProcess, commands, last_error
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.lock import LOCK, announce
@@ -325,8 +316,8 @@ def test_a_search_that_fails_beside_others_is_retried_in_a_process_of_its_own(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     every = jobs_of(read_plan(plan(tmp_path, seeds=2)), tmp_path / "out")
     submitted: list[tuple[str, str]] = []
-    monkeypatch.setattr("softcell.app.sweep.launch._Shared", lambda process, job, alone: pretended(job, "shared", 2))
-    monkeypatch.setattr("softcell.app.sweep.launch._Thread", lambda work: pretended(work, "alone", 0))
+    monkeypatch.setattr("softcell.app.sweep.local._Shared", lambda process, job, alone: pretended(job, "shared", 2))
+    monkeypatch.setattr("softcell.app.sweep.local._Thread", lambda work: pretended(work, "alone", 0))
 
     def pretended(what: Any, how: str, code: int) -> Any:
         folder = what.folder if isinstance(what, Job) else what._folder

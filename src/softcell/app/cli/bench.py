@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from softcell import api
-from softcell.app.cli import inputs
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_absent, console, print_fields, write
+from softcell.app.cli.output import check_absent, console, print_fields, write
 from softcell.app.progress import Display
 from softcell.app.report import bench201
 from softcell.app.report.bench201 import Benched, accuracy_rows, bench_runs
@@ -74,7 +73,7 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="CSV of accuracies, gzipped or not. Default: $SOFTCELL_NB201."),
     ] = None,
-    method: Annotated[str | None, typer.Option(help="First search with this method, with --seeds seeds.")] = None,
+    method: Annotated[str | None, typer.Option(help="First run searches with this method and --seeds seeds.")] = None,
     seeds: Annotated[
         int, typer.Option(metavar="K", help="With --method: number of seeds, counting up from --seed.")
     ] = 3,
@@ -120,7 +119,7 @@ def bench(
     # Raises for bad input before hours of searching, and before anything is printed.
     found = load_table(path)
     folders = [item for item in what or () if Path(item).is_dir()]
-    genotypes = [inputs.genotype(item) for item in what or () if item not in folders]
+    genotypes = [o.named_genotype(item) for item in what or () if item not in folders]
     architectures = [(notation(genotype), found.lookup(genotype)) for genotype in genotypes]
     proxies = _proxies(proxy or ())
     if folders and method is not None:

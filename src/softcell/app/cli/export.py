@@ -15,13 +15,13 @@ import typer
 from rich.text import Text
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_output_path, console, output_path, percent, print_fields
+from softcell.app.cli.output import check_output_path, console, output_path, print_fields
 from softcell.app.export import ImageClassifier, Quantised, format_named, read_classifier, ready
-from softcell.app.export.quantise import CALIBRATION
+from softcell.app.export.graph import CALIBRATION
 from softcell.app.progress import counting, working
 from softcell.errors import UserError
 from softcell.evaluate import ImagePrediction, image_files
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
 NOTED = 0.02
 """Loss of accuracy by int8 that is worth a note."""
@@ -43,13 +43,15 @@ def export(
         list[str],
         typer.Option(
             help="onnx, onnx-int8 (quantised, with its accuracy beside float), safetensors (weights and a "
-            "description), python (one file that needs only torch), or torch-export; repeatable."
+            "description), python (files that need only torch), or torch-export; repeatable."
         ),
     ],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder to write to. Default: RUN/export.")] = None,
     calibration: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Training images that give onnx-int8 its ranges. Default: 256."),
+        typer.Option(
+            metavar="N", min=1, help="Number of training images that onnx-int8 is calibrated on. Default: 256."
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Where the training images are now, for onnx-int8. Default: the run's data.")
@@ -98,7 +100,9 @@ def _compared(found: Quantised) -> dict[str, str]:
             f"{percent(found.agreement)}"
         )
         if before - after > NOTED:
-            fields["note"] = "int8 loses much here; calibrate with more images (--calibration), or use --to onnx"
+            fields["note"] = (
+                "int8 loses a lot of accuracy here; calibrate with more images (--calibration), or use --to onnx"
+            )
     fields["size"] = f"{sizes[1] / 1e3:,.0f} kB in int8, {sizes[0] / 1e3:,.0f} kB in float"
     fields["latency"] = (
         f"{times[1]:.3g} ms in int8, {times[0]:.3g} ms in float, for one image on one CPU thread of this machine"
@@ -147,7 +151,8 @@ def predict(
         int | None, typer.Option(metavar="K", min=1, help="Classes per image. Default: 3, in a CSV 1.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a CSV. A folder without --out prints it instead.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a CSV file. For a folder without --out, the CSV is printed."),
     ] = None,
     device: o.Device = None,
     overwrite: o.OverwriteFile = False,
@@ -158,8 +163,8 @@ def predict(
     """Classify images with a trained network: class names and probabilities.
 
     Images are prepared as those of the training: turned upright, scaled, cropped and normalised. Files that cannot be
-    read are named and skipped; the exit code is then 2. In a CSV of a folder whose subfolders are named like classes,
-    the accuracy is printed too.
+    read are named and skipped; the exit code is then 2. With a CSV of a folder whose subfolders are named after
+    classes, the accuracy is printed too.
     """
     o.load_plugins(plugin)
     created = None if out is None else check_output_path(out, overwrite)
@@ -241,7 +246,7 @@ class _Summary:
         if self.named:
             among = "" if self.named == self.read else f" of {self.read:,}"
             known["accuracy"] = (
-                f"{percent(self.right / self.named)} of the {self.named:,}{among} images in a folder named like a class"
+                f"{percent(self.right / self.named)} of the {self.named:,}{among} images in folders named after classes"
             )
         return known
 

@@ -13,10 +13,9 @@ import typer
 import yaml
 from rich.console import Console
 
-from softcell.app.cli import inputs
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_output_path, command, console, output_path, print_fields, write
-from softcell.app.export.graph import TABLE, check_pack_folder, write_pack
+from softcell.app.cli.output import check_output_path, command, console, output_path, print_fields, write
+from softcell.app.export.write import TABLE, check_pack_folder, write_pack
 from softcell.app.progress import counting, working
 from softcell.arch import Genotype
 from softcell.engine import resolve_device
@@ -102,12 +101,14 @@ def latency(
         raise UserError(f"--recipe must be one of {', '.join(INPUTS)}, got {recipe!r}")
     o.load_plugins(plugin)
     given = o.space_settings(set_)
-    image = None if input_ is None else inputs.shape(input_)
+    image = None if input_ is None else o.parse_shape(input_)
     if pack is not None:
         here = {"--out": out, "--device": device, "--threads": threads, "--samples": samples}
         for option, value in here.items():
             if value is not None:
-                raise UserError(f"{option} is about measuring here, but --pack is for another device; leave it out")
+                raise UserError(
+                    f"{option} applies to measurements on this machine, but --pack is for another device; leave it out"
+                )
         check_pack_folder(pack, overwrite)
     target = resolve_device(device or "auto")
     before = torch.get_num_threads()
@@ -267,10 +268,10 @@ def _network(
     A run has a network of its own, and options change only what they name. An architecture without a run has the size
     of the recipe.
     """
-    _, manifest, found = inputs.with_run(what)
+    _, manifest, found = o.with_run(what)
     kind = SPACES.get(found.space)
     base: dict[str, Any] = dict(kind.evaluation.get(recipe or CIFAR, {}))
-    own, own_image, own_classes = inputs.own_network(what, manifest)
+    own, own_image, own_classes = o.own_network(what, manifest)
     if own is not None and recipe is None:
         base, image = own, image or own_image
     elif own is not None:

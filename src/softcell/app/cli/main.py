@@ -28,12 +28,15 @@ USAGE = 2
 INTERRUPTED = 130  # what shells report after Ctrl-C
 
 COMMANDS = {
-    "demo": ("demo", "Search cells on handwritten digits and test whether they beat random cells, in under 3 minutes."),
-    "run": ("run", "Go from a folder of images to a trained and exported network, in a given time and budget."),
+    "demo": (
+        "run",
+        "Search for cells on handwritten digits and test whether they beat random cells, in under 3 minutes.",
+    ),
+    "run": ("run", "Go from a folder of images to a trained and exported network, within a given time and budget."),
     "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
-    "derive": ("genotypes", "Derive one architecture per budget from one search, and draw accuracy against cost."),
+    "derive": ("supernet", "Derive one architecture per budget from one search, and draw accuracy against cost."),
     "export": ("export", "Export a trained network and check the result against the original."),
     "predict": ("export", "Classify images with a trained network: class names and probabilities."),
     "latency": (
@@ -44,19 +47,28 @@ COMMANDS = {
     "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
     "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),
     "sweep": ("report", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
-    "reproduce": ("reproduce", "Print the plan that reproduces a paper's tables, run it, and show ours beside theirs."),
+    "reproduce": (
+        "reproduce",
+        "Print the plan that reproduces a paper's tables, run it, and show our numbers beside the paper's.",
+    ),
     "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
     "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
     "bench": ("bench", "Look up searches and architectures in the NAS-Bench-201 table."),
-    "show": ("genotypes", "Draw an architecture in the terminal or as SVG."),
-    "info": ("info", "Count the parameters, multiply-adds and size of a network, or describe a space."),
-    "study": ("info", "NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1)."),
+    "show": ("architectures", "Draw an architecture in the terminal or as SVG."),
+    "info": ("architectures", "Count the parameters, multiply-adds and size of a network, or describe a space."),
+    "study": (
+        "reproduce",
+        "NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1).",
+    ),
     "convert": (
-        "genotypes",
+        "architectures",
         "Convert an architecture between softcell JSON, DARTS notation and NAS-Bench-201 strings.",
     ),
-    "random": ("genotypes", "Sample architectures uniformly from a space; the same seed always gives the same one."),
-    "list": ("info", "List the available methods, spaces, datasets, recipes and candidate operations."),
+    "random": (
+        "architectures",
+        "Sample architectures uniformly from a space; the same seed always gives the same one.",
+    ),
+    "list": ("architectures", "List the available methods, spaces, datasets, recipes and candidate operations."),
 }
 """Module and one-line help of each command; the list of commands is printed without importing them."""
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import check_absent, command, console, write
+from softcell.app.cli.output import check_absent, command, console, write
 from softcell.app.report.compare import (
     HEADER,
     NUMERIC,
@@ -27,14 +27,13 @@ from softcell.app.report.compare import (
     runs_csv,
 )
 from softcell.app.report.compare import compare as compare_runs
-from softcell.app.report.live import LivePage, LiveServer
-from softcell.app.report.page import REPORT, write_report
+from softcell.app.report.page import REPORT, LivePage, LiveServer, write_report
 from softcell.app.report.runs import check_intact, find_runs, read_runs
 from softcell.app.report.theme import clean
 from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import make_launcher
+from softcell.app.sweep.local import LOG
 from softcell.app.sweep.plan import PLAN, code_of, folders_of, is_finished, plain_options
-from softcell.app.sweep.share import LOG
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
 from softcell.files import atomic_write_text

@@ -1,4 +1,4 @@
-"""`softcell reproduce`: the plan of a paper's tables, its cost, its runs and its results."""
+"""`softcell reproduce` and `study`: the papers' tables, their plans, costs, runs and results, and NOS's Table 1."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from softcell.app.cli import options as o
-from softcell.app.cli.console import command, console, print_fields
-from softcell.app.pipeline.time_budget import JobTime
+from softcell.app.cli.output import command, console, print_fields
+from softcell.app.jobs import JobTime
 from softcell.app.reproduce.papers import PAPERS, PROTOCOL, PaperTable, Row
 from softcell.app.reproduce.plan import Job, Plan, chosen_rows, make_plan
 from softcell.app.reproduce.record import make_record, table_cells, unfinished, write_record
@@ -31,6 +31,7 @@ from softcell.app.reproduce.run import (
 )
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
+from softcell.evaluate.teacher import count_classifier
 from softcell.search import SearchRecipe
 from softcell.text import clock, count_of
 
@@ -78,7 +79,7 @@ def reproduce(
         typer.Option(metavar="NAME", help="Run only rows whose name contains NAME; repeatable. Default: all rows."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(metavar="K", help="Searches of each row, 2 or more. Default: set by the table.")
+        int | None, typer.Option(metavar="K", help="Number of searches per row, 2 or more. Default: set by the table.")
     ] = None,
     data_root: o.DataRoot = None,
     device: o.Device = None,
@@ -91,7 +92,7 @@ def reproduce(
     ] = None,
     quiet: o.Quiet = False,
 ) -> int:
-    """Print the plan that reproduces a paper's tables, run it, and show ours beside theirs.
+    """Print the plan that reproduces a paper's tables, run it, and show our numbers beside the paper's.
 
     The plan is fixed: searches at the paper's settings, then one short training recipe for all networks of a table:
     those found, random cells of the same space, published cells. Printing it runs nothing. Every run has a folder of
@@ -102,13 +103,15 @@ def reproduce(
         _list_papers(screen)
         return 0
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("the runs of a plan share one process, but torchrun started several; use `softcell reproduce`")
+        raise UserError(
+            "the runs of a plan share one process, but torchrun started several; run `softcell reproduce` without it"
+        )
     if data_root is not None:
         # Not a setting of the recipes, so that runs that were started here can be resumed where data are elsewhere.
         os.environ["SOFTCELL_DATA"] = str(Path(data_root).expanduser().resolve())
     for name, given in (("--minutes", minutes is not None), ("--row", bool(row)), ("--at-once", at_once > 1)):
         if given and not run:
-            raise UserError(f"{name} is for running the plan; add --run, or leave it out")
+            raise UserError(f"{name} applies to running the plan; add --run, or leave it out")
     plan = make_plan(paper, table, small=small, out=out, seeds=seeds, device=device or "auto")
     rows = chosen_rows(plan, row or ())
     if not run:
@@ -135,7 +138,7 @@ def reproduce(
         screen.print(f"\n{count_of(len(ended.errors), 'run')} failed; retry with:\n  {again}", markup=False)
         return FAILED
     if ended.out_of_time:
-        screen.print(f"\nThe time is over (--minutes {minutes:g}); continue with:\n  {again}", markup=False)
+        screen.print(f"\nTime is up (--minutes {minutes:g}); continue with:\n  {again}", markup=False)
     return 0
 
 
@@ -191,7 +194,7 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
     if plan.jobs:
         print_fields(screen, runs=f"{_runs(plan.jobs)} in {folder}, {done} finished")
         cost = _cost(plan, plan.jobs, times)
-        length = "" if cost == NOT_MEASURED else " left, if one run follows the other on this device"
+        length = "" if cost == NOT_MEASURED else " left, if the runs follow each other on this device"
         print_fields(screen, cost=cost + length)
         more = "" if measure else "--measure measures the cost, "
         screen.print(f"Nothing was run: {more}--run runs the plan.", markup=False)
@@ -274,7 +277,7 @@ def _print_table(screen: Console, plan: Plan, table: PaperTable, records: Path) 
     headings, lines = table_cells(table, record)
     screen.print(f"\n{plan.paper.name}, Table {table.number}: {table.title}; ours as mean ± std (n)", style="bold")
     if plan.small:
-        about = "A rehearsal on digits, whatever the headings say: these numbers mean nothing for the paper."
+        about = "A rehearsal on digits, despite the headings: these numbers say nothing about the paper."
         screen.print(about, style="yellow")
     if screen.is_terminal and screen.width < WIDE:
         for line in lines:  # a table would be cut
@@ -294,3 +297,74 @@ def _print_table(screen: Console, plan: Plan, table: PaperTable, records: Path) 
     for text in unfinished(record):
         screen.print(text, markup=False)
     screen.print(f"record: {file}", markup=False)
+
+
+class _CalibrationRow(NamedTuple):
+    """A row of NOS's Table 1: multiply-adds and parameters in millions (increments), errors on CIFAR-10, CIFAR-100."""
+
+    operation: str | None
+    multiply_adds: float
+    parameters: float
+    errors: tuple[float, float]
+
+
+WIDTH, CLASSES = 64, 10
+"""Of the networks that Table 1 counts."""
+NOS_TABLE_1 = (
+    _CalibrationRow(None, 555.42, 11.17, (4.95, 23.61)),
+    _CalibrationRow("dynamic_conv_3x3", 3.85, 0.03, (4.63, 22.63)),
+    _CalibrationRow("dynamic_conv_5x5", 7.62, 0.04, (4.78, 23.45)),
+    _CalibrationRow("dil_dynamic_conv_3x3", 3.85, 0.03, (4.97, 24.00)),
+    _CalibrationRow("dil_dynamic_conv_5x5", 7.62, 0.04, (4.92, 23.75)),
+    _CalibrationRow("spatial_attention", 1.08, 0.01, (4.79, 23.51)),
+    _CalibrationRow("channel_attention", 0.40, 0.15, (4.83, 23.20)),
+)
+
+
+@commands.command(
+    "study",
+    epilog=o.examples(
+        "softcell study",
+        "softcell study --classes 100",
+        "softcell teacher resnet18 --set classifier.operation=spatial_attention --data cifar10   # trains one row",
+    ),
+)
+def study(
+    classes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of classes.")] = CLASSES,
+    width: Annotated[int, typer.Option(metavar="N", min=1, help="Channels of the first stage.")] = WIDTH,
+) -> None:
+    """NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1).
+
+    One operation follows each of the stages 1 to 3. The command counts parameters, and multiply-adds of convolutions
+    and matrix products for one 32x32 image. The paper's counts (64 channels, 10 classes) and errors are printed beside
+    them if the network is the same; the paper does not say how it counted. `softcell teacher resnet18 --set
+    classifier.operation=...` trains a row.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("\nnetwork", no_wrap=True)
+    is_papers = (width, classes) == (WIDTH, CLASSES)
+    columns = slice(None) if is_papers else slice(0, 3, 2)  # all columns, or our own
+    for title in ("ours\nmult-adds", "paper\nmult-adds", "ours\nparams", "paper\nparams", "paper\nerrors*")[columns]:
+        table.add_column(title, justify="right", no_wrap=True)
+    shape = (3, 32, 32)
+    base = count_classifier("resnet18", {"width": width}, shape, classes)
+    for row in NOS_TABLE_1:
+        cost = count_classifier("resnet18", {"width": width, "operation": row.operation}, shape, classes)
+        sign = "" if row.operation is None else "+"
+        adds, parameters = cost.multiply_adds, cost.parameters
+        if row.operation is not None:
+            adds, parameters = adds - base.multiply_adds, parameters - base.parameters
+        numbers = (
+            f"{sign}{adds / 1e6:.3f}M",
+            f"{sign}{row.multiply_adds:.2f}M",
+            f"{sign}{parameters / 1e6:.4f}M",
+            f"{sign}{row.parameters:.2f}M",
+            f"{row.errors[0]:.2f}/{row.errors[1]:.2f}",
+        )
+        table.add_row("resnet18" if row.operation is None else f"+ {row.operation}", *numbers[columns])
+    screen = console()
+    screen.print(table)
+    note = "* in percent, on CIFAR-10 and CIFAR-100; our own errors: not measured"
+    if not is_papers:
+        note = f"The paper counts networks of width {WIDTH} with {CLASSES} classes; run `softcell study` to compare."
+    screen.print(note, style="dim")

@@ -14,9 +14,9 @@ import typer
 from softcell import api
 from softcell.app import jobs
 from softcell.app.cli import options as o
-from softcell.app.cli import results
-from softcell.app.cli.console import command, console, print_fields
-from softcell.app.progress import Display
+from softcell.app.cli import output
+from softcell.app.cli.output import command, console, print_fields
+from softcell.app.progress import Display, seed_listeners
 from softcell.app.report.runs import is_phase
 from softcell.app.report.trackers import Tracking
 from softcell.data import datasets
@@ -26,7 +26,6 @@ from softcell.engine.distributed import restarted_folder
 from softcell.engine.runfolder import RUNS, output_folder
 from softcell.engine.seeds import SEEDS, seed_folder
 from softcell.engine.session import join_processes
-from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.recipes import search_recipe, search_seeds_recipe
 from softcell.search import SearchRecipe
@@ -70,7 +69,7 @@ def search(
     seeds: o.Seeds = None,
     keep: Annotated[
         Literal["all", "best"] | None,
-        typer.Option(help="With --seeds: whose checkpoints to keep at the end; records are always kept. Default: all."),
+        typer.Option(help="With --seeds: which checkpoints to keep at the end; records are always kept. Default: all."),
     ] = None,
     at_once: o.AtOnce = None,
     device: o.Device = None,
@@ -78,7 +77,7 @@ def search(
         str | None,
         typer.Option(
             metavar="small|paper|…",
-            help="Sizes for a laptop or of the paper, or another recipe of the method (see `softcell list recipes`).",
+            help="Sizes for a laptop or those of the paper, or another recipe of the method (`softcell list recipes`).",
         ),
     ] = None,
     resource: Annotated[
@@ -87,13 +86,15 @@ def search(
     ] = None,
     max_params: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Most parameters of the network that `softcell train` builds, such as 2.5M."),
+        typer.Option(
+            metavar="N", help="Maximum number of parameters of the network that `softcell train` builds, such as 2.5M."
+        ),
     ] = None,
     max_flops: Annotated[
-        str | None, typer.Option(metavar="N", help="Most multiply-adds of that network per image, such as 500M.")
+        str | None, typer.Option(metavar="N", help="Maximum multiply-adds of that network per image, such as 500M.")
     ] = None,
     max_latency: Annotated[
-        float | None, typer.Option(metavar="T", help="Largest latency of that network, in the unit of --latency-table.")
+        float | None, typer.Option(metavar="T", help="Maximum latency of that network, in the unit of --latency-table.")
     ] = None,
     at_size: Annotated[
         int | None,
@@ -189,24 +190,22 @@ def run_search(
     resume: bool,
     overwrite: bool,
     quiet: bool,
-    hint: bool = True,
     track: Sequence[str] = (),
-    again: Sequence[str] | None = None,
 ) -> int:
-    """Searches and prints the result and the next command; `again` is the command that resumes it."""
+    """Searches and prints the result and the next command."""
     recipe = search_recipe(given, config=config, resume_from=out if resume else None)
     screen = console()
     with join_processes(recipe.device, recipe.deterministic) as world:
         folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
-        results.already_finished(screen, folder, resume)
+        output.already_finished(screen, folder, resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
             result = jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
     if result.genotype is None:
-        results.interrupted(screen, *(again or ("search", "--resume", str(folder))))
+        output.interrupted(screen, "search", "--resume", str(folder))
         return result.exit_code
-    results.show_search(screen, result)
-    if hint and not quiet:
+    output.show_search(screen, result)
+    if not quiet:
         print_fields(screen, next=command("train", folder, *_training_data(recipe)))
     return 0
 
@@ -247,16 +246,16 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: listen_to_seed(display, folder, seed, track, tracked),
+            on_event=seed_listeners(display, folder, track, tracked),
             quiet=True,
         )
     if result.best is not None:
-        results.show_search(screen, result.results[result.best])
-    results.show_seeds(screen, result)
+        output.show_search(screen, result.results[result.best])
+    output.show_seeds(screen, result)
     if any(one.genotype is None for one in result.results.values()):
         kept = () if keep == "all" else ("--keep", keep)
         shared = () if at_once is None else ("--at-once", str(at_once))
-        results.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
+        output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
     elif hint and result.best is not None and not quiet:
         print_fields(screen, next=command("train", seed_folder(folder, result.best), *_training_data(recipe)))
     return result.exit_code
@@ -286,12 +285,6 @@ def check_at_once(at_once: int | None) -> None:
         raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out to use the device's default")
 
 
-def listen_to_seed(display: Display, folder: Path, seed: int, track: Sequence[str], tracked: ExitStack) -> OnEvent:
-    """The listener of one of several seeds; trackers are closed with `tracked`."""
-    own = seed_folder(folder, seed)
-    return tracked.enter_context(Tracking(track, own, display.beside(f"seed {seed}", str(own))))
-
-
 def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:
     """The folder to resume, and the first argument unless that names the folder."""
     if out is not None:
@@ -300,7 +293,9 @@ def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path
         return Path(first), None
     waiting = unfinished(kind)
     hint = (
-        f"unfinished: {', '.join(shlex.quote(str(path)) for path in waiting)}" if waiting else "none is unfinished here"
+        f"unfinished: {', '.join(shlex.quote(str(path)) for path in waiting)}"
+        if waiting
+        else "there is no unfinished run here"
     )
     raise UserError(f"--resume needs the folder of the run, as `softcell {kind} --resume DIR`; {hint}")
 

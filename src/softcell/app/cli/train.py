@@ -13,11 +13,10 @@ from softcell import api
 from softcell.app import jobs
 from softcell.app.baseline import draw_random, missed_budget, random_baseline, with_budget, within_budget
 from softcell.app.cli import options as o
-from softcell.app.cli import results
-from softcell.app.cli.console import command, console, percent, print_fields
-from softcell.app.cli.inputs import from_stdin
-from softcell.app.cli.search import check_at_once, listen_to_seed, resumed_folder
-from softcell.app.progress import Display
+from softcell.app.cli import output
+from softcell.app.cli.output import command, console, print_fields
+from softcell.app.cli.search import check_at_once, resumed_folder
+from softcell.app.progress import Display, seed_listeners
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
@@ -29,7 +28,7 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.recipes import check_trainable, train_recipe, train_seeds_recipe
-from softcell.text import clock, parse_time
+from softcell.text import clock, parse_time, percent
 
 commands = typer.Typer()
 
@@ -92,7 +91,7 @@ def train(
             "--from",
             metavar="RUN",
             help="Start from the weights of a finished training or of the supernet of a search, layer by layer where "
-            "they fit; a classifier of another number of classes stays random.",
+            "they fit; a classifier with a different number of classes stays random.",
         ),
     ] = None,
     device: o.Device = None,
@@ -139,7 +138,7 @@ def train(
                 "the two commands separately, and `softcell compare` both folders"
             )
         return run_seeds(
-            from_stdin(genotype),
+            o.from_stdin(genotype),
             given,
             config,
             out,
@@ -153,7 +152,7 @@ def train(
     if at_once is not None:
         raise UserError(f"--at-once {at_once} requires --seeds K")
     return run_train(
-        from_stdin(genotype),
+        o.from_stdin(genotype),
         given,
         config,
         out,
@@ -199,13 +198,13 @@ def run_seeds(
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda seed: listen_to_seed(display, folder, seed, track, tracked),
+            on_event=seed_listeners(display, folder, track, tracked),
             quiet=True,
         )
-    results.show_trained_seeds(screen, result)
+    output.show_trained_seeds(screen, result)
     if any(one.exit_code for one in result.results.values()):
         shared = () if at_once is None else ("--at-once", str(at_once))
-        results.interrupted(screen, "train", "--resume", str(folder), *shared)
+        output.interrupted(screen, "train", "--resume", str(folder), *shared)
     return result.exit_code
 
 
@@ -220,9 +219,8 @@ def run_train(
     overwrite: bool,
     quiet: bool,
     track: Sequence[str] = (),
-    again: Sequence[str] | None = None,
 ) -> int:
-    """Trains the architecture, then the random ones, and compares them; `again` is the command that resumes it."""
+    """Trains the architecture, then the random ones, and compares them."""
     chosen, recipe = train_recipe(genotype, given, config=config, resume_from=out if resume else None)
     if not resume:
         check_trainable(chosen, recipe)
@@ -239,19 +237,19 @@ def run_train(
 
     with join_processes(recipe.device, recipe.deterministic) as world:
         folder = output_folder(out, world, "train", chosen.space, recipe.data)
-        results.already_finished(screen, folder, resume)
+        output.already_finished(screen, folder, resume)
         heading = (
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, "
             f"{_length(recipe)}seed {recipe.seed}: {folder}"
         )
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
             result = jobs.train(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
-        again = again or ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
+        again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
-            results.interrupted(screen, *again)
+            output.interrupted(screen, *again)
             return result.exit_code
         if world.is_main:
-            results.show_training(screen, result, RunFolder.open(folder).manifest["results"])
+            output.show_training(screen, result, RunFolder.open(folder).manifest["results"])
         if not random:
             return 0
         if within is not None and world.is_main:
@@ -274,9 +272,9 @@ def run_train(
                 on_start=begin,
             )
     if baseline.exit_code:
-        results.interrupted(screen, *again)
+        output.interrupted(screen, *again)
         return baseline.exit_code
-    results.show_comparison(screen, result, baseline)
+    output.show_comparison(screen, result, baseline)
     return 0
 
 
@@ -337,16 +335,16 @@ def teacher(
     screen = console()
     with join_processes(full.device, full.deterministic) as world:
         folder = output_folder(out, world, "teacher", full.classifier, full.data)
-        results.already_finished(screen, folder, resume)
+        output.already_finished(screen, folder, resume)
         heading = f"teacher {full.classifier}, recipe {full.recipe}, data {full.data}, seed {full.seed}: {folder}"
         with Display(screen, heading, quiet) as display:
             result = train_teacher(full, folder, resume=resume, overwrite=overwrite, on_event=display)
     if result.exit_code:
-        results.interrupted(screen, "teacher", "--resume", str(folder))
+        output.interrupted(screen, "teacher", "--resume", str(folder))
         return result.exit_code
     accuracy = "not measured: the data has no test split"
     if result.accuracy is not None:
-        accuracy = f"{percent(result.accuracy)}{results.top5_of(result.top5)} on the {result.split} split"
+        accuracy = f"{percent(result.accuracy)}{output.top5_of(result.top5)} on the {result.split} split"
     print_fields(
         screen,
         accuracy=accuracy,

@@ -8,7 +8,6 @@ copied, and of a module never `__init__`: instances are written out with their p
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 import re
 import sys
@@ -323,9 +322,7 @@ class _Writer:
 
     def _renamed(self, node: ast.Name, *, annotation: bool) -> str:
         if node.id not in self._module.definitions and node.id not in self._module.imports:
-            if hasattr(builtins, node.id) or isinstance(node.ctx, ast.Store):
-                return node.id
-            return node.id  # bound by a comprehension, a lambda or an enclosing function
+            return node.id  # a builtin, or bound by a comprehension, a lambda or an enclosing function
         if annotation:
             found = locate(self._module.name, node.id)
             if found is not None and found.line is not None:

@@ -1,27 +1,23 @@
-"""A network as a graph that torch, or ONNX through it, runs without its Python code; the batch size stays free.
+"""A network as a graph that torch or ONNX runs without its Python code, in float or int8; the batch size stays free.
 
 Convolutions with a kernel per image need more than a translation in ONNX. In torch such a convolution has one group per
 image and channel, a number that depends on the batch. ONNX needs a constant number of groups, but accepts the kernel as
 an input: a `Scan` runs over the images and convolves each with its own kernel. (Products and sums over the taps need a
 graph of hundreds of nodes and twice the time to run, products of matrices over windows seven times that.)
 
-A *pack* is a folder with which the candidates of a space are measured on another device: ONNX files, a list of them, a
-script (`softcell.evaluate.measure_onnx`) that needs numpy and onnxruntime. Its result is a table for `softcell search
---latency-table`. Candidates are exported as in the final network, each once for every size that it can have there, as
-are some whole networks, which show how well the table predicts. A graph that only copies its input measures the
-overhead of a call of onnxruntime.
+In 8-bit integers a graph is quantised by onnxruntime after the training. Weights are int8 with a scale per output
+channel, activations uint8 with a scale per tensor, whose range is the smallest and largest value on some training
+images. uint8 activations with int8 weights are what the fast instructions of x86 take; Arm runs them as fast as any.
+Sums and averages stay in float: in 8 bits they lose accuracy, and onnxruntime takes longer for them. Every quantised
+tensor is written as a pair of QuantizeLinear and DequantizeLinear, which any runtime can read.
 """
 
-import contextlib
-import hashlib
-import inspect
 import io
 import json
 import logging
-import os
-import shutil
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +26,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
-from softcell.arch import Genotype, sample
+from softcell.app.export.model import BATCHES, INPUT, Model, check_equal, onnx_session, quiet_exporters, sample_pixels
+from softcell.data import Dataset, load
+from softcell.data.dataset import content_of
+from softcell.data.images import Images
+from softcell.engine import RunFolder
+from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
-from softcell.evaluate import measure_onnx
-from softcell.evaluate.latency import OnStep, candidate_places, picks_of
-from softcell.files import atomic_write_bytes
-from softcell.nn.candidates import get_candidate
-from softcell.spaces import Shape, Space
+from softcell.evaluate.measure_onnx import call_of, measure_calls, open_session
+from softcell.evaluate.recipe import TrainRecipe
+from softcell.evaluate.train import parts_of
+from softcell.files import atomic_write_bytes, atomic_write_text
+from softcell.settings import build
+from softcell.spaces import Shape
 
-INPUT = "pixels"
 OPSET = 20
+CALIBRATION = 256
+"""Training images whose activations give the ranges."""
+MOST_MEASURED = 2000
+"""Images on which both networks are compared, if there are more. Nothing is chosen by the result."""
+BATCH = 32
+QUANTISED = ("Conv", "Gemm", "MatMul", "Relu", "MaxPool", "Concat")
+"""Operators that compute in 8 bits."""
+SAMPLES = 51
 
 
 def _to_program(model: Model) -> ExportedProgram:
@@ -52,14 +60,14 @@ def module_to_program(module: nn.Module, shape: Shape) -> ExportedProgram:
     """A module in eval mode on images of `shape` (c, h, w), for any batch."""
     # Two images: torch treats a batch of one as a constant.
     example = sample_pixels(shape, 2)
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet_exporters():
         return torch.export.export(module, (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
 
 
 def write_program(model: Model, file: Path) -> None:
     """Writes the program through memory, since `torch.export.save` aborts the process on a full disk."""
     buffer = io.BytesIO()
-    with _quiet():
+    with quiet_exporters():
         torch.export.save(_to_program(model), buffer)
     atomic_write_bytes(file, buffer.getvalue())
 
@@ -69,7 +77,7 @@ def check_program(file: Path, model: Model) -> float:
 
     Loading unpickles, so this is only for files that were just written.
     """
-    with _quiet():
+    with quiet_exporters():
         found = torch.export.load(io.BytesIO(file.read_bytes())).module()
     with torch.no_grad():
         return max(
@@ -80,17 +88,17 @@ def check_program(file: Path, model: Model) -> float:
 
 def write_onnx(model: Model, file: Path) -> None:
     """Writes an ONNX file with the weights; class names, mean, std and facts are in its metadata."""
-    proto = _program_to_onnx(_to_program(model), model.output)
+    proto = program_to_onnx(_to_program(model), model.output)
     set_metadata(proto, metadata_of(model))
     atomic_write_bytes(file, proto.SerializeToString())
 
 
-def _program_to_onnx(program: ExportedProgram, output: str) -> Any:
+def program_to_onnx(program: ExportedProgram, output: str) -> Any:
     """The `onnx.ModelProto` of a program, without the exporter's notes on each node.
 
     Those are a tenth of a small file, and they have paths of this machine.
     """
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet_exporters():
         if _has_kernels_per_image(program):
             program = program.run_decompositions({torch.ops.aten.conv2d.default: grouped_by_image})
         made = torch.onnx.export(
@@ -137,52 +145,6 @@ def check_onnx(file: Path, model: Model) -> float:
             found = torch.from_numpy(session.run([model.output], {INPUT: pixels.numpy()})[0])
             worst = max(worst, check_equal(file.name, model.normalised()(pixels), found))
     return worst
-
-
-def onnx_session(file: Path, *, threads: int = 0) -> Any:
-    """An onnxruntime session for a file, on the CPU; threads: 0 for all cores."""
-    runtime = _need("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # only errors
-    try:
-        return runtime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
-    except OSError as error:
-        raise UserError(f"{file} must be an ONNX file, but cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # onnxruntime has a class for each of a dozen reasons, without a common base
-        raise UserError(f"{file} must be an ONNX file, but onnxruntime cannot load it: {str(error)[:200]}") from error
-
-
-def check_packages() -> None:
-    """Raises if a package for writing or checking ONNX is not installed."""
-    for package in ("onnxscript", "onnxruntime"):
-        _need(package)
-
-
-def _need(package: str) -> Any:
-    try:
-        with _quiet():
-            return __import__(package)
-    except ImportError as error:
-        raise UserError(
-            f"ONNX needs the package {package}, which is not installed: pip install 'softcell[onnx]'"
-        ) from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences messages of the exporters about themselves and about optional packages."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter", "onnxscript")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 # The schema of this operation is read from its annotations, which not every torch reads as text: so no
@@ -267,121 +229,215 @@ def scan(x: Any, weight: Any, stride: list[int], padding: list[int], dilation: l
     return opset20.Scan(x, weight, body=body, num_scan_inputs=2)
 
 
-PACK = "pack.json"
-SCRIPT = "measure.py"
-TABLE = "latency.json"
-"""What the script writes beside them."""
-FORMAT, VERSION = "softcell-latency-pack", 1
+@dataclass(frozen=True, slots=True)
+class CalibrationData:
+    """Images of the data that a network was trained on: some to calibrate with, others to measure on.
 
-
-def check_pack_folder(folder: Path, overwrite: bool) -> None:
-    """Raises before the work if a pack cannot be written there, or a package for ONNX is missing."""
-    check_packages()
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--pack must name a folder, but {folder} is a file")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / PACK).is_file():
-            raise UserError(f"--pack must name a new or empty folder, but {folder} has other files; give another name")
-        if not overwrite:
-            raise UserError(f"{folder} already has a pack; give another name, or --overwrite to replace it")
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"{folder} cannot be written because {there} is not a writable folder; choose another path")
-
-
-def write_pack(
-    space: Space,
-    shape: Shape,
-    num_classes: int,
-    folder: Path,
-    *,
-    genotypes: Sequence[Genotype] = (),
-    networks: int = 5,
-    batch: int = 1,
-    about: Mapping[str, Any] | None = None,
-    on_step: OnStep | None = None,
-) -> dict[str, Any]:
-    """Writes the pack of a space to `folder`, all of it or nothing, and returns the content of `pack.json`.
-
-    genotypes: architectures whose networks are measured, beside `networks` random ones.
+    `measured` are indices of `others`, images that the network has not learned from. They are of the `split` "holdout",
+    the training images that its training held out, or, where it held out none, "test"; None without either.
     """
-    layout, places = space.layout(), list(candidate_places(space, shape, num_classes))
-    needed = list(dict.fromkeys((op, spec, size) for _, op, spec, size in places))
-    chosen = [*genotypes, *(sample(layout, seed) for seed in range(networks))]
-    total = len(needed) + len(chosen)
-    stage = folder.absolute().with_name(f".{folder.name}.tmp")
-    shutil.rmtree(stage, ignore_errors=True)  # left by a command that was killed
-    files: dict[str, list[int]] = {}
-    written = hashlib.sha256()
 
-    def add(name: str, content: bytes, size: Sequence[int]) -> None:
-        (stage / name).write_bytes(content)
-        files[name] = [batch, *size]
-        written.update(hashlib.sha256(content).digest())
+    train: Images
+    calibration: Tensor
+    others: Images | None
+    measured: Tensor
+    split: str
 
-    try:
-        stage.mkdir(parents=True)
-        names, baselines = {}, {}
-        for number, (op, spec, size) in enumerate(needed):
-            described = "x".join(map(str, size))
-            _step(on_step, number, total, f"{op} at {described}, stride {spec.stride}")
-            copy = f"copy-{described}.onnx"
-            if copy not in files:
-                add(copy, _copying(size), size)
-            name = f"candidate-{number:03}-{op}-{described}-stride-{spec.stride}.onnx"
-            with torch.random.fork_rng(devices=[]):
-                module = get_candidate(op).build(spec).eval()
-            add(name, _onnx(module, size), size)
-            names[op, spec, size], baselines[name] = name, copy
-        listed = []
-        for number, genotype in enumerate(chosen):
-            _step(on_step, len(needed) + number, total, f"whole network {number + 1} of {len(chosen)}")
-            name = f"network-{number:03}.onnx"
-            with torch.random.fork_rng(devices=[]):
-                network = space.network(genotype, shape, num_classes).eval()
-            add(name, _onnx(network, shape), shape)
-            listed.append({"file": name, "picks": picks_of(genotype, layout)})
-        _step(on_step, total, total, "")
-        pack = {
-            "format": FORMAT,
-            "version": VERSION,
-            "digest": written.hexdigest()[:32],
-            "about": {"unit": "ms", "batch": batch, **(about or {})},
-            "files": files,
-            "baselines": baselines,
-            "places": [(table, op, names[op, spec, size]) for table, op, spec, size in places],
-            "networks": listed,
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """An int8 graph beside its float one, measured on the same images.
+
+    `split`: "holdout" for training images that the training held out, "test" where it held out none. `accuracy` and
+    `agreement` are shares: of right classes, and of images with the same class from both graphs; None without images.
+    `difference` is the largest difference of logits relative to the largest one. `bytes` are the sizes of the files;
+    `milliseconds` are medians for one image on one CPU thread of this machine.
+
+    Example:
+        >>> from softcell.app.export import Quantised
+        >>> made = Quantised("holdout", 135, 256, (0.96, 0.95), 0.99, 0.03, (800_000, 300_000), (0.5, 0.4))
+        >>> made.to_dict()["accuracy"]
+        {'float': 0.96, 'int8': 0.95}
+    """
+
+    split: str
+    images: int
+    calibration_images: int
+    accuracy: tuple[float, float] | None
+    agreement: float | None
+    difference: float | None
+    bytes: tuple[int, int]
+    milliseconds: tuple[float, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `model-int8.json`."""
+
+        def both(pair: tuple[float, float] | None) -> dict[str, float] | None:
+            return None if pair is None else {"float": pair[0], "int8": pair[1]}
+
+        return {
+            "quantisation": "static QDQ: uint8 activations per tensor (min-max), int8 weights per channel",
+            "calibration_images": self.calibration_images,
+            "split": self.split,
+            "images": self.images,
+            "accuracy": both(self.accuracy),
+            "agreement": self.agreement,
+            "largest_difference": self.difference,
+            "bytes": both(self.bytes),
+            "milliseconds_per_image": both(self.milliseconds),
+            "milliseconds_measured_with": "onnxruntime, batch 1, 1 CPU thread",
         }
-        (stage / PACK).write_text(json.dumps(pack, indent=1) + "\n", encoding="utf-8")
-        (stage / SCRIPT).write_text(inspect.getsource(measure_onnx), encoding="utf-8")
-        if folder.is_dir():
-            shutil.rmtree(folder)  # empty, or a pack that may be replaced
-        os.replace(stage, folder)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror or error}); choose another path") from error
+
+
+def check_quantisable(model: Model) -> None:
+    """Raises for a network that has no accuracy to compare."""
+    if model.output != "logits":
+        raise UserError(
+            "only classifiers are exported to onnx-int8, where accuracy shows what was lost, but this network was "
+            "trained for retrieval; export it with --to onnx"
+        )
+
+
+def calibration_data(
+    source: Path, model: Model, *, data: str | None, data_root: str | None, calibration: int
+) -> CalibrationData:
+    """The images of the training in `source`, or those named by `data` and `data_root`, in its own splits."""
+    if calibration < 1:
+        raise UserError(f"`calibration >= 1` must hold, the number of training images, but got {calibration}")
+    if (source / MANIFEST).is_file():
+        manifest = RunFolder.open(source).manifest
+        recipe, known = build(TrainRecipe, manifest["recipe"], f"{source}: recipe"), manifest["results"]["data"]
+        named = (data or recipe.data, data_root or recipe.data_root, recipe.image_size)
+        dataset = load(*named, scaled_to=recipe.scaled_to)
+        parts = parts_of(dataset, recipe)
+    elif data is not None:
+        _, height, width = model.shape
+        dataset, known = load(data, data_root), {}
+        if dataset.shape != model.shape and height == width:
+            dataset = load(data, data_root, height)
+        parts = {"train": torch.arange(len(dataset.train))}
+    else:
+        raise UserError(
+            f"onnx-int8 is calibrated on training images, but {source} is an export and does not say where they are; "
+            "give the training run instead, or --data"
+        )
+    _check_same(model, dataset, known, source)
+    calibrated = _some(parts["train"], calibration)
+    if "holdout" in parts:  # leaves the test images to the one measurement of the training
+        return CalibrationData(
+            dataset.train, calibrated, dataset.train, _some(parts["holdout"], MOST_MEASURED), "holdout"
+        )
+    among = torch.arange(0 if dataset.test is None else len(dataset.test))
+    return CalibrationData(dataset.train, calibrated, dataset.test, _some(among, MOST_MEASURED), "test")
+
+
+def _check_same(model: Model, dataset: Dataset, known: dict[str, Any], source: Path) -> None:
+    if (dataset.shape, dataset.classes) != (model.shape, model.classes):
+        raise UserError(
+            f"onnx-int8 needs the images that {source} was trained on, {list(model.shape)} of {len(model.classes)} "
+            f"classes, but {dataset.name} has {list(dataset.shape)} and {len(dataset.classes)} classes or other names; "
+            "give the right --data"
+        )
+    before = {key: value for key, value in known.get("fingerprint", {}).items() if not key.endswith("times")}
+    if before and any(content_of(dataset).get(key) != value for key, value in before.items()):
+        raise UserError(
+            f"onnx-int8 needs the images that {source} was trained on, but those of {dataset.name} have changed since: "
+            "test images may have been trained on"
+        )
+
+
+def _some(indices: Tensor, count: int) -> Tensor:
+    """At most `count` of the indices, always the same ones, in random order."""
+    order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(0))
+    return indices[order[:count]]
+
+
+def write_int8(model: Model, data: CalibrationData, file: Path, record: Path) -> Quantised:
+    """Writes the int8 graph and what was measured about it, in its metadata and as JSON in `record`."""
+    import onnx
+
+    plain = file.with_name("float.onnx")
+    write_onnx(model, plain)
+    check_onnx(plain, model)
+    quantised_file = file.with_name("int8.onnx")
+    _quantise(plain, quantised_file, data)
+    proto = onnx.load(quantised_file)
+    set_metadata(proto, metadata_of(model))
+    atomic_write_bytes(file, proto.SerializeToString())
+    found = _compare(model, data, plain, file)
+    described = json.dumps(found.to_dict(), indent=2) + "\n"
+    set_metadata(proto, {**metadata_of(model), "int8": json.dumps(found.to_dict())})
+    atomic_write_bytes(file, proto.SerializeToString())
+    atomic_write_text(record, described)
+    return found
+
+
+def _quantise(plain: Path, out: Path, data: CalibrationData) -> None:
+    from onnxruntime import quantization as q
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    class Reader(q.CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._batches = _pixels(data.train, data.calibration)
+
+        def get_next(self) -> dict[str, Any] | None:
+            pixels = next(self._batches, None)
+            return None if pixels is None else {INPUT: pixels.numpy()}
+
+    inferred = out.with_name("inferred.onnx")
+    with _quiet_logging():
+        quant_pre_process(plain, inferred, skip_symbolic_shape=True)
+        q.quantize_static(
+            inferred,
+            out,
+            Reader(),
+            quant_format=q.QuantFormat.QDQ,
+            op_types_to_quantize=list(QUANTISED),
+            per_channel=True,
+            activation_type=q.QuantType.QUInt8,
+            weight_type=q.QuantType.QInt8,
+        )
+
+
+def _pixels(images: Images, indices: Tensor) -> Iterator[Tensor]:
+    """Batches of pixels in 0..1 [n, c, h, w], as a network is tested on them."""
+    for chunk in torch.split(indices, BATCH):
+        yield images.fetch(chunk).cpu().float() / 255
+
+
+def _compare(model: Model, data: CalibrationData, plain: Path, int8: Path) -> Quantised:
+    accuracy = agreement = difference = None
+    if data.others is not None:
+        logits = []
+        for file in (plain, int8):
+            session = onnx_session(file)
+            batches = _pixels(data.others, data.measured)
+            logits.append(torch.cat([torch.from_numpy(session.run(None, {INPUT: x.numpy()})[0]) for x in batches]))
+        labels = data.others.labels.cpu()[data.measured]
+        right = [float((found.argmax(1) == labels).double().mean()) for found in logits]
+        accuracy = (right[0], right[1])
+        agreement = float((logits[0].argmax(1) == logits[1].argmax(1)).double().mean())
+        difference = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max().clamp_min(1e-6))
+    calls = [call_of(open_session(file), [1, *model.shape]) for file in (plain, int8)]
+    times = [found[len(found) // 2] for found in measure_calls(calls, SAMPLES)]
+    sizes = [file.stat().st_size for file in (plain, int8)]
+    return Quantised(
+        data.split,
+        len(data.measured),
+        len(data.calibration),
+        accuracy,
+        agreement,
+        difference,
+        (sizes[0], sizes[1]),
+        (times[0], times[1]),
+    )
+
+
+@contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """The quantiser logs advice to the root logger."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
-    return pack
-
-
-def _onnx(module: torch.nn.Module, size: Sequence[int]) -> bytes:
-    channels, height, width = size
-    proto = _program_to_onnx(module_to_program(module, (channels, height, width)), "output")
-    content: bytes = proto.SerializeToString()
-    return content
-
-
-def _copying(size: Sequence[int]) -> bytes:
-    """A graph whose output is its input."""
-    from onnx import TensorProto, helper
-
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *size]) for name in (INPUT, "output")]
-    graph = helper.make_graph([helper.make_node("Identity", [INPUT], ["output"])], "copy", ends[:1], ends[1:])
-    opset = [helper.make_opsetid("", OPSET)]
-    content: bytes = helper.make_model(graph, opset_imports=opset, ir_version=10).SerializeToString()
-    return content
-
-
-def _step(on_step: OnStep | None, number: int, total: int, what: str) -> None:
-    if on_step is not None:
-        on_step(number, total, what)
+        logging.disable(logging.NOTSET)

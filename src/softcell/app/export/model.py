@@ -1,9 +1,13 @@
-"""A trained network with the facts for its use: how inputs are prepared and what outputs mean."""
+"""A trained network with the facts for its use, read from a run, an export or an ONNX file, and used on image files."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import shlex
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,17 +15,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from softcell.engine import RunFolder
+from softcell.engine import RunFolder, resolve_device
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
+from softcell.evaluate.image_classes import Forward, ImagePrediction, classify, image_files
 from softcell.settings import convert
-from softcell.spaces import Network, Shape
+from softcell.spaces import Inputs, Network, Shape
 from softcell.spaces.pretrained import MODEL, read_description
+from softcell.trust import trusting
 
 PLAN = "plan.json"
 """The file that marks a folder of `softcell run`."""
 FRONT = "front.json"
 """The file with the networks of all budgets, in a folder of `softcell run` with several."""
+INPUT, ONNX = "pixels", "model.onnx"
+"""Name of the input of ONNX graphs, and of the file of an export."""
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
@@ -196,3 +204,162 @@ def check_equal(name: str, expected: Tensor, found: Tensor) -> float:
             f"{len(expected)}; at most {TOLERANCE:g} is rounding"
         )
     return difference
+
+
+def onnx_session(file: Path, *, threads: int = 0) -> Any:
+    """An onnxruntime session for a file, on the CPU; threads: 0 for all cores."""
+    runtime = need_package("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # only errors
+    try:
+        return runtime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
+    except OSError as error:
+        raise UserError(f"{file} must be an ONNX file, but cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # onnxruntime has a class for each of a dozen reasons, without a common base
+        raise UserError(f"{file} must be an ONNX file, but onnxruntime cannot load it: {str(error)[:200]}") from error
+
+
+def check_packages() -> None:
+    """Raises if a package for writing or checking ONNX is not installed."""
+    for package in ("onnxscript", "onnxruntime"):
+        need_package(package)
+
+
+def need_package(package: str) -> Any:
+    try:
+        with quiet_exporters():
+            return __import__(package)
+    except ImportError as error:
+        raise UserError(
+            f"ONNX needs the package {package}, which is not installed: pip install 'softcell[onnx]'"
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet_exporters() -> Iterator[None]:
+    """Silences messages of the exporters about themselves and about optional packages."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.onnx._internal.exporter", "onnxscript")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageClassifier:
+    """A trained model that is ready to classify image files.
+
+    Example:
+        >>> from softcell.app.export import read_classifier
+        >>> classifier = read_classifier("runs/train")
+        >>> classifier.shape, classifier.inputs.classes[:3]
+        ((1, 8, 8), ('0', '1', '2'))
+    """
+
+    forward: Forward
+    shape: Shape
+    inputs: Inputs
+
+    def classify(self, files: Sequence[Path], top: int = 3) -> Iterator[ImagePrediction]:
+        """The `top` most likely classes of every file, read and classified in small batches."""
+        return classify(self.forward, files, self.shape, self.inputs, top=top)
+
+
+def predict(
+    run: str | Path,
+    images: str | Path | Sequence[str | Path],
+    *,
+    top: int = 3,
+    device: str = "auto",
+    trust: bool = False,
+) -> list[ImagePrediction]:
+    """The `top` most likely classes of image files; a folder stands for all images below it.
+
+    run: a finished training, a folder of `softcell run`, an exported folder, or an ONNX file of `softcell export`.
+    trust: run plugins that the folder names.
+
+    Example:
+        >>> from PIL import Image
+        >>> from softcell.app.export import predict
+        >>> Image.new("L", (8, 8), 200).save("grey.png")
+        >>> (found,) = predict("runs/train", "grey.png", top=2)
+        >>> found.file.name, len(found.classes), found.probabilities[0] >= found.probabilities[1]
+        ('grey.png', 2, True)
+    """
+    given = [images] if isinstance(images, str | Path) else list(images)
+    strange = next((one for one in given if not isinstance(one, str | Path)), None)
+    if strange is not None:
+        raise UserError(
+            f"images must be files or folders, but got {type(strange).__name__}; for arrays and tensors use "
+            "softcell.api.Network.from_pretrained(RUN)"
+        )
+    files = image_files(given)
+    with trusting(trust):
+        classifier = read_classifier(run, device)
+    return list(classifier.classify(files, top))
+
+
+def read_classifier(run: str | Path, device: str = "auto") -> ImageClassifier:
+    """The model of a training, of a folder of `softcell run`, of an exported folder or of an ONNX file.
+
+    An exported folder that has only `model.onnx` is read through it. ONNX files run on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from softcell.app.export import read_classifier
+        >>> read_classifier("runs/train").forward(torch.rand(5, 1, 8, 8)).shape
+        torch.Size([5, 10])
+    """
+    path = Path(run)
+    if path.suffix.lower() == ".onnx":
+        return _from_onnx(path)
+    if (path / ONNX).is_file() and not any((path / name).is_file() for name in (MODEL, MANIFEST)):
+        return _from_onnx(path / ONNX)
+    model = read_model(path)
+    if model.output != "logits":
+        raise _no_classes(path)
+    target = resolve_device(device)
+    network = model.normalised().to(target)
+    return ImageClassifier(lambda pixels: network(pixels.to(target)), model.shape, inputs_of(model))
+
+
+def inputs_of(model: Model) -> Inputs:
+    return Inputs(model.classes, model.mean, model.std, model.scaled_to, model.whole)
+
+
+def _from_onnx(file: Path) -> ImageClassifier:
+    session = onnx_session(file)
+    known = session.get_modelmeta().custom_metadata_map
+    if "seen_classes" in known:
+        raise _no_classes(file)
+    data = {key: _parsed(file, key, known[key]) for key in ("shape", "classes", "mean", "std") if key in known}
+    data |= {key: _parsed(file, key, known[key]) for key in ("scaled_to", "whole") if key in known}
+    facts = plain_facts({"data": data}, file)
+    output = session.get_outputs()[0].name
+
+    def forward(pixels: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([output], {INPUT: pixels.numpy()})[0])
+
+    inputs = Inputs(*(facts[key] for key in ("classes", "mean", "std", "scaled_to", "whole")))
+    return ImageClassifier(forward, facts["shape"], inputs)
+
+
+def _parsed(file: Path, key: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{file}: `{key}` in the metadata must be JSON, got {text[:80]!r}; export again") from error
+
+
+def _no_classes(place: Path) -> UserError:
+    return UserError(
+        f"only a classifier has classes to predict, but {place} was trained for retrieval and gives embeddings; "
+        "`softcell export --to python` writes a predict.py that sorts images by their similarity"
+    )

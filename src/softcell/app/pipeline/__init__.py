@@ -1,10 +1,10 @@
 """From a folder of images to a trained, measured and exported network within a given time: `softcell run`."""
 
-from softcell.app.pipeline.competition import Decision, Result, Round
-from softcell.app.pipeline.front import Front, FrontEntry
-from softcell.app.pipeline.plan import Plan, RunRequest, Screen
-from softcell.app.pipeline.run import Outcome, run
-from softcell.app.pipeline.summary import Beside, Entry, Row, Summary, verdict
+from softcell.app.pipeline._front import Front, FrontEntry
+from softcell.app.pipeline._plan import Plan, RunRequest
+from softcell.app.pipeline._run import Outcome, run
+from softcell.app.pipeline._summary import Beside, Decision, Entry, Result, Round, Row, Summary, verdict
+from softcell.app.progress import Screen
 from softcell.text import parse_time
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""Parts of a report on several runs: the list of runs, groups over seeds, costs, the result of `softcell run`."""
+"""Parts of a report on several runs: the list of runs, groups over seeds, costs, and the result of `softcell run`.
+
+`softcell run` leaves a summary for a single budget, and a front of networks for several.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from softcell.errors import UserError
 from softcell.files import read_json
 
 STATUS = {"finished": "✓ finished", "running": "▶ running", "interrupted": "❚❚ interrupted", "failed": "✕ failed"}
-SUMMARY = "summary.json"
+SUMMARY, FRONT = "summary.json", "front.json"
 ORDER = ("search", "train", "plain")
 COSTS = {
     "parameters": "parameters",
@@ -179,7 +182,7 @@ def _competition(data: Mapping[str, Any]) -> Outcome:
     lengths = [f"round {i}: {each['seconds']:.1f} s" for i, each in enumerate(rounds, 1)]
     seeds = [f"{each['seeds']} seed{'' if each['seeds'] == 1 else 's'} each" for each in rounds]
     facts = (
-        f"Delivered: {one['name']}, since {data['why']}.",
+        f"Delivered: {one['name']}, because {data['why']}.",
         f"{percent(one['accuracy'])} on {int(data['count']):,} test images, which were read once, after "
         f"{one['epochs']:,} epochs in {one['seconds']:.0f} s on all training images.",
         f"{big(one['parameters'])} parameters, {big(one['multiply_adds'])} multiply-adds, {one['latency']:.2f} ms for "
@@ -241,3 +244,62 @@ def _against_cost(outcome: Outcome, cost: str, name: str) -> Html:
         points = [(float(row[cost]), float(row["accuracy"])) for _, row in own]
         clouds.append(Cloud(kind, points, None, [label for label, _ in own]))
     return scatter(f"accuracy against {name.split(' ')[0]}", name, clouds)
+
+
+def read_front(folders: Sequence[Path]) -> Mapping[str, Any] | None:
+    """The front that all folders belong to, RUN/search or RUN/BUDGET/train; None without one that can be read."""
+    around = [set(folder.resolve().parents) for folder in folders]
+    common = set.intersection(*around) if around else set()
+    files = [parent / FRONT for parent in sorted(common, key=lambda parent: -len(parent.parts))]
+    file = next((file for file in files[:2] if file.is_file()), None)
+    try:
+        return None if file is None else mapping(read_json(file))
+    except (OSError, UserError):
+        return None
+
+
+def front_section(front: Mapping[str, Any]) -> Html | None:
+    """The networks as a table and a chart, with the verdict of each budget; None if the file does not hold them."""
+    try:
+        points, cost = list(front["points"]), str(front["cost"])
+        rows = [
+            (
+                el("a", str(point["budget"]), href=f"{point['folder']}/report.html"),
+                str(point["name"]),
+                percent(point["accuracy"]),
+                big(point["parameters"]),
+                big(point["multiply_adds"]),
+                f"{point['latency']:.2f} ms",
+                f"{int(point['epochs']):,}",
+            )
+            for point in points
+        ]
+        marks = [(float(point[cost]), float(point["accuracy"])) for point in points]
+        verdicts = [el("li", el("b", f"{point['budget']}: "), " ".join(point["verdict"])) for point in points]
+        about = (
+            f"Accuracy on {int(front['count']):,} test images, which were read once for each network. Choosing among "
+            "the networks by this accuracy means selecting on the test images."
+        )
+    except (LookupError, TypeError, ValueError):
+        return None
+    names = ("budget", "network", "accuracy", "parameters", "multiply-adds", "latency", "epochs")
+    drawn = scatter(
+        f"accuracy against {COSTS[cost].split(' ')[0]}",
+        COSTS[cost],
+        [
+            Cloud(str(point["budget"]), [mark], None, [str(point["name"])])
+            for point, mark in zip(points, marks, strict=True)
+        ],
+    )
+    left_out = mapping(front.get("left_out"))
+    return el(
+        "section",
+        el("h2", "One network per budget"),
+        table(names, rows, numeric=range(2, len(names))),
+        el("p", about, class_="quiet"),
+        [el("p", f"{budget} was left out: {why}.") for budget, why in left_out.items()],
+        el("div", drawn, class_="plots wide"),
+        el("h3", "Was the search worth it?"),
+        el("ul", verdicts, class_="statements"),
+        id="front",
+    )

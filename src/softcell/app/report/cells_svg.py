@@ -1,10 +1,24 @@
-"""Genotypes as SVG: one self-contained file, the same bytes for the same genotype."""
+"""Genotypes as SVG: cells as boxes, labels and lines, in one self-contained file with the same bytes every time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from softcell.app.report._cells_layout import Drawing, Edge, Node, Point, lay_out
+from softcell.app.report.cells_graph import (
+    Graph,
+    Kind,
+    column_gaps,
+    distances,
+    graph_of,
+    input_nodes,
+    item_height,
+    order_items,
+    place_items,
+    ports_of,
+    split_rows,
+)
 from softcell.app.report.theme import (
     CHAR,
     FAMILIES,
@@ -23,7 +37,9 @@ from softcell.app.report.theme import (
     text,
     wrap,
 )
-from softcell.arch import Cell, Genotype
+from softcell.arch import Cell, Genotype, Pick
+
+Point = tuple[float, float]
 
 SANS_CHAR = 7.2  # a generous advance of 12 px sans-serif text
 LEGEND_CHAR = 6.4
@@ -31,6 +47,165 @@ PAGE_WIDTH = 1120.0  # cells are drawn side by side while they fit
 CELL_GAP = 40.0
 HEAD = 52.0  # heading and subtitle of a cell
 CORNER = 8.0
+LABEL_PADDING = 34.0  # both margins and the family mark
+LONGEST = 36  # characters of a label; the full name stays in the tooltip
+ROW_GAP = 44.0
+TURN = 18.0  # room for the line that leads from one row to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle; x and y are its upper left corner."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        return self.x + self.width
+
+    @property
+    def bottom(self) -> float:
+        return self.y + self.height
+
+    @property
+    def centre(self) -> Point:
+        return self.x + self.width / 2, self.y + self.height / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A box. `number` is the cell's node, None for the box that concatenates several."""
+
+    number: int | None
+    label: str
+    kind: Kind
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A line between two nodes (indices into `Drawing.nodes`); without an operation it passes the node's value on.
+
+    `points`: two neighbours on one horizontal or vertical are joined by a straight line, others by an S-curve that
+    starts and ends horizontally. `text` is the operation's name as it fits, in the box `label`.
+    """
+
+    source: int
+    target: int
+    op: str | None
+    text: str
+    label: Box | None
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A laid-out cell within [0, width] x [0, height]; `absent` are the picks of `none`, which are not drawn."""
+
+    width: float
+    height: float
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    absent: tuple[Pick, ...]
+
+
+def node_text_width(label: str) -> float:
+    """The width of a node's label as it is set: `c_{k-2}` has a small subscript."""
+    return 36.0 if label.startswith("c_{k-") else 18.0 if label == "c_{k}" else columns(label) * 8.6
+
+
+@lru_cache(maxsize=256)  # pages that are served are drawn again whenever a run changes
+def lay_out(cell: Cell, inputs: tuple[int, ...] | None = None) -> Drawing:
+    """The drawing of a cell; inputs: the nodes that come from outside, found by `input_nodes` unless given."""
+    absent = tuple(pick for pick in cell.picks if family(pick.op) == "none")
+    graph = graph_of(cell, input_nodes(cell) if inputs is None else inputs)
+    if not graph.labels:
+        return Drawing(0.0, 0.0, (), (), absent)
+    apart = distances(graph)
+    order = order_items(graph, apart)
+    ports = ports_of(graph, order)
+    return _draw(graph, ports, place_items(graph, apart, order, ports), absent)
+
+
+def _draw(graph: Graph, ports: Sequence[tuple[float, float]], y: Sequence[float], absent: tuple[Pick, ...]) -> Drawing:
+    vertices, total = len(graph.labels), len(graph.spans)
+    texts = [None if op is None else shorten(op, LONGEST) for _, _, op in graph.edges]
+    homes = [first for first, _ in graph.spans[:vertices]] + graph.label_columns  # the column of a box or label
+    sizes = [max(34.0, node_text_width(label) + 18) for label in graph.labels]
+    sizes += [0.0 if text is None else columns(text) * CHAR + LABEL_PADDING for text in texts]
+    widths = [0.0] * (max(last for _, last in graph.spans) + 1)
+    for item, column in enumerate(homes):
+        if column is not None:
+            widths[column] = max(widths[column], sizes[item])
+    gaps = column_gaps(graph, ports, y)
+    rows = split_rows(graph, widths, gaps)
+    if len(rows) > 1:  # the columns of all rows are aligned
+        widths = [max(widths[column % 2 :: 2]) for column in range(len(widths))]
+        gaps = [max(gaps)] * len(gaps)
+        rows = split_rows(graph, widths, gaps)
+    lead = 2 * TURN if len(rows) > 1 else 0.0
+    starts, shifts, row_of = [0.0] * len(widths), [0.0] * len(widths), [0] * len(widths)
+    ends: list[Point] = []  # right and lower border of every row
+    top = 0.0
+    for number, (first, stop) in enumerate(rows):
+        inside = [
+            (i, c) for i in range(total) for c in range(first, stop) if graph.spans[i][0] <= c <= graph.spans[i][1]
+        ]
+        low = min(y[item] - item_height(graph, item, column) / 2 for item, column in inside)
+        high = max(y[item] + item_height(graph, item, column) / 2 for item, column in inside)
+        x = lead
+        for column in range(first, stop):
+            starts[column], shifts[column], row_of[column] = x, top - low, number
+            x += widths[column] + gaps[column]
+        ends.append((x - gaps[stop - 1], top + high - low))
+        top += high - low + ROW_GAP
+    boxes = {
+        item: Box(
+            starts[column] + (widths[column] - sizes[item]) / 2,
+            y[item] + shifts[column] - item_height(graph, item, column) / 2,
+            sizes[item],
+            item_height(graph, item, column),
+        )
+        for item, column in enumerate(homes)
+        if column is not None
+    }
+    edges = []
+    for number, (start, end, op) in enumerate(graph.edges):
+        item, (leave, enter) = vertices + number, ports[number]
+        (first, last), (source, target) = graph.spans[item], (boxes[start], boxes[end])
+        level, arrival = y[item] + shifts[first], target.centre[1] + enter
+        points = [(source.right, source.centre[1] + leave)]
+        points.append((starts[first - 1] + widths[first - 1], points[0][1]))
+        points += [(starts[first], level), (starts[last] + widths[last], level)]
+        row = row_of[last]
+        if row_of[last + 1] != row:  # to the next row: around its end, back between the rows, and in from the left
+            border, between = ends[row][0] + TURN, ends[row][1] + ROW_GAP / 2
+            middle = target.centre[1]
+            into = [y[vertices + i] for i, edge in enumerate(graph.edges) if edge[1] == end]
+            joint = sum(into) / len(into) + shifts[last]
+            points += [(border, joint), (border + TURN, joint), (border + TURN, between), (0.0, between)]
+            points += [(0.0, middle), (target.x, middle)]
+        else:
+            points += [(starts[last + 1], arrival), (target.x, arrival)]
+        edges.append(Edge(start, end, op, texts[number] or "", boxes.get(item), _simplified(points)))
+    nodes = (Node(graph.numbers[v], graph.labels[v], graph.kinds[v], boxes[v]) for v in range(vertices))
+    width = max(right + (2 * TURN if k + 1 < len(rows) else 0.0) for k, (right, _) in enumerate(ends))
+    return Drawing(width, top - ROW_GAP, tuple(nodes), tuple(edges), absent)
+
+
+def _simplified(points: list[Point]) -> tuple[Point, ...]:
+    """Without repeated points and without points in the middle of a horizontal line."""
+    kept: list[Point] = []
+    for x, y in points:
+        if kept and abs(kept[-1][0] - x) < 0.05 and abs(kept[-1][1] - y) < 0.05:
+            continue
+        if len(kept) > 1 and kept[-2][1] == kept[-1][1] == y:
+            kept.pop()
+        kept.append((x, y))
+    return tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Heat maps: weights as an SVG file, and as tables of the HTML report the weights over epochs and confusions."""
+"""Heat maps: weights as an SVG file, weights over epochs and confusions as HTML tables, and Grad-CAM over images."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from softcell.app.report.runs import Names, Run, is_table, mapping, number, table_names
@@ -39,6 +41,12 @@ MOST_PAIRS = 12
 # From the page's own tone to a deep one: the order survives without colour.
 LIGHT_RAMP = ((236, 242, 249), (8, 69, 130))
 DARK_RAMP = ((32, 41, 54), (140, 198, 255))
+
+SIDE, GAP, TEXT = 128, 8, 20  # pixels of an image in a grid of maps, between two, and of a line of text
+CHOSEN = (214, 106, 20)
+
+# Dark blue over grey to yellow: even steps in lightness, so that it reads without colour too.
+RAMP = torch.tensor([[0, 32, 77], [70, 80, 108], [124, 123, 120], [185, 170, 108], [255, 234, 70]]).float()
 
 
 def heat_svg(weights: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], title: str) -> str:
@@ -179,8 +187,8 @@ def weights(run: Run) -> Html | None:
     )
     legend = el(
         "p",
-        "Each row is an edge, each column a candidate; the darker the colour, the more weight (on a dark page: the "
-        f"lighter). {_about_frames(known, frames[-1])}",
+        "Each row is an edge, each column a candidate. Darker means more weight (lighter on a dark page). "
+        f"{_about_frames(known, frames[-1])}",
         class_="quiet",
     )
     return el("div", controls, el("div", tables, class_="heats"), legend, class_="weights", data_epochs=data(epochs))
@@ -192,8 +200,8 @@ def _about_frames(known: Mapping[str, Names], frame: Mapping[str, Any]) -> str:
     rules = [names.rule for names in known.values()]
     if any(rule is None for rule in rules) or not all(_follows(name, names, frame) for name, names in known.items()):
         return (
-            f"{text}. That need not be the largest weight of a row: the method may have its own rule, keep some of the "
-            "edges only, or never derive “none”."
+            f"{text}. That need not be the largest weight of a row: the method may have its own rule, keep only some "
+            "of the edges, or never derive “none”."
         )
     rule = rules[0]
     never = ", ".join(f"“{op}”" for op in ([] if rule is None else rule.never_picked))
@@ -365,3 +373,55 @@ def _pairs(counts: Tensor, names: list[str]) -> Html:
         [(names[i], names[j], str(int(wrong[i, j]))) for i, j in rows],
         numeric=(2,),
     )
+
+
+def overlay(image: Tensor, heat: Tensor) -> Tensor:
+    """The image uint8 [c, h, w] in grey under the colours of `heat` [h', w'] in 0..1; uint8 [3, H, W]."""
+    height, width = image.shape[1:]
+    scale = max(1, 64 // max(height, width))  # small images get room for a smooth map
+    grey = image.float().mean(0, keepdim=True)[None]
+    grey = F.interpolate(grey, scale_factor=scale, mode="nearest")[0]
+    wide = F.interpolate(heat[None, None].float(), size=grey.shape[1:], mode="bilinear", align_corners=False)[0, 0]
+    position = wide.clamp(0, 1) * (len(RAMP) - 1)
+    low = position.floor().long().clamp_max(len(RAMP) - 2)
+    share = (position - low)[..., None]
+    colour = (RAMP[low] * (1 - share) + RAMP[low + 1] * share).permute(2, 0, 1)
+    return (0.45 * grey + 0.55 * colour).round().clamp(0, 255).to(torch.uint8)
+
+
+def cam_grid(
+    images: Tensor, heats: dict[str, Tensor], titles: Sequence[str], chosen: str | None, heading: str
+) -> Image.Image:
+    """A row per image and a column per candidate of a layer (IT-NAS, Figure 4); `chosen` is framed.
+
+    images: uint8 [n, c, h, w]; heats: by candidate [n, h', w'] in 0..1; titles: one per image.
+    """
+    names = list(heats)
+    width, height = GAP + (len(names) + 1) * (SIDE + GAP), 2 * (TEXT + GAP) + len(images) * (SIDE + TEXT + GAP)
+    picture = Image.new("RGB", (width, height), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(13)
+    draw.text((GAP, GAP // 2), heading, fill="black", font=font)
+    top = TEXT + GAP
+    for column, name in enumerate(("image", *names)):
+        mark = " *" if name == chosen else ""
+        draw.text((_left(column), top), f"{name}{mark}", fill=CHOSEN if mark else "black", font=font)
+    for row, image in enumerate(images):
+        y = top + TEXT + row * (SIDE + TEXT + GAP)
+        picture.paste(_tile(image.expand(3, -1, -1) if image.shape[0] == 1 else image), (_left(0), y))
+        draw.text((_left(0), y + SIDE + 2), titles[row], fill="black", font=font)
+        for column, name in enumerate(names, start=1):
+            x = _left(column)
+            picture.paste(_tile(overlay(image, heats[name][row].cpu())), (x, y))
+            if name == chosen:
+                draw.rectangle((x - 3, y - 3, x + SIDE + 2, y + SIDE + 2), outline=CHOSEN, width=3)
+    return picture
+
+
+def _left(column: int) -> int:
+    return GAP + column * (SIDE + GAP)
+
+
+def _tile(pixels: Tensor) -> Image.Image:
+    """uint8 [3, h, w] as a square of SIDE; small images keep their pixels visible."""
+    sized = F.interpolate(pixels[None].float(), size=(SIDE, SIDE), mode="nearest")[0].round().byte()
+    return Image.fromarray(sized.permute(1, 2, 0).contiguous().numpy())

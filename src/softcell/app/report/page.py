@@ -1,7 +1,10 @@
-"""A report: one self-contained page for one or many runs, and the sections of each run.
+"""A report: one self-contained page for one or many runs, as a file or served as a live page.
 
-No network, no framework, the same bytes for the same folders. The sections of a run: numbers, cells, weights, curves,
-signs of collapse, mistakes, provenance.
+No network, no framework, the same bytes for the same folders.
+
+A live page is served to this machine alone and only under its own name. A page of another site may ask a browser to
+read from 127.0.0.1, or let its own name point there; such requests carry a foreign `Host`, `Origin` or `Sec-Fetch-Site`
+and are refused. Nothing but the page itself is served: no path leads to a file.
 """
 
 from __future__ import annotations
@@ -9,28 +12,38 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
-from softcell.app.report._overview import STATUS, Outcome, in_order, list_of, outcome_section, overview, read_outcome
-from softcell.app.report.cells_svg import to_svg
-from softcell.app.report.charts import Series, line_chart, series
-from softcell.app.report.front import front_section, read_front
-from softcell.app.report.heatmaps import confusion, shade_rules, weights
-from softcell.app.report.images import most_wrong, reconstructions
-from softcell.app.report.runs import DRAWN, Run, companions, labels, mapping, number, read_run
-from softcell.app.report.theme import Child, Html, big, el, facts, inside_page, join, page_sheet, percent
-from softcell.arch import Genotype
+from softcell.app.report._overview import (
+    SUMMARY,
+    Outcome,
+    front_section,
+    in_order,
+    list_of,
+    outcome_section,
+    overview,
+    read_front,
+    read_outcome,
+)
+from softcell.app.report._sections import headline, section
+from softcell.app.report.heatmaps import shade_rules
+from softcell.app.report.runs import Run, companions, labels, read_run
+from softcell.app.report.theme import Html, el, join, page_sheet
+from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
-from softcell.search.genotypes import best_so_far, genotype_of
 
 REPORT = "report.html"
+LOOPBACK = "127.0.0.1"
+MOST_RUNS = 24
+"""Most runs on a live page."""
+_FILES = (MANIFEST, "metrics.jsonl", "architecture.jsonl", "genotype.json", "predictions.safetensors")
 
 
 def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
@@ -151,288 +164,164 @@ def _hash(script: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
 
-def section(run: Run, number_: int, *, label: bool, comparison: Html | None = None) -> Html:
-    """Everything about one run; label: whether its name is shown; comparison: of this run with random architectures."""
-    parts = [
-        ("Cells", cells(run), "The derived architecture. Kinds of operations differ by line and mark."),
-        ("Architecture weights", weights(run), None),
-        ("Curves", curves(run), None),
-        ("Context auto-regression", reconstructions(run), "Reconstruction of hidden image parts, without labels."),
-        ("Decisions and collapse", signs(run), None),
-        ("Confusion matrix", confusion(run), "On the test split."),
-        ("Most wrong images", most_wrong(run), "Test images with the most confidence in a wrong class."),
-        ("Load the model", loading(run), None),
-        ("Recipe and provenance", origin(run), None),
-    ]
-    tag = f"run-{number_}"
-    body = []
-    for title, content, about in parts:
-        if title == "Load the model" and comparison is not None:
-            body.append(comparison)
-        if content is not None:
-            quiet = None if about is None else el("p", about, class_="quiet")
-            body.append(el("section", el("h3", title), quiet, content, id=f"{tag}-{title.lower().replace(' ', '-')}"))
-    problems = el("ul", [el("li", text) for text in run.problems], class_="problems") if run.problems else None
-    heading = el("h2", headline(run), el("span", STATUS.get(run.status, run.status), class_=f"badge {run.status}"))
-    where = el("p", run.label, class_="quiet mono") if label else None
-    return el("article", heading, where, tiles(run), problems, body, class_="run", id=tag)
+class LivePage:
+    """The page of all runs in or below `roots`, the latest first, rendered again when one of their files changes.
 
+    A folder that cannot be read at the moment keeps its position and its last readable content.
+    """
 
-def headline(run: Run) -> str:
-    if run.kind == "search":
-        return f"Search with {run.method} in the {run.space} space on {run.data}"
-    found = {"given": "", DRAWN: ", drawn at random"}.get(run.method, f", found by {run.method}")
-    return f"Network of the {run.space} space trained on {run.data}{found}"
+    def __init__(self, roots: Sequence[Path], every: float = 2.0) -> None:
+        self._roots, self._every = list(roots), every
+        self._known: dict[Path, Run] = {}
+        self._seen: object = None
+        self._page = b""
+        self._lock = threading.Lock()
 
+    def get(self) -> tuple[bytes, str]:
+        """The page and the tag of its content."""
+        with self._lock:
+            folders = self._folders()
+            seen = [
+                (folder, *map(_stamp, (*(folder / name for name in _FILES), folder.parent / SUMMARY)))
+                for folder in folders
+            ]
+            if seen != self._seen or not self._page:
+                self._page = self._render(folders).encode("utf-8")
+                self._seen = seen
+            return self._page, f'"{hashlib.sha256(self._page).hexdigest()[:32]}"'
 
-def tiles(run: Run) -> Html:
-    """The few numbers that matter."""
-    found: list[tuple[str, str, str]] = []
-    score, results = run.score, run.results
-    retrieving = run.recipe.get("task") == "retrieve"
-    if score is not None:
-        count = number(results.get("count"))
-        images = f", {int(count):,} images" if count and run.kind == "train" else ""
-        found.append(("recall@1" if retrieving else "accuracy", percent(score.value), score.measure + images))
-    else:
-        name = "recall@1" if retrieving else "accuracy"
-        found.append((name, "–", "not measured yet" if run.status != "finished" else "not measured"))
-    if score is not None and score.top5 is not None:
-        found.append(("top-5", percent(score.top5), "class among the five strongest"))
-    further = {k: number(results.get(f"recall_at_{k}")) for k in (2, 4, 8)}
-    found += [(f"recall@{k}", percent(share), "") for k, share in further.items() if share is not None]
-    for key, name, unit in (("parameters", "parameters", ""), ("multiply_adds", "multiply-adds", "for one image")):
-        value = number(results.get(key))
-        if value is not None:
-            found.append((name, big(value), unit or f"{int(value):,}"))
-    guide = mapping(results.get("guide"))
-    if guide:
-        own = number(guide.get("accuracy"))
-        more = "accuracy not measured" if own is None else f"on its {guide.get('split')} split"
-        found.append(("teacher", "–" if own is None else percent(own), more))
-    done, planned = len(run.metrics), number(run.recipe.get("epochs"))
-    many = run.kind == "search" and any("architecture" in row for row in run.metrics)
-    of = f"of {int(planned)}" if planned and not many else "over all architectures" if many else ""
-    found.append(("epochs", str(done), of))
-    seconds = sum(number(row.get("seconds")) or 0.0 for row in run.metrics)
-    given, used = number(run.recipe.get("time")), number(results.get("time_used"))
-    if given and used:
-        found.append(("time", duration(used), f"of {duration(given)} given"))
-    else:
-        found.append(("time", duration(seconds), f"in epochs, of {duration(given)} given" if given else "in epochs"))
-    found.append(("seed", run.seed, ""))
-    return el(
-        "div",
-        [
-            el("div", el("span", name, class_="name"), el("b", value), el("span", more, class_="more"), class_="tile")
-            for name, value, more in found
-        ],
-        class_="tiles",
-    )
+    def _folders(self) -> list[Path]:
+        found = {}
+        for root in self._roots:
+            below = [root / MANIFEST] if (root / MANIFEST).exists() else root.rglob(MANIFEST)
+            for file in below:
+                stamp = _stamp(file.with_name("metrics.jsonl")) or _stamp(file)
+                found[file.parent] = stamp[0] if stamp else 0
+        # The path decides a tie: folders of equal age keep their order.
+        return sorted(found, key=lambda folder: (-found[folder], str(folder)))
 
-
-def duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
-
-
-def cells(run: Run) -> Html | None:
-    """Every cell in a picture of its own, which fits a narrow screen."""
-    genotype, note = run.genotype, None
-    if genotype is None and run.architecture:
+    def _render(self, folders: Sequence[Path]) -> str:
+        shown, notes = [], []
+        for folder in folders:
+            try:
+                self._read(folder, folder.name)
+                shown.append(folder)
+            except UserError as error:
+                notes.append(f"{folder.name} cannot be read yet: {error}")
+        if len(shown) > MOST_RUNS:
+            notes.append(f"the latest {MOST_RUNS} of {len(shown)} runs are shown; name folders to choose others")
+        runs, beside = gather(shown[:MOST_RUNS], self._read)
         try:
-            genotype = genotype_of(best_so_far(run.architecture), run.space)
+            return render(runs, beside, outcome=read_outcome(folders), live=self._every, notes=notes)
+        except Exception:  # the files may be damaged in any way
+            runs, beside = ([_drawable(run) for run in some] for some in (runs, beside))
+            return render(runs, beside, live=self._every, notes=notes)
+
+    def _read(self, folder: Path, label: str) -> Run:
+        """The run, or its last readable version while its `run.json` is damaged or half-written."""
+        try:
+            self._known[folder] = read_run(folder, label)
         except UserError:
-            return None
-        note = el("p", "Not final: derived from the weights of the last epoch so far.", class_="quiet")
-    if genotype is None:
+            if folder not in self._known:
+                raise
+            old = self._known[folder]
+            problem = f"{MANIFEST} cannot be read at the moment; this is its last readable version"
+            return replace(old, label=label, problems=(*old.problems, problem))
+        return self._known[folder]
+
+
+def _drawable(run: Run) -> Run:
+    """The run itself; where it cannot be drawn, only the facts of its manifest."""
+    try:
+        render([run])
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        problem = f"this run is damaged: its files cannot be drawn ({reason})"
+        known = {key: run.manifest[key] for key in ("kind", "status", "seed") if key in run.manifest}
+        manifest = {**known, "recipe": {}, "results": {}}
+        return Run(run.folder, run.label, manifest, [], [], None, None, (*run.problems, problem))
+    return run
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
         return None
-    drawn = []
-    for name, cell in genotype.cells.items():
-        one = Genotype(genotype.space, {name: cell}, genotype.settings)
-        picture = Html(inside_page(to_svg(one, _cell(name), titled=False)))
-        drawn.append(el("div", picture, class_="card drawing scroll fade", tabindex=0))
-    return join(note, el("div", drawn, class_="drawings"))
+    return status.st_mtime_ns, status.st_size
 
 
-def curves(run: Run) -> Html | None:
-    split = next((str(row["val_split"]) for row in run.metrics if "val_split" in row), "validation")
-    # Methods that sample architectures train one network after the other, and number them.
-    of = "supernet" if run.kind == "search" and not any("architecture" in row for row in run.metrics) else "network"
-    plots: list[tuple[str, Mapping[str, str], bool]] = [
-        (
-            "accuracy",
-            {
-                "train_accuracy": f"{of}, train",
-                "val_accuracy": f"{of}, {split}",
-                "child_accuracy": f"derived network, {split}",
-                "best_val_accuracy": f"best so far, {split}",
-            },
-            True,
-        ),
-        (
-            "top-5 accuracy",
-            {
-                "train_top5": f"{of}, train",
-                "val_top5": f"{of}, {split}",
-                "child_top5": f"derived network, {split}",
-            },
-            True,
-        ),
-        ("loss", {"train_loss": "train", "val_loss": split, "child_loss": f"derived network, {split}"}, False),
-        ("attention transfer from the teacher, without its weight", {"guide_loss": "loss"}, False),
-        ("learning rate", {"lr": "learning rate"}, False),
-        ("temperature", {"temperature": "temperature"}, False),
-        (
-            "expected parameters of the architecture",
-            {"expected_parameters": "expected", "derived_parameters": "derived"},
-            False,
-        ),
-    ]
-    charts = [line_chart(title, series(run.metrics, names), shares=shares) for title, names, shares in plots]
-    drawn = [chart for chart in charts if chart is not None]
-    return el("div", drawn, class_="plots") if drawn else None
+class _Handler(BaseHTTPRequestHandler):
+    server: LiveServer
+    server_version, sys_version = "softcell", ""
+    protocol_version = "HTTP/1.0"  # a connection per request: none is left open when the server ends
+    timeout = 30  # a silent client does not hold a thread for ever
 
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
 
-def signs(run: Run) -> Html | None:
-    """Entropy, skip connections and changes of the derived architecture, with a statement on each."""
-    tables = sorted({key.removeprefix("entropy_") for row in run.metrics for key in row if key.startswith("entropy_")})
-    if not tables:
-        return None
-    warn = number(mapping(run.recipe.get("collapse")).get("warn_above"))
-    shares = [line for line in series(run.metrics, {f"skip_share_{t}": _cell(t) for t in tables}) if line.known]
-    changes = [Series(_cell(t), points) for t in tables if (points := changed(run.architecture, t))]
-    plots = [
-        line_chart("entropy of the weights in nats", series(run.metrics, {f"entropy_{t}": _cell(t) for t in tables})),
-        line_chart("share of skip connections", shares, shares=True, limit=None if warn is None else (warn, "warning")),
-        line_chart("edges that changed since the epoch before", changes),
-    ]
-    drawn = [chart for chart in plots if chart is not None]
-    return join(el("p", _verdict(run, shares, warn, changes)), el("div", drawn, class_="plots")) if drawn else None
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
 
-
-def _cell(name: str) -> str:
-    return "cell" if name == "cell" else f"{name} cell"
-
-
-def _verdict(run: Run, shares: Sequence[Series], warn: float | None, changes: Sequence[Series]) -> str:
-    sentences = []
-    high = [line for line in shares if warn is not None and line.known[-1][1] > warn]
-    if high:
-        worst = max(high, key=lambda line: line.known[-1][1])
-        sentences.append(
-            f"⚠ {percent(worst.known[-1][1], 0)} of the {worst.name}'s operations are skip connections: this search "
-            "may have collapsed."
-        )
-    elif shares:
-        sentences.append("No sign of a collapse to skip connections.")
-    last = number(run.metrics[-1].get("entropy"))
-    first = number(run.metrics[0].get("entropy"))
-    if last is not None and first is not None and len(run.metrics) > 1:
-        decided = "barely moved" if last > 0.95 * first else "fell"
-        sentences.append(
-            f"The entropy {decided}, from {first:.2f} to {last:.2f} nats (0 means that every edge is decided)."
-        )
-    if changes:
-        still = sum(line.known[-1][1] for line in changes)
-        text = "The derived architecture did not change in the last epoch."
-        sentences.append(text if not still else f"{still:.0f} of its edges changed in the last epoch.")
-    stopped = run.results.get("stopped")
-    if stopped:
-        sentences.append(f"The search stopped early: {stopped}.")
-    return " ".join(sentences)
-
-
-def changed(rows: Sequence[Mapping[str, Any]], table: str) -> list[tuple[float, float]]:
-    """(epoch, number of derived edges that the epoch before did not have), from the second epoch on."""
-    result: list[tuple[float, float]] = []
-    before: set[str] | None = None
-    for row in rows:
-        edges = mapping(mapping(row.get("genotype")).get(table)).get("edges")
-        epoch = number(row.get("epoch"))
-        if not isinstance(edges, list) or epoch is None or "tables" not in row:
-            continue
-        now = {str(edge) for edge in edges}
-        if before is not None:
-            result.append((epoch + 1, float(len(now - before))))
-        before = now
-    return result
-
-
-def loading(run: Run) -> Html | None:
-    """Commands and code that use the result of this run, with the whole path of its folder."""
-    folder = str(run.folder.resolve())
-    if run.kind == "search":
-        if run.genotype is None:
-            return None
-        text = "A search derives an architecture. This command trains its network from scratch:"
-        return join(el("p", text), _code(f"softcell train {shlex.quote(folder)}", "shell"))
-    if run.status != "finished":
-        return None
-    shape = " × ".join(str(v) for v in mapping(run.results.get("data")).get("shape") or ())
-    use = (
-        "    embeddings = torch.nn.functional.normalize(network(network.normalise(pixels)))\n"
-        "similarity = embeddings @ embeddings.T  # cosine similarities\n"
-        if run.recipe.get("task") == "retrieve"
-        else "    probabilities = network(network.normalise(pixels)).softmax(dim=1)\n"
-    )
-    code = (
-        "import torch\n"
-        "from softcell.api import load_network\n\n"
-        f"network = load_network({folder!r})\n"
-        f"# pixels: float in 0..1, n × {shape}\n"
-        f"with torch.no_grad():\n{use}"
-    )
-    return _code(code, "python")
-
-
-def _code(code: str, language: str) -> Html:
-    return el(
-        "div",
-        el("button", "copy", type="button", class_="copy"),
-        el("pre", el("code", code), tabindex=0, aria_label=f"{language} code"),
-        class_="code",
-    )
-
-
-def origin(run: Run) -> Html:
-    """Command, versions, hardware, data and recipe: what is needed to repeat the run."""
-    m = run.manifest
-    versions, hardware, git = (mapping(m.get(key)) for key in ("versions", "hardware", "git"))
-    command = m.get("command")
-    memory = number(hardware.get("memory"))
-    gpus = hardware.get("gpus")
-    changed_ = " (with changes)" if git.get("dirty") else ""
-    pairs: list[tuple[str, Child]] = [
-        (
-            "command",
-            el("code", " ".join(shlex.quote(str(word)) for word in command)) if isinstance(command, list) else None,
-        ),
-        ("started", str(m.get("created") or "")),
-        ("ended", str(m.get("finished") or "")),
-        ("status", run.status),
-        ("seed", run.seed),
-        ("commit", f"{git['commit']}{changed_}" if git.get("commit") else "not in a git checkout"),
-        ("versions", ", ".join(f"{key} {value}" for key, value in versions.items() if value)),
-        ("processor", f"{hardware.get('cpu')}, {hardware.get('cores')} cores; threads used: {m.get('threads')}"),
-        ("memory", f"{memory / 2**30:.1f} GiB" if memory else None),
-        ("GPUs", ", ".join(map(str, gpus)) if isinstance(gpus, list) and gpus else "none"),
-        ("data", str(mapping(run.results.get("data")).get("source") or run.data)),
-        ("splits", ", ".join(f"{k} {v}" for k, v in mapping(run.results.get("splits")).items())),
-    ]
-    recipe = el("details", el("summary", "the complete recipe"), facts(_settings(run.recipe)))
-    again = f"softcell {run.kind} --config {shlex.quote(str(run.folder.resolve()))} --out again"
-    repeat = join(el("p", "This command repeats the run:"), _code(again, "shell"))
-    return join(el("div", facts(pairs), class_="card"), repeat, recipe)
-
-
-def _settings(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Child]]:
-    result: list[tuple[str, Child]] = []
-    for key, value in recipe.items():
-        if isinstance(value, Mapping):
-            result += _settings(value, f"{prefix}{key}.")
+    def _answer(self, with_body: bool) -> None:
+        if not self.server.is_own(self):
+            self._send(403, b"this page is served only to the machine it runs on\n", "text/plain", with_body)
+            return
+        if self.path.partition("?")[0] != "/":
+            self._send(404, b"the only page is /\n", "text/plain", with_body)
+            return
+        page, tag = self.server.page.get()
+        if self.headers.get("If-None-Match") == tag:
+            self._send(304, b"", "text/html; charset=utf-8", False, tag)
         else:
-            shown = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
-            result.append((f"{prefix}{key}", shown))
-    return result
+            self._send(200, page, "text/html; charset=utf-8", with_body, tag)
+
+    def _send(self, code: int, body: bytes, kind: str, with_body: bool, tag: str | None = None) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        if code != 304:
+            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if tag is not None:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        if with_body:
+            try:
+                self.wfile.write(body)
+            except ConnectionError:
+                self.close_connection = True  # the client has closed the connection
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Requests are not logged."""
+
+
+class LiveServer(ThreadingHTTPServer):
+    """Serves a `LivePage` on 127.0.0.1; port 0 means any free one. Run by `serve_forever`, ended by `shutdown`."""
+
+    daemon_threads = True
+
+    def __init__(self, page: LivePage, port: int = 0) -> None:
+        self.page = page
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"port {port} of {LOOPBACK} cannot be used ({error}); give another --port, or 0") from error
+        self.names = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
+
+    @property
+    def address(self) -> str:
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def is_own(self, request: BaseHTTPRequestHandler) -> bool:
+        """Whether a request comes from a page of this server or from a person."""
+        hosts = request.headers.get_all("Host") or []
+        if len(hosts) != 1 or hosts[0].lower() not in self.names:
+            return False
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.lower() not in {f"http://{name}" for name in self.names}:
+            return False
+        return request.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")

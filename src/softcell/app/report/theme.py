@@ -37,24 +37,24 @@ def columns(text: str) -> int:
     return cell_len(text)
 
 
-def shorten(text: str, limit: int, ellipsis: str = "…") -> str:
-    """The text in at most `limit` cells; the middle goes first, for names differ at both ends."""
+def shorten(text: str, limit: int) -> str:
+    """The text in at most `limit` cells; the middle is cut, because names differ at both ends."""
     text = clean(text)
     if columns(text) <= limit:
         return text
-    room = max(limit - columns(ellipsis), 0)
+    room = max(limit - 1, 0)
     tail = room // 2
     end = chop_cells(text[::-1], tail)[0][::-1] if tail else ""
     start = chop_cells(text, room - tail)[0] if room - tail else ""
-    short = start + ellipsis + end
-    return short if columns(short) <= limit else ellipsis[:limit]
+    short = f"{start}…{end}"
+    return short if columns(short) <= limit else "…"[:limit]
 
 
-def wrap(parts: list[str], limit: int, comma: str = ",") -> list[str]:
-    """The parts joined into lines of at most `limit` cells; a single part that is longer is shortened."""
+def wrap(parts: list[str], limit: int) -> list[str]:
+    """The parts joined by commas into lines of at most `limit` cells; a single part that is longer is shortened."""
     lines: list[str] = []
     for i, part in enumerate(parts):
-        part = shorten(part, limit - columns(comma)) + (comma if i + 1 < len(parts) else "")
+        part = shorten(part, limit - 1) + ("," if i + 1 < len(parts) else "")
         joined = f"{lines[-1]} {part}" if lines else part
         if lines and columns(joined) <= limit:
             lines[-1] = joined

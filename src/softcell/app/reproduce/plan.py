@@ -13,17 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from softcell.app.reproduce.papers import (
-    PAPERS,
-    RANDOM_CELLS,
-    TRAINING_SEEDS,
-    Paper,
-    PaperTable,
-    Row,
-)
+from softcell.app.jobs import has_run
+from softcell.app.reproduce.papers import PAPERS, RANDOM_CELLS, TRAINING_SEEDS, Paper, PaperTable, Row
 from softcell.arch import Genotype, empty_cells, notation, sample
 from softcell.engine import resolve_device
-from softcell.engine.runfolder import MANIFEST, RUNS
+from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError, nearest
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate import resolve as resolve_training
@@ -309,10 +303,6 @@ def chosen_rows(plan: Plan, names: Sequence[str]) -> set[str]:
     if unknown:
         raise UserError(f"no row contains {unknown[0]!r}; rows are {', '.join(dict.fromkeys(every))}")
     return found
-
-
-def has_run(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
 
 
 CELLS = {

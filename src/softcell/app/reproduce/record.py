@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from softcell.app.jobs import has_run
 from softcell.app.report.compare import LEVEL, summarise, welch
 from softcell.app.reproduce.papers import PROTOCOL, PaperTable, Row
-from softcell.app.reproduce.plan import Job, Plan, has_run
+from softcell.app.reproduce.plan import Job, Plan
 from softcell.app.reproduce.run import epochs_done, is_finished, num_epochs, status, untrainable
 from softcell.arch import Genotype
 from softcell.engine import RunFolder

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from softcell.app.pipeline.time_budget import JobTime, measure_job
-from softcell.app.reproduce.plan import STAGES, Job, Plan, has_run
+from softcell.app.jobs import JobTime, has_run, measure_job
+from softcell.app.reproduce.plan import STAGES, Job, Plan
 from softcell.arch import Genotype, empty_cells
 from softcell.data.catalogue import loaded_once
 from softcell.engine import RunFolder, resolve_device
@@ -100,8 +100,8 @@ def _check_network(genotype: Genotype, folder: Path) -> None:
     stored = Genotype.from_dict(RunFolder.open(folder).manifest["results"]["genotype"], f"{folder}: genotype")
     if (stored.space, stored.cells) != (genotype.space, genotype.cells):
         raise UserError(
-            f"{folder} trains another architecture than the one that was found or drawn; remove the folder, or give "
-            "another one with --out"
+            f"{folder} trains a different architecture from the one that was found or drawn; remove the folder, or "
+            "give another one with --out"
         )
 
 

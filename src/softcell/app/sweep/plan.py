@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from softcell.app.jobs import has_run
 from softcell.arch import sample
 from softcell.engine import RunFolder
-from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError, nearest
 from softcell.files import atomic_write_text
 from softcell.methods import METHODS
@@ -149,10 +149,10 @@ class Job:
     def check(self) -> None:
         """Raises if a run in the folder has other settings than the file now gives."""
         place = self.folder / "search"
-        if (place / MANIFEST).is_file():
+        if has_run(place):
             _check_same(place, search_recipe(self.search).to_dict())
         place = self.folder / "train"
-        if self.train is not None and (place / MANIFEST).is_file():
+        if self.train is not None and has_run(place):
             _check_same(place, train_recipe(self.folder / "search", self.train)[1].to_dict())
 
 

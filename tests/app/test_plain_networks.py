@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from softcell.app.pipeline.competition import Candidate
-from softcell.app.pipeline.plain import (
+from softcell.app.baseline import (
     DEEPEST,
     ENOUGH_EPOCHS,
     GPU_FIXED,
@@ -17,8 +16,9 @@ from softcell.app.pipeline.plain import (
     plain_cell,
     plain_costs,
     plain_networks,
-    plain_sizes,
 )
+from softcell.app.pipeline._choose import plain_sizes
+from softcell.app.pipeline._plan import Candidate
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from softcell.spaces.costs import Cost, count_genotype

@@ -8,55 +8,46 @@ competition first (fewer networks), then from the search (fewer epochs, or none)
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from softcell.app import jobs
-from softcell.app.pipeline.beside import OwnModel, read_own
-from softcell.app.pipeline.choose import (
-    Choice,
-    best_size,
-    choose,
-    explained,
-    resized,
-    search_recipe,
-    train_recipe,
-)
-from softcell.app.pipeline.compete import COMPETITION_SHARE, MOST_TRAIN_EPOCHS, Contest, StoppedError, is_begun
-from softcell.app.pipeline.competition import Candidate, least_competition
-from softcell.app.pipeline.front import Front, read_front, run_front
-from softcell.app.pipeline.inspect import Inspection, check_num_images, inspect_dataset, inspect_folder, make_links
-from softcell.app.pipeline.plain import (
-    LEAST_EPOCHS,
-    REFERENCE,
-    epoch_seconds,
-    plain_cell,
-    plain_networks,
-    plain_sizes,
-)
-from softcell.app.pipeline.plan import LINKS, Plan, Screen
-from softcell.app.pipeline.summary import Summary, finish, summarise
-from softcell.app.pipeline.time_budget import (
-    SAFE,
+from softcell.app.baseline import LEAST_EPOCHS
+from softcell.app.jobs import (
     JobTime,
-    RunTime,
     SearchTimeoutError,
-    TooLittleTimeError,
     describe_length,
-    expected_start,
+    has_run,
     measure_job,
     num_networks,
     shortened,
     stop_when_late,
 )
+from softcell.app.pipeline._choose import Choice, Chooser, measuring_seconds, search_recipe, train_recipe
+from softcell.app.pipeline._competition import (
+    COMPETITION_SHARE,
+    MOST_TRAIN_EPOCHS,
+    Contest,
+    StoppedError,
+    least_competition,
+)
+from softcell.app.pipeline._front import Front, read_front, run_front
+from softcell.app.pipeline._inspect import (
+    Inspection,
+    OwnModel,
+    check_num_images,
+    inspect_dataset,
+    inspect_folder,
+    make_links,
+    read_own,
+)
+from softcell.app.pipeline._plan import LINKS, Candidate, Plan, RunTime
+from softcell.app.pipeline._summary import Summary, finish, summarise
+from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.data import load
 from softcell.data.batches import SmallDataWarning
@@ -70,32 +61,20 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.search import SearchRecipe
 from softcell.settings import build, to_dict
-from softcell.spaces.costs import Cost
 from softcell.text import clock, count_of
 
 SEARCH_PART = 0.45
 """Part of the time between measuring and the final training that the search gets; the competition gets the rest."""
 LEAST_SEARCH_EPOCHS = 3
 """With time for fewer epochs there is no search."""
-BUSY = 1.5
-"""Wall-clock seconds per CPU second of this process from which the machine counts as busy."""
 OVERRUN = 1.1
 """A search is ended once it has taken this multiple of its expected time, so that trainings keep theirs."""
 MOST_SEARCH_EPOCHS = 150
 """A limit besides the time."""
 MANY = 10_000
 """Epochs of a job that is measured: more than it will run."""
-MEASURING = 0.01
-"""Share of the time for measuring one job, within these bounds in seconds:"""
-MEASURING_BOUNDS = (0.3, 6.0)
-MEASURING_CPU = 3.0
-"""CPU seconds until the first training is measured, start of the first steps included."""
-MOST_WIDENED = 2
-"""Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
 SAVED_EVERY = 2.0
 """Seconds between two records of the time that was spent."""
-MOST_TRIED, HURRIED = 3, 0.25
-"""Image sizes that are measured at most, and the share of the time after which smaller ones are forecast instead."""
 LOOKED_AT = 0.15
 """Share of the final training after which its number of epochs is forecast, until it has had enough of them."""
 
@@ -203,7 +182,7 @@ class _TooSlowError(Exception):
 class _Run:
     def __init__(self, plan: Plan, screen: Screen) -> None:
         self.plan, self.screen, self.request = plan, screen, plan.request
-        self.device = resolve_device(plan.request.device)
+        resolve_device(plan.request.device)  # raises if there is no such device, before any work
         self.is_folder = plan.request.is_folder()
         self.root = plan.request.path()
         self.own: OwnModel | None = None
@@ -252,55 +231,11 @@ class _Run:
         self.time.for_own = 1.5 * each * (sum(inspection.test.values()) or TEST_FRACTION * inspection.num_train)
 
     def choose(self, inspection: Inspection) -> Choice:
-        """Chooses image size, networks and the length of the search, from measured steps."""
+        """Chooses image size and networks from measured steps, and plans the search."""
         plan = self.plan
         if plan.choice is not None:
             return build(Choice, plan.choice, "plan: choice")
-        is_gpu, classes, limits = self.device.type == "cuda", len(inspection.train), self.request.limits()
-        choice = choose(inspection, self.request, is_gpu=is_gpu, is_resizable=self.is_folder)
-        may_resize = self.is_folder and self.request.image_size is None
-        tried: list[int] = []
-        measuring = MEASURING_CPU * self.time.slowness
-        if plan.used() + measuring > self.time.end:  # refused now rather than after the time is over
-            raise TooLittleTimeError(self._too_short_to_measure(measuring))
-        while True:
-            networks = plain_networks(choice.shape, classes, limits)
-            shallow = [each for each in networks if each[0]["cells_per_stage"] == 1]
-            settings, cost = next((each for each in shallow if each[0]["channels"] <= REFERENCE), shallow[-1])
-            side = choice.shape[1]
-            with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
-                measured, threads = self._measure_training(choice, settings)
-            tried.append(side)
-            final = min(self.time.share * self.request.time, self.time.end - plan.used())
-            better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
-            is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
-            if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
-                break
-            choice = resized(choice, better)
-            if is_hurried:
-                networks = plain_networks(choice.shape, classes, limits)
-                before, cost = cost, next(each for own, each in networks if own == settings)
-                measured = replace(measured, epoch=epoch_seconds(measured.epoch, before, cost, is_gpu=is_gpu))
-                break
-
-        def seconds(other: Cost) -> float:
-            return epoch_seconds(measured.epoch, cost, other, is_gpu=is_gpu)
-
-        if LEAST_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
-            final = self.time.end - plan.used()
-        plain = plain_sizes(networks, lambda other: final / seconds(other), inspection.num_train)
-        if not plain:
-            raise TooLittleTimeError(self._too_short(replace(measured, epoch=seconds(networks[-1][1])), final))
-        largest = plain[0]
-        epoch = seconds(Cost(largest.parameters, largest.multiply_adds))
-        network = dict(choice.network)
-        if "channels" in network:
-            network["channels"] = MOST_WIDENED * largest.settings["channels"]
-        if "cells_per_stage" in network:
-            network["cells_per_stage"] = largest.settings["cells_per_stage"]
-        start = expected_start(measured, is_gpu=is_gpu)
-        choice = replace(choice, threads=threads, plain=plain, epoch=epoch, start=start, final=final, network=network)
-        choice = explained(choice, inspection, self.request)
+        choice = Chooser(plan, self.screen, self.time).choose(inspection)
         plan.choice = to_dict(choice)
         is_shared = plan.search is not None  # with several budgets, what they have in common is known and was shown
         plan.search = plan.search or self._plan_search(choice)
@@ -312,60 +247,19 @@ class _Run:
         between = max(0.0, self.time.final_from - plan.used() - plan.search.get("expected", 0.0))
         between = min(between, COMPETITION_SHARE * self.request.time)
         competing = f"plain, found and random networks on held-out images, about {clock(between)}"
+        final = choice.final
         if between < least_competition(choice.start, choice.epoch):
             competing = "none: the time is too short for one"
             final = max(final, self.time.end - plan.used())
-        epochs = count_of(int(final / epoch), "epoch")
+        epochs = count_of(int(final / choice.epoch), "epoch")
         self.screen.print(
             f"plan for {clock(self.request.time)}, from measured steps",
             f"  search       {plan.search['length']}",
             f"  competition  {competing}",
-            f"  training     the winner, about {clock(final)} ({epochs} of {largest.name})",
+            f"  training     the winner, about {clock(final)} ({epochs} of {choice.plain[0].name})",
             "",
         )
         return choice
-
-    def _too_short(self, least: JobTime, final: float) -> str:
-        """Why the time is too short, and how much is needed."""
-        used, reserved, needed = self.plan.used(), self.time.reserved(), least.total(LEAST_EPOCHS)
-        text = _at_least(1.1 * (used + reserved + needed) / SAFE)
-        return (
-            f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
-            f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
-            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
-        )
-
-    def _too_short_to_measure(self, measuring: float) -> str:
-        used, reserved = self.plan.used(), self.time.reserved()
-        text = _at_least(2 * (used + reserved + measuring))
-        busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
-        return (
-            f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, measuring a training needs "
-            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
-            f"--time {text}"
-        )
-
-    def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
-        """The times of a training, and its number of CPU threads: those requested, or one or all cores.
-
-        A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
-        """
-        is_busy = self.time.slowness > BUSY
-        choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
-        recipe = train_recipe(self.plan, choice, plain_cell(), settings, epochs=0, time=self.request.time)
-        used = choice.threads
-
-        def job(folder: Path, watch: OnEvent) -> TrainResult:
-            def on_event(event: Event) -> None:
-                nonlocal used
-                used = torch.get_num_threads()
-                watch(event)
-
-            return jobs.train(plain_cell(), recipe, folder, on_event=on_event)
-
-        scratch, seconds = self.plan.folder / "measuring", self._measuring_seconds()
-        measured = measure_job(job, scratch, seconds, evaluated=0.0, tested=0.0)
-        return measured, used if self.device.type == "cpu" else choice.threads
 
     def _measure_search(self, choice: Choice) -> JobTime:
         recipe = search_recipe(self.plan, choice, MANY)
@@ -374,23 +268,19 @@ class _Run:
         return measure_job(
             lambda folder, watch: jobs.search(recipe, folder, on_event=watch),
             self.plan.folder / "measuring",
-            self._measuring_seconds(),
+            measuring_seconds(self.request),
             evaluated=evaluated,
             tested=0.0,
         )
-
-    def _measuring_seconds(self) -> float:
-        low, high = MEASURING_BOUNDS
-        return min(high, max(low, MEASURING * self.request.time))
 
     def _plan_search(self, choice: Choice) -> dict[str, Any]:
         """The recipe of the search and its expected time; only its `length` in words if there is no time for one."""
         plan, why = self.plan, "none: the time is too short for one"
         room = self.time.final_from - plan.used()
         # What is found must be compared with the largest plain network, at least.
-        if (1 - SEARCH_PART) * room < least_competition(
-            choice.start, choice.epoch
-        ) or room < 4 * self._measuring_seconds():
+        if (1 - SEARCH_PART) * room < least_competition(choice.start, choice.epoch) or room < 4 * measuring_seconds(
+            self.request
+        ):
             return {"length": f"{why} and a comparison"}
         with self.screen.working("measuring the steps of a search"):
             measured = self._measure_search(choice)
@@ -424,7 +314,7 @@ class _Run:
         try:
             with self.screen.job(heading) as shown:
                 watched = self._saving(stop_when_late(shown, lambda: plan.used() > until, recipe))
-                result = jobs.search(recipe, folder, resume=is_begun(folder), on_event=watched)
+                result = jobs.search(recipe, folder, resume=has_run(folder), on_event=watched)
         except SearchTimeoutError as late:
             # Steps became slower than measured. The search ends here and keeps what it has learned.
             shorter = shortened(recipe, late.epochs)
@@ -470,7 +360,7 @@ class _Run:
                     genotype,
                     recipe,
                     folder,
-                    resume=is_begun(folder),
+                    resume=has_run(folder),
                     on_event=watched,
                     later=lambda: self.time.end - until,
                 )
@@ -524,8 +414,3 @@ class _Run:
                 self.plan.save()
 
         return on_event
-
-
-def _at_least(seconds: float) -> str:
-    """A time that can be given as --time, not below `seconds`."""
-    return f"{math.ceil(seconds / 60)}m" if seconds > 120 else f"{math.ceil(seconds / 10) * 10}s"

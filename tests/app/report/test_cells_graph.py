@@ -7,19 +7,21 @@ from itertools import combinations, pairwise, permutations
 
 import pytest
 
-from softcell.app.report._cells_layout import (
+from softcell.app.report.cells_graph import (
     GAP,
     LABEL_HEIGHT,
     MOST_ITEMS,
     NODE_HEIGHT,
+    Graph,
     crossings,
     distances,
-    lay_out,
+    graph_of,
+    input_nodes,
     order_items,
     place_items,
     segments,
 )
-from softcell.app.report.cells_graph import Graph, graph_of, input_nodes
+from softcell.app.report.cells_svg import lay_out
 from softcell.arch import Cell, Pick
 from tests.helpers.report_cells import random_cell
 

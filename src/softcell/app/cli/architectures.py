@@ -1,37 +1,160 @@
-"""`softcell info`, `list` and `study`: what a network costs, what is available, and NOS's Table 1."""
+"""`softcell show`, `convert`, `random`, `info` and `list`: architectures, what they cost, and what is available."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from softcell.app.cli import inputs
+from softcell.app import report
 from softcell.app.cli import options as o
-from softcell.app.cli.console import console, percent, print_fields
-from softcell.app.cli.results import against_budget, search_accuracy, time_of, top5_of
+from softcell.app.cli.output import against_budget, console, print_fields, search_accuracy, time_of, top5_of, write
 from softcell.app.report.runs import read_lines
-from softcell.arch import Genotype, count
+from softcell.arch import Genotype, count, notation, sample
 from softcell.data import datasets
+from softcell.errors import UserError
 from softcell.evaluate import RECIPES, TrainRecipe, count_genotype
 from softcell.evaluate.recipe import fit_space
-from softcell.evaluate.teacher import count_classifier
+from softcell.files import read_text
 from softcell.methods import METHODS
 from softcell.nn.candidates import get_candidate, known_candidates
 from softcell.registry import refused
 from softcell.search import resolve
 from softcell.search.budget import ABOUT, format_cost, stated_budget
-from softcell.search.genotypes import named_epoch
+from softcell.search.genotypes import is_notation, named_epoch, named_in_file
 from softcell.search.recipe import SCALES
-from softcell.settings import merge, to_dict
+from softcell.settings import at_most, is_seed, merge, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
-from softcell.text import count_of
+from softcell.text import count_of, percent
 
+NB201_CELL = "'|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|'"
 commands = typer.Typer()
+
+
+@commands.command(
+    "show",
+    epilog=o.examples(
+        "softcell show runs/darts-darts-digits-1",
+        "softcell show cell.json --svg cell.svg",
+        f"softcell show {NB201_CELL}",
+    ),
+)
+def show(
+    genotype: o.Architecture,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the drawing as SVG.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the SVG drawing.")] = None,
+    overwrite: o.OverwriteFile = False,
+) -> None:
+    """Draw an architecture in the terminal or as SVG."""
+    found = o.named_genotype(genotype)
+    screen = console()
+    screen.print(report.to_text(found))
+    if svg is not None:
+        write(svg, report.to_svg(found, title), overwrite)
+        screen.print(f"\ndrawing: {svg}", markup=False)
+
+
+@commands.command(
+    "convert",
+    epilog=o.examples(
+        "softcell convert runs/darts-darts-digits-1 --to darts",
+        "softcell convert genotypes.txt --to json --out cell.json",
+        "softcell convert genotypes.py@SNAS_mild --out cell.json",
+        f"softcell convert {NB201_CELL}",
+    ),
+)
+def convert(
+    genotype: o.Architecture,
+    to: Annotated[
+        o.Notation | None,
+        typer.Option(help="Notation to write. Default: json, or for json the notation of its space."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to standard output.")] = None,
+    overwrite: o.OverwriteFile = False,
+) -> None:
+    """Convert an architecture between softcell JSON, DARTS notation and NAS-Bench-201 strings."""
+    content = o.from_stdin(genotype)
+    assert content is not None
+    found = o.named_genotype(content)
+    text = _render(found, to or _other_notation(content, found))
+    if out is None:
+        typer.echo(text, nl=not text.endswith("\n"))
+    else:
+        write(out, text if text.endswith("\n") else text + "\n", overwrite)
+        typer.echo(f"written: {out}")
+
+
+@commands.command(
+    "random",
+    epilog=o.examples(
+        "softcell random nb201 --to nb201 --count 5",
+        "softcell random darts --seed 7 > cell.json",
+        "softcell random darts --count 10 --out cells/ --set space.nodes=3",
+    ),
+)
+def random(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[SPACE]", help="Search space, see `softcell list spaces`. Default: darts."),
+    ] = None,
+    space: Annotated[str | None, typer.Option(metavar="SPACE", help="The space, given as an option.")] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="K", min=0, help="Seed of the first architecture; the next one has K + 1.")
+    ] = 0,
+    count: Annotated[int, typer.Option(metavar="N", min=1, help="Number of architectures.")] = 1,
+    to: Annotated[o.Notation, typer.Option(help="Notation; with json and --count, one per line.")] = "json",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write one file each, SPACE-SEED, instead of standard output.")
+    ] = None,
+    set_: o.SetSpace = None,
+    overwrite: o.OverwriteFile = False,
+    plugin: o.Plugin = None,
+) -> None:
+    """Sample architectures uniformly from a space; the same seed always gives the same one."""
+    if None not in (name, space) and name != space:
+        raise UserError(f"a space is given once, but got {name!r} and --space {space}; leave out one of them")
+    space = name or space or "darts"
+    at_most("count", count, 1_000_000)
+    for number in (seed, seed + count - 1):
+        is_seed("seed", number)
+    o.load_plugins(plugin)
+    layout = build_space(space, o.space_settings(set_)).layout()
+    for number in range(seed, seed + count):
+        found = sample(layout, number)
+        text = _render(found, to).rstrip("\n")
+        if out is not None:
+            file = out / f"{space}-{number}.{'json' if to == 'json' else 'txt'}"
+            write(file, text + "\n", overwrite)
+            typer.echo(f"written: {file}")
+        elif to == "json" and count > 1:
+            typer.echo(json.dumps(found.to_dict()))
+        else:
+            typer.echo(text)
+
+
+def _render(genotype: Genotype, to: o.Notation) -> str:
+    match to:
+        case "json":
+            return genotype.dumps()
+        case "darts":
+            return notation.to_darts(genotype)
+        case "nb201":
+            return notation.to_nb201(genotype)
+
+
+def _other_notation(content: str, genotype: Genotype) -> o.Notation:
+    """A notation different from the input's."""
+    if is_notation(content):
+        is_json = content.lstrip().startswith("{")
+    else:
+        path, _ = named_in_file(content) or (Path(content), None)
+        is_json = not path.is_file() or read_text(path).lstrip().startswith("{")
+    return ("nb201" if set(genotype.cells) == {"cell"} else "darts") if is_json else "json"
 
 
 @commands.command(
@@ -67,18 +190,18 @@ def info(
     if what in SPACES:
         _describe_space(console(), what, settings, classes or 10)
     else:
-        _describe_network(console(), what, settings, None if input_ is None else inputs.shape(input_), classes)
+        _describe_network(console(), what, settings, None if input_ is None else o.parse_shape(input_), classes)
 
 
 def _describe_network(
     out: Console, what: str, settings: dict[str, Any], image: Shape | None, classes: int | None
 ) -> None:
-    folder, manifest, found = inputs.with_run(what, only_trusted=True)
+    folder, manifest, found = o.with_run(what, only_trusted=True)
     untrusted = [] if manifest is None else refused(manifest["recipe"].get("plugins", ()))
     if untrusted and manifest is not None and folder is not None:
         _describe_untrusted(out, manifest, folder, found, untrusted)
         return
-    own, own_image, own_classes = inputs.own_network(what, manifest)
+    own, own_image, own_classes = o.own_network(what, manifest)
     base = dict(SPACES.get(found.space).evaluation.get("cifar", {})) if own is None else own
     space = fit_space(found, build_space(found.space, merge(base, settings)), settings)
     image, classes = image or own_image or (3, 32, 32), classes or own_classes or 10
@@ -236,74 +359,3 @@ def _entries(kind: Kind) -> dict[str, str]:
             list(SPACES)  # spaces register their candidates when they are imported
             builders = {name: get_candidate(name).build for name in known_candidates()}
             return {name: (builder.__doc__ or "").strip().partition("\n")[0] for name, builder in builders.items()}
-
-
-class _Row(NamedTuple):
-    """A row of NOS's Table 1: multiply-adds and parameters in millions (increments), errors on CIFAR-10, CIFAR-100."""
-
-    operation: str | None
-    multiply_adds: float
-    parameters: float
-    errors: tuple[float, float]
-
-
-WIDTH, CLASSES = 64, 10
-"""Of the networks that Table 1 counts."""
-PAPER = (
-    _Row(None, 555.42, 11.17, (4.95, 23.61)),
-    _Row("dynamic_conv_3x3", 3.85, 0.03, (4.63, 22.63)),
-    _Row("dynamic_conv_5x5", 7.62, 0.04, (4.78, 23.45)),
-    _Row("dil_dynamic_conv_3x3", 3.85, 0.03, (4.97, 24.00)),
-    _Row("dil_dynamic_conv_5x5", 7.62, 0.04, (4.92, 23.75)),
-    _Row("spatial_attention", 1.08, 0.01, (4.79, 23.51)),
-    _Row("channel_attention", 0.40, 0.15, (4.83, 23.20)),
-)
-
-
-@commands.command(
-    "study",
-    epilog=o.examples(
-        "softcell study",
-        "softcell study --classes 100",
-        "softcell teacher resnet18 --set classifier.operation=spatial_attention --data cifar10   # trains one row",
-    ),
-)
-def study(
-    classes: Annotated[int, typer.Option(metavar="N", min=1, help="Number of classes.")] = CLASSES,
-    width: Annotated[int, typer.Option(metavar="N", min=1, help="Channels of the first stage.")] = WIDTH,
-) -> None:
-    """NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1).
-
-    One operation follows each of the stages 1 to 3. The command counts parameters, and multiply-adds of convolutions
-    and matrix products for one 32x32 image. The paper's counts (64 channels, 10 classes) and errors are printed beside
-    them if the network is the same; the paper does not say how it counted. `softcell teacher resnet18 --set
-    classifier.operation=...` trains a row.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("\nnetwork", no_wrap=True)
-    is_papers = (width, classes) == (WIDTH, CLASSES)
-    columns = slice(None) if is_papers else slice(0, 3, 2)  # all columns, or our own
-    for title in ("ours\nmult-adds", "paper\nmult-adds", "ours\nparams", "paper\nparams", "paper\nerrors*")[columns]:
-        table.add_column(title, justify="right", no_wrap=True)
-    shape = (3, 32, 32)
-    base = count_classifier("resnet18", {"width": width}, shape, classes)
-    for row in PAPER:
-        cost = count_classifier("resnet18", {"width": width, "operation": row.operation}, shape, classes)
-        sign = "" if row.operation is None else "+"
-        adds, parameters = cost.multiply_adds, cost.parameters
-        if row.operation is not None:
-            adds, parameters = adds - base.multiply_adds, parameters - base.parameters
-        numbers = (
-            f"{sign}{adds / 1e6:.3f}M",
-            f"{sign}{row.multiply_adds:.2f}M",
-            f"{sign}{parameters / 1e6:.4f}M",
-            f"{sign}{row.parameters:.2f}M",
-            f"{row.errors[0]:.2f}/{row.errors[1]:.2f}",
-        )
-        table.add_row("resnet18" if row.operation is None else f"+ {row.operation}", *numbers[columns])
-    screen = console()
-    screen.print(table)
-    note = "* in percent, on CIFAR-10 and CIFAR-100; our own errors: not measured"
-    if not is_papers:
-        note = f"The paper counts networks of width {WIDTH} with {CLASSES} classes; run `softcell study` to compare."
-    screen.print(note, style="dim")

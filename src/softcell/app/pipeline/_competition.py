@@ -1,44 +1,225 @@
-"""Runs the competition of a run: its plan, its rounds, who wins, and whether the time still allows for the winner.
+"""The competition inside a run: which networks enter, how long they train in each round, who stays, who wins.
 
-The rules are in `softcell.app.pipeline.competition`. Every result is saved in the plan as soon as it is known.
+Plain residual networks of up to three sizes, random cells and the found cell are trained for short, equal times and
+measured on held-out training images. The best third is trained again, longer, and the winner gets the rest of the
+run's time. The start of a training, before its first step, is not part of these times. Cells are sized to the
+multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for as many epochs
+as it does. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
+little about which size is best in a training that is many times longer.
+
+First come the rules, as functions, then `Contest`, which applies them and saves every result in the plan at once.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from softcell.app import jobs
-from softcell.app.pipeline.choose import Choice, held_out_share, random_others, sized, train_recipe
-from softcell.app.pipeline.competition import (
-    LARGEST,
-    LONGER,
-    Candidate,
-    Decision,
-    Result,
-    by_importance,
-    decide,
-    entrants,
-    least_competition,
-    num_rounds,
-    round_time,
-    survivors,
-)
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import LEAST_EPOCHS
-from softcell.app.pipeline.plan import Plan, Screen
-from softcell.app.pipeline.time_budget import RunTime, TooLittleTimeError
+from softcell.app.baseline import LEAST_EPOCHS, WIDTHS, in_words, meets, random_others
+from softcell.app.jobs import has_run
+from softcell.app.pipeline._choose import Choice, held_out_share, train_recipe
+from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plan import Candidate, Kind, Plan, RunTime, TooLittleTimeError
+from softcell.app.pipeline._summary import Decision, Result, standard_error
+from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.engine import DivergedError
+from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.settings import build, to_dict
 from softcell.spaces import build_space
+from softcell.spaces.costs import Cost, count_genotype
 from softcell.text import count_of
 
 COMPETITION_SHARE = 0.2
 """Most of the time for the competition, if there is no search before it."""
 MOST_TRAIN_EPOCHS = 0
-"""A limit besides the time; 0 for none."""
+"""Most epochs of a training, besides its time; 0 for no limit."""
+FIRST_SHARE = 0.4
+"""Share of the competition's time for its first round."""
+KEPT = 3
+"""One network in `KEPT` reaches the second round, but at least two."""
+ENTRY_EPOCHS = 5
+"""Least epochs of the largest network in the first round; with less time, fewer networks enter."""
+SEED_EPOCHS, MOST_SEEDS = 20, 3
+"""The last round adds one seed for every `SEED_EPOCHS` epochs that fit into it, up to `MOST_SEEDS`."""
+LONGER = 5.0
+"""A smaller plain network may win if the final training has fewer epochs than this multiple of those in the round."""
+MOST_STARTING = 0.5
+"""Most of a round's time that is set aside for the starts of its trainings."""
+LARGEST = "plain-1"
+"""The largest plain network."""
+
+
+def by_importance(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The order in which networks enter while there is time; those at the end are cut first.
+
+    The largest plain network, the found one and two random ones, for a comparison; then the rest. Smaller plain
+    networks seldom win (see `decide`).
+    """
+    ranks: dict[str, int] = {}
+    for kind, order in (("plain", (0, 4, 5)), ("found", (1,)), ("random", (2, 3))):
+        own = [candidate for candidate in candidates if candidate.kind == kind]
+        ranks |= {each.name: order[i] if i < len(order) else 6 + i for i, each in enumerate(own)}
+    return sorted(candidates, key=lambda candidate: ranks[candidate.name])
+
+
+def entrants(candidates: Sequence[Candidate], room: float, epoch: float, start: float = 0.0) -> list[Candidate]:
+    """The candidates for whom the first round has time; fewer than two if there is no time for a competition.
+
+    room: seconds for the whole competition. epoch: seconds of an epoch of the largest network. start: seconds before
+    the first step of a training.
+    """
+    entered: list[Candidate] = []
+    for candidate in by_importance(candidates):
+        more = [*entered, candidate]
+        share = FIRST_SHARE if num_rounds(len(more)) > 1 else 1.0
+        if (share * room - len(more) * start) / _lengths(more) < ENTRY_EPOCHS * epoch:
+            break
+        entered = more
+    return entered
+
+
+def least_competition(start: float, epoch: float) -> float:
+    """Seconds of a competition of two networks; start and epoch as in `entrants`."""
+    return 2 * (start + ENTRY_EPOCHS * epoch)
+
+
+def num_rounds(entered: int) -> int:
+    """Three networks or fewer are compared in one long round."""
+    return 1 if entered <= 3 else 2
+
+
+def round_time(
+    entered: Sequence[Candidate], room: float, epoch: float, *, is_last: bool, start: float = 0.0
+) -> tuple[float, int]:
+    """Seconds of each training of the largest size in a round, after its start, and the number of seeds."""
+    room = room if is_last else FIRST_SHARE * room
+
+    def seconds(seeds: int) -> float:
+        trainings = len(entered) * seeds
+        return (room - min(trainings * start, MOST_STARTING * room)) / (seeds * _lengths(entered))
+
+    fitting = [seeds for seeds in range(2, MOST_SEEDS + 1) if seconds(seeds) >= SEED_EPOCHS * epoch]
+    seeds = max(fitting, default=1) if is_last else 1
+    return seconds(seeds), seeds
+
+
+def _lengths(entered: Sequence[Candidate]) -> float:
+    return sum(candidate.length for candidate in entered)
+
+
+def survivors(results: Sequence[Result], kinds: Mapping[str, Kind], *, is_long: bool = True) -> tuple[str, ...]:
+    """Who reaches the second round, the best first: the best third, and the largest plain network in any case.
+
+    is_long: the final training has at least `LONGER` times the epochs of the second round. Smaller plain networks
+    cannot win then and are left out. Otherwise the best plain network stays too.
+    """
+    base = _base(results, kinds)
+    ranked = sorted(results, key=lambda result: -result.accuracy)  # stable: ties keep the order of entry
+    if is_long:
+        ranked = [result for result in ranked if kinds[result.name] != "plain" or result is base]
+    best = next(result for result in ranked if kinds[result.name] == "plain")
+    others = [result for result in ranked if result not in (best, base)]
+    places = max(2, math.ceil(len(results) / KEPT)) - len({best.name, base.name})
+    kept = [best, base, *others[: max(1, places)]]  # at least one to compare them with
+    return tuple(result.name for result in ranked if result in kept)
+
+
+def _base(results: Sequence[Result], kinds: Mapping[str, Kind]) -> Result:
+    """The largest plain network; if it diverged, the best other one."""
+    plain = [result for result in results if kinds[result.name] == "plain"]
+    largest = next((result for result in plain if result.name == LARGEST and result.epochs), None)
+    return largest or max(plain, key=lambda result: result.accuracy)
+
+
+def decide(results: Sequence[Result], kinds: Mapping[str, Kind], count: int, longer: float) -> Decision:
+    """The winner of the last round.
+
+    longer: epochs of the final training relative to those of the round. A cell replaces the best plain network only if
+    it is better by more than one standard error. So does a smaller plain network with the largest one, and only if
+    `longer` is below `LONGER`: without a clear difference the large plain network is the safer choice, and in a much
+    longer training it is the better one whatever a short round says.
+    """
+    ranked = sorted(results, key=lambda result: -result.accuracy)
+    base = _base(results, kinds)
+    plain = next(result for result in ranked if kinds[result.name] == "plain")
+    ahead, against = ranked[0], plain if kinds[ranked[0].name] != "plain" else base
+    lead, error = ahead.accuracy - against.accuracy, standard_error(ahead.accuracy, against.accuracy, count)
+    if ahead is base:
+        return Decision(base.name, "it was the best", "best", base.name, longer=longer)
+    words = f"{lead * 100:.1f} points better than {against.name}"
+    if kinds[ahead.name] != "plain" and lead > error:
+        why = f"it was {words}, the best plain network"
+        return Decision(ahead.name, why, "cell", ahead.name, lead, error, longer)
+    if kinds[ahead.name] != "plain":
+        why = (
+            f"{ahead.name} was {words}, which is within one standard error ({error * 100:.1f} points on "
+            f"{count_of(count, 'image')}): the plain network is the safer choice"
+        )
+        # Among plain networks the same rules apply.
+        rest = decide([result for result in results if kinds[result.name] == "plain"], kinds, count, longer)
+        why += "" if rest.winner == plain.name else f". {rest.why}"
+        return Decision(rest.winner, why, "unclear", ahead.name, lead, error, longer)
+    if longer >= LONGER:
+        why = (
+            f"{ahead.name} was {words}, but it is smaller, and the final training has about {longer:.0f} times the "
+            "epochs of the round: small networks are ahead in short trainings alone"
+        )
+        return Decision(base.name, why, "longer", ahead.name, lead, error, longer)
+    if lead > error:
+        why = f"it was {words}, which is larger, and the final training is only {longer:.1f} times as long as the round"
+        return Decision(ahead.name, why, "smaller", ahead.name, lead, error, longer)
+    why = (
+        f"{ahead.name} was {words}, which is within one standard error ({error * 100:.1f} points on "
+        f"{count_of(count, 'image')}): the larger network is the safer choice"
+    )
+    return Decision(base.name, why, "unclear", ahead.name, lead, error, longer)
+
+
+def sized(
+    choice: Choice, genotype: Genotype, num_classes: int, limits: Mapping[str, float], most_multiply_adds: float
+) -> tuple[dict[str, Any], Cost]:
+    """The settings and costs of the widest network of `genotype`, up to the chosen width, that meets the limits.
+
+    most_multiply_adds: not a limit but the size of the networks that it is compared with; the narrowest may have more.
+    """
+    known: dict[int, Cost] = {}
+    most = choice.network.get("channels")  # None in spaces of a fixed width
+
+    def settings(channels: int) -> dict[str, Any]:
+        return {**choice.network, "channels": channels} if channels else choice.network
+
+    def is_allowed(channels: int) -> bool:
+        try:
+            build_space(choice.space, settings(channels))
+        except UserError:  # attention needs a multiple of its heads
+            return False
+        return True
+
+    widths = [0] if most is None else [channels for channels in WIDTHS if channels <= most and is_allowed(channels)]
+
+    def cost(channels: int) -> Cost:
+        if channels not in known:
+            space = build_space(choice.space, settings(channels))
+            known[channels] = count_genotype(space, genotype, choice.shape, num_classes)
+        return known[channels]
+
+    # Costs grow with the width, so the widest is found by bisection.
+    fitting = bisect_right(widths, False, key=lambda channels: not meets(cost(channels), limits))
+    if not fitting:
+        least = in_words(asdict(cost(widths[0])), limits)
+        raise UserError(
+            f"no network of space {choice.space} fits {in_words(limits, limits)}; the narrowest has {least}: raise the "
+            "budget, or choose another --space or a smaller --image-size"
+        )
+    fair = [channels for channels in widths[:fitting] if cost(channels).multiply_adds <= most_multiply_adds]
+    channels = fair[-1] if fair else widths[0]
+    return settings(channels), cost(channels)
 
 
 class StoppedError(Exception):
@@ -106,7 +287,7 @@ class Contest:
         if len(names) < 2:
             made = Decision(candidates[0].name, "there was no time for a competition")
             state |= {**decided(made), "entered": [], "cut": []}
-            self.screen.print("", f"no competition: not enough time; {candidates[0].name} is trained", "")
+            self.screen.print("", f"no competition: not enough time; training {candidates[0].name} instead", "")
         elif cut:
             self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
         return state
@@ -175,7 +356,7 @@ class Contest:
             holdout=self.plan.competition["held_out"],
             seed=seed,
         )
-        result = jobs.train(genotype, recipe, folder, resume=is_begun(folder), startup=choice.start)
+        result = jobs.train(genotype, recipe, folder, resume=has_run(folder), startup=choice.start)
         if result.exit_code:
             raise StoppedError(result.exit_code)
         return result
@@ -236,7 +417,3 @@ class Contest:
 def decided(made: Decision) -> dict[str, Any]:
     """What a plan keeps of a decision. Plans of earlier versions have `winner` and `why` alone."""
     return {"winner": made.winner, "why": made.why, "decision": to_dict(made)}
-
-
-def is_begun(folder: Path) -> bool:
-    return (folder / "run.json").is_file()

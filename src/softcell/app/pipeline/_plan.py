@@ -1,62 +1,32 @@
-"""The request of a run, its decisions and its progress: `plan.json`, from which a run is resumed."""
+"""The request of a run, its decisions and progress (`plan.json`, from which it is resumed), and its time."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from softcell.app.export.model import PLAN
 from softcell.data import datasets
 from softcell.data.images import check_memory
 from softcell.engine.manifest import MAPPING, TEXT, check_types, collect, now
 from softcell.engine.runfolder import entries
-from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.files import Fields, atomic_write_text, read_json
 from softcell.search import resolve
 from softcell.search.resource import quantity
 from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative, to_dict
+from softcell.text import clock, count_of
 
 LEAST_BATCH = 4
 DEFAULT_PARAMETERS = 2e6
 _FLOAT = 4  # bytes of a number in a network
-
-
-class Screen(Protocol):
-    """Shows a run to people.
-
-    Example:
-        >>> from contextlib import contextmanager
-        >>> from softcell.app.pipeline import Screen
-        >>> class Quiet:
-        ...     def print(self, *lines): ...
-        ...     @contextmanager
-        ...     def working(self, what):
-        ...         yield lambda done, total, name: None
-        ...     @contextmanager
-        ...     def job(self, heading):
-        ...         yield lambda event: None
-        >>> screen: Screen = Quiet()
-        >>> with screen.working("reading images") as show:
-        ...     print(show(1, 2, "cat.jpg"))
-        None
-    """
-
-    def print(self, *lines: str) -> None:
-        """Prints lines."""
-
-    def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
-        """Shows work that has no events of its own; yields a function of (done, total, next item)."""
-
-    def job(self, heading: str) -> AbstractContextManager[OnEvent]:
-        """Shows a search or training."""
 
 
 @dataclass(frozen=True)
@@ -144,10 +114,10 @@ class RunRequest:
 
 
 def split_budgets(option: str, text: str) -> tuple[str, ...]:
-    """The budgets in a text such as `50k,200k,1M`, each without spaces; they must rise.
+    """The budgets in a text such as `50k,200k,1M`, each without spaces, in increasing order.
 
     Example:
-        >>> from softcell.app.pipeline.plan import split_budgets
+        >>> from softcell.app.pipeline._plan import split_budgets
         >>> split_budgets("--max-params", "50k, 200k, 1M")
         ('50k', '200k', '1M')
     """
@@ -162,8 +132,34 @@ def split_budgets(option: str, text: str) -> tuple[str, ...]:
         )
     if values != sorted(values):
         ordered = ",".join(part for _, part in sorted(zip(values, found, strict=True)))
-        raise UserError(f"the budgets of {option} must rise, but got {text}; give {ordered}")
+        raise UserError(f"the budgets of {option} must be in increasing order, but got {text}; give {ordered}")
     return found
+
+
+Kind = Literal["plain", "found", "random"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A network of the competition. `length`: its expected training time relative to the largest plain network's.
+
+    Example:
+        >>> from softcell.app.pipeline._plan import Candidate
+        >>> Candidate("plain-1", "plain", {}, {"channels": 16}, parameters=170_000, multiply_adds=16_000_000).title
+        'plain, 170,000 parameters'
+    """
+
+    name: str
+    kind: Kind
+    genotype: dict[str, Any]
+    settings: dict[str, Any]
+    parameters: int
+    multiply_adds: int
+    length: float = 1.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}, {count_of(self.parameters, 'parameter')}"
 
 
 LINKS = "data"
@@ -171,8 +167,8 @@ LINKS = "data"
 FORMAT = "softcell-plan"
 VERSION = 2
 OLD = (
-    "{file} is the plan of an earlier version of Softcell and cannot be resumed; start a new run. What it has finished "
-    "stays usable: report.html, summary.json, export/ and the run folders"
+    "{file} is the plan of an earlier version of Softcell and cannot be resumed; start a new run. Its finished parts "
+    "remain usable: report.html, summary.json, export/ and the run folders"
 )
 
 
@@ -244,7 +240,7 @@ class Plan:
         if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") == 1:
             raise UserError(OLD.format(file=file))
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise UserError(f"{file}: must say format={FORMAT!r} and version={VERSION}")
+            raise UserError(f"{file}: must have format={FORMAT!r} and version={VERSION}")
         check_types(data, str(file), _TYPES)
         data = Fields.of(data, str(file))
         request = build(RunRequest, data["request"], str(file))
@@ -316,3 +312,105 @@ def _make_folder(folder: Path) -> bool:
             "another --out"
         ) from error
     return was_there
+
+
+MOST_SLOWNESS = 30.0
+READ_EVERY, WINDOW = 0.2, 2.0
+"""Seconds between two readings of the load, and CPU seconds over which it is measured: more time on a busy machine."""
+
+
+class TooLittleTimeError(UserError):
+    """The time that is left does not suffice for the fewest epochs of the smallest network."""
+
+
+class Load:
+    """How busy the machine is now: seconds per CPU second of this thread, over the last `WINDOW` of its CPU seconds.
+
+    1 on an idle machine, 4 if three others compete for the same core. Linux counts the seconds in which a thread waits
+    for a core. They do not include waiting for a disk or for other threads. Elsewhere the wall-clock time of the whole
+    process is compared with its CPU time, from `began` on.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._samples = [(0.0, 0.0)]  # CPU seconds and seconds of waiting, each since the start of the thread
+        self._found, self._read = 1.0, -math.inf
+
+    def slowness(self) -> float:
+        now = time.perf_counter()
+        if now - self._read >= READ_EVERY:  # it is asked several times per training step
+            self._found, self._read = self._measured(), now
+        return self._found
+
+    def _measured(self) -> float:
+        cpu, waited = self._counters()
+        if cpu - self._samples[-1][0] > WINDOW / 4:
+            self._samples = [*self._samples[-3:], (cpu, waited)]
+        ran, late = cpu - self._samples[0][0], waited - self._samples[0][1]
+        return min(MOST_SLOWNESS, max(1.0, 1.0 + late / max(ran, 1e-3)))
+
+    def _counters(self) -> tuple[float, float]:
+        try:
+            ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+            if int(ran):
+                return int(ran) / 1e9, int(waited) / 1e9
+        except (OSError, ValueError):
+            pass
+        cpu = time.process_time()
+        return cpu, max(0.0, time.perf_counter() - self._began - cpu)
+
+
+FINAL_SHARE = 0.6
+"""Least share of the time for the final training, unless starting and ending alone take more than the rest."""
+SAFE = 0.97
+"""Share of the time that is planned; the end of the process takes seconds on a busy machine."""
+NEEDED = 1.0
+"""CPU seconds for latency, report, weights and Python files after the trainings; a busy machine takes longer."""
+ONNX = 3.5
+"""CPU seconds of the ONNX export, which is left out if there is no time for it."""
+MOST_RESERVED = 0.1
+"""Most of the time that is reserved for both, as a share; but `NEEDED` is always reserved."""
+
+
+class RunTime:
+    """The time of a whole run: what is reserved for its end, and when the final training begins and ends.
+
+    `for_own`: seconds that measuring the user's own model takes at the end. What is reserved depends on the load and
+    changes with it, so that a training ends earlier if its machine becomes busy.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.for_own = plan, 0.0
+        self._load = Load(plan.began)
+
+    @property
+    def slowness(self) -> float:
+        return self._load.slowness()
+
+    @property
+    def end(self) -> float:
+        """Seconds from the start at which the final training must be over: report and exports follow."""
+        return SAFE * self.plan.request.time - self.reserved()
+
+    @property
+    def share(self) -> float:
+        """Least share of the time for the final training; more in a run for one of several budgets."""
+        return float((self.plan.search or {}).get("share", FINAL_SHARE))
+
+    @property
+    def final_from(self) -> float:
+        """Seconds from the start at which the final training begins at the latest."""
+        plan = self.plan
+        return self.end - max(self.share * plan.request.time, float((plan.choice or {}).get("final", 0.0)))
+
+    def reserved(self) -> float:
+        """Seconds for what follows the final training."""
+        slow, whole = self.slowness, NEEDED + ONNX
+        most = max(whole, MOST_RESERVED * self.plan.request.time)
+        return max(NEEDED * slow, min(whole * slow, most)) + self.for_own
+
+    def has_time_for_onnx(self) -> bool:
+        return self.plan.used() + ONNX * self.slowness <= self.plan.request.time
+
+    def used_in_words(self) -> str:
+        return f"{clock(self.plan.used())} of {clock(self.plan.request.time)} used"

@@ -19,13 +19,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
+from softcell.app.baseline import LEAST_EPOCHS, epoch_seconds, plain_networks
 from softcell.app.export.model import FRONT, PLAN
-from softcell.app.pipeline.choose import Choice
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import LEAST_EPOCHS, epoch_seconds, plain_networks, plain_sizes
-from softcell.app.pipeline.plan import Plan, RunRequest, Screen
-from softcell.app.pipeline.summary import REPORT, Summary
-from softcell.app.pipeline.time_budget import FINAL_SHARE, Load, TooLittleTimeError
+from softcell.app.pipeline._choose import Choice, plain_sizes
+from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
+from softcell.app.pipeline._summary import REPORT, Summary
+from softcell.app.progress import Screen
 from softcell.app.report.charts import front_svg
 from softcell.app.report.page import write_report
 from softcell.arch import Genotype
@@ -49,7 +49,7 @@ COSTS = {"max_params": "parameters", "max_flops": "multiply_adds"}
 
 
 class Job(Protocol):
-    """The steps of a run for one budget (`softcell.app.pipeline.run`)."""
+    """The steps of a run for one budget (`softcell.app.pipeline._run`)."""
 
     def inspect(self) -> Inspection: ...
     def read_beside(self, inspection: Inspection) -> None: ...
@@ -109,7 +109,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
     """Shares of the time for budgets whose epochs take these seconds: in proportion, but at least `LEAST_SHARE` / n.
 
     Example:
-        >>> from softcell.app.pipeline.front import time_shares
+        >>> from softcell.app.pipeline._front import time_shares
         >>> time_shares([1.0, 1.0, 6.0])  # the first two get the least share, a sixth
         [0.16..., 0.16..., 0.66...]
     """
@@ -234,7 +234,7 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
                 f"and exports need {least:.0f} s; give at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
                 "budgets"
             )
-    why = "the time allows for no larger network than for the budget before"
+    why = "there is no time for a larger network than that of the previous budget"
     left_out = dict.fromkeys((one for one in budgets if one not in kept), why)
     return {"budgets": kept, "shares": [shares[one] for one in kept], "left_out": left_out}
 

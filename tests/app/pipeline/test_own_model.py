@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.app.pipeline import Plan, RunRequest, run
-from softcell.app.pipeline.beside import OwnModel, read_own
+from softcell.app.pipeline._inspect import OwnModel, read_own
 from softcell.data import load
 from softcell.errors import UserError
 from softcell.trust import UntrustedError, trusting
@@ -73,13 +73,13 @@ def test_an_own_model_must_fit_the_images() -> None:
         return OwnModel(Path("mine.onnx"), lambda images: torch.zeros(len(images), classes), shape)
 
     model((3, 8, 8)).check(1, None, 10)  # grey images are repeated for a model of colours
-    with pytest.raises(UserError, match="takes images of 1 channels, but those of the run have 3"):
+    with pytest.raises(UserError, match="accepts images of 1 channels, but those of the run have 3"):
         model((1, 8, 8)).check(3, None, 10)
     with pytest.raises(UserError, match="scores for 10 classes, but the images have 7"):
         model((1, 8, 8)).check(1, 8, 7)
-    with pytest.raises(UserError, match="images of 8x8 pixels, but takes 16x16"):
+    with pytest.raises(UserError, match="images of 8x8 pixels, but accepts 16x16"):
         model((1, 16, 16)).check(1, 8, 10)
-    with pytest.raises(UserError, match="square images, but takes 16x8"):
+    with pytest.raises(UserError, match="square images, but accepts 16x8"):
         model((1, 16, 8)).check(1, None, 10)
     broken = OwnModel(Path("mine.onnx"), lambda images: images[:, 7], (1, 8, 8))
     with pytest.raises(UserError, match="but failed: index 7 is out of bounds"):

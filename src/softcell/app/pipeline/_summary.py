@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from softcell.app.baseline import LEAST_EPOCHS
 from softcell.app.export import export
-from softcell.app.pipeline.beside import OwnModel
-from softcell.app.pipeline.competition import Decision, Kind, Result, Round, standard_error
-from softcell.app.pipeline.inspect import Inspection
-from softcell.app.pipeline.plain import LEAST_EPOCHS
-from softcell.app.pipeline.plan import Plan, Screen
-from softcell.app.pipeline.time_budget import RunTime
+from softcell.app.pipeline._inspect import Inspection, OwnModel
+from softcell.app.pipeline._plan import Kind, Plan, RunTime
+from softcell.app.progress import Screen
 from softcell.app.report.page import write_report
 from softcell.data import load
 from softcell.data.images import Images
@@ -36,6 +35,76 @@ VERSION = 2
 """Of summary.json; the first version had no competition, and reports still show it."""
 EQUAL = 0.1
 """Costs that differ by no more than this share count as equal in the verdict."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A network in one round: its accuracy on the held-out images for every seed, epochs per seed, and all seconds.
+
+    Example:
+        >>> from softcell.app.pipeline import Result
+        >>> Result("found", accuracies=(0.7, 0.8), epochs=5, seconds=12.0).accuracy  # the mean
+        0.75
+    """
+
+    name: str
+    accuracies: tuple[float, ...]
+    epochs: int
+    seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        return statistics.fmean(self.accuracies)
+
+
+@dataclass(frozen=True)
+class Round:
+    """`seconds`: of every training of the largest size. `kept`: who stays, the best first; the last round keeps one.
+
+    Example:
+        >>> from softcell.app.pipeline import Result, Round
+        >>> results = (Result("plain-1", (0.7,), epochs=5, seconds=3.0), Result("found", (0.6,), epochs=5, seconds=3.0))
+        >>> Round(3.0, seeds=1, results=results, kept=("plain-1",)).of("found").accuracy
+        0.6
+    """
+
+    seconds: float
+    seeds: int
+    results: tuple[Result, ...]
+    kept: tuple[str, ...]
+
+    def of(self, name: str) -> Result | None:
+        return next((result for result in self.results if result.name == name), None)
+
+
+def standard_error(first: float, second: float, count: int) -> float:
+    """Of the difference of two accuracies, each measured on `count` images."""
+    return math.sqrt(max(first * (1 - first) + second * (1 - second), 0.5 / count) / count)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The winner, and why, in words and as data.
+
+    `rule`: `best` (ahead of all others), `longer` (a smaller plain network was ahead, but the final training is much
+    longer), `unclear` (the network ahead leads by one standard error or less), `smaller` or `cell` (a clear lead over
+    the largest, or the best, plain network) and `none` (no competition). `ahead` is the network that was ahead, `lead`
+    its lead over the plain network that it was compared with, and `error` the standard error of that lead, all as
+    shares. `longer`: epochs of the final training relative to those of the round.
+
+    Example:
+        >>> from softcell.app.pipeline import Decision
+        >>> Decision("plain-1", "it was the best", "best", ahead="plain-1").winner
+        'plain-1'
+    """
+
+    winner: str
+    why: str
+    rule: Literal["best", "longer", "unclear", "smaller", "cell", "none"] = "none"
+    ahead: str = ""
+    lead: float = 0.0
+    error: float = 0.0
+    longer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +236,7 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
     if delivered.epochs < LEAST_EPOCHS:
         lines.append(
             f"The delivered network was trained for {count_of(delivered.epochs, 'epoch')}, and fewer than "
-            f"{LEAST_EPOCHS} teach a network little: the machine became slower during the training. Run again with "
+            f"{LEAST_EPOCHS} are too few to learn much: the machine became slower during the training. Run again with "
             "more --time, or when the machine is idle."
         )
     share = summary.most_frequent
@@ -210,7 +279,7 @@ def _compared(summary: Summary) -> tuple[list[str], bool]:
     elif ahead < -chance:
         lines.append("The search was not worth it here: the plain network is better.")
     elif beats:
-        lines.append("The search found a better cell than random ones, but none that is better than a plain network.")
+        lines.append("The search found a better cell than random ones, but not one that beats a plain network.")
     else:
         lines.append("The search was not worth it here, as far as this shows.")
     return lines, worth

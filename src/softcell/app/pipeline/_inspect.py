@@ -1,13 +1,19 @@
-"""Inspects a folder of images before a run: what is there, what is broken, what will be used.
+"""Inspects what a run is given: a folder of images, and the user's own model to compare with (`--beside`).
 
 Real folders are nested and have stray files, broken images, splits of any name and classes of one image. What can be
 corrected without guessing is corrected in a folder of links inside the run; the images themselves are never touched.
+
+The user's model is an ONNX file or an exported program (.pt2). It accepts float32 pixels in 0..1, [n, c, h, w], and
+returns one score per class, in the order of the sorted class names; normalisation is part of the model. It and the
+delivered network are measured on the same test images. It takes no part in the competition: it was probably trained on
+the images that are held out there.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,11 +22,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from softcell.app.export.model import PLAN
+import torch
+from torch import Tensor
+
+from softcell.app.export.model import PLAN, onnx_session
 from softcell.data import Dataset
 from softcell.data.dataset import TEST_FRACTION
-from softcell.data.images import SUFFIXES, DecodeError, Header, decode, read_header
+from softcell.data.images import SUFFIXES, DecodeError, Header, Images, decode, read_header
 from softcell.errors import UserError
+from softcell.spaces.teacher import read_program
 from softcell.text import count_of
 
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation", "dev")
@@ -31,6 +41,8 @@ RARE = 10
 LEAST_TRAINING = 6
 """Training images, so that the tenth that searches and trainings hold back is at least one image."""
 SHOWN = 5
+MODEL_FORMATS = (".onnx", ".pt2")
+BATCH = 64  # images of one call of the user's model
 OnStep = Callable[[int, int, str], None]
 
 
@@ -260,7 +272,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
     if len(labels) - len(small) < 2:
         in_all = LEAST_TRAINING if has_test else least_images(2)
         raise UserError(
-            f"at least 2 classes need {count_of(least, 'readable image')} or more, but "
+            f"at least 2 classes must have {count_of(least, 'readable image')} or more, but "
             f"{_large_classes(labels, small)}; a class is a folder of images, and all classes together need {in_all} "
             "images or more"
         )
@@ -274,7 +286,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
 def _large_classes(labels: set[str], small: list[str]) -> str:
     """Which classes are large enough, in words."""
     large = sorted(labels - set(small))
-    return f"only {large[0]!r} has" if large else f"none of {count_of(len(labels), 'class')} has"
+    return f"only {large[0]!r} does" if large else f"none of {count_of(len(labels), 'class')} does"
 
 
 def _summary(
@@ -342,3 +354,95 @@ def check_num_images(inspection: Inspection) -> None:
         f"({why}a tenth of the training images is held back for validation); add {least - images} or more. Useful "
         "results need dozens per class"
     )
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """`forward` maps pixels in 0..1, [n, *shape], to scores [n, classes]."""
+
+    file: Path
+    forward: Callable[[Tensor], Tensor]
+    shape: tuple[int, int, int]
+
+    @torch.no_grad()
+    def accuracy(self, images: Images) -> float:
+        """The share of `images` whose class has the highest score."""
+        correct = 0
+        for first in range(0, len(images), BATCH):
+            indices = torch.arange(first, min(first + BATCH, len(images)))
+            scores = self.scores(images.fetch(indices))
+            correct += int((scores.argmax(1) == images.labels[indices]).sum())
+        return correct / len(images)
+
+    def scores(self, pixels: Tensor) -> Tensor:
+        """Scores [n, classes] of `pixels` uint8 [n, c, h, w]; grey images are repeated for a model of colours."""
+        images = (pixels.float() / 255).expand(-1, max(self.shape[0], pixels.shape[1]), -1, -1).contiguous()
+        try:
+            scores = self.forward(images)
+        except Exception as error:  # a foreign model may fail in any way
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"--beside {self.file} must accept float32 pixels in 0..1 of shape {list(images.shape)}, but failed: "
+                f"{reason[:200]}; export it for any batch size"
+            ) from error
+        if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[0] != len(pixels):
+            raise UserError(f"--beside {self.file} must return one row of scores per image, [n, classes]")
+        return scores
+
+    @torch.no_grad()
+    def check(self, channels: int, side: int | None, num_classes: int) -> float:
+        """Raises unless the model fits the images and classes; returns the seconds that it takes for one image.
+
+        side: of the images in pixels; None if they can be resized.
+        """
+        height, width = self.shape[1:]
+        if height != width or side not in (None, height):
+            rule = "square images" if side is None else f"the run's images of {side}x{side} pixels"
+            raise UserError(f"--beside {self.file} must accept {rule}, but accepts {height}x{width}")
+        if self.shape[0] != channels and channels != 1:
+            raise UserError(
+                f"--beside {self.file} accepts images of {self.shape[0]} channels, but those of the run have {channels}"
+            )
+        pixels = torch.zeros(BATCH, channels, *self.shape[1:], dtype=torch.uint8)
+        self.scores(pixels[:2])
+        began = time.perf_counter()
+        found = self.scores(pixels).shape[1]
+        if found != num_classes:
+            raise UserError(
+                f"--beside {self.file} returns scores for {found} classes, but the images have {num_classes}"
+            )
+        return (time.perf_counter() - began) / BATCH
+
+
+def read_own(path: str | Path) -> OwnModel:
+    """The model in a file. An exported program may run code while it is read, so it must be trusted (`--trust`)."""
+    file = Path(path).expanduser()
+    if file.suffix.lower() not in MODEL_FORMATS or not file.is_file():
+        raise UserError(
+            f"--beside must name an existing file that ends in {' or '.join(MODEL_FORMATS)}, but got {path}"
+        )
+    if file.suffix.lower() == ".onnx":
+        session = onnx_session(file)
+        given, wanted = session.get_inputs()[0], session.get_outputs()[0].name
+
+        def forward(images: Tensor) -> Tensor:
+            return torch.from_numpy(session.run([wanted], {given.name: images.numpy()})[0])
+
+        return OwnModel(file, forward, _shape(file, given.shape))
+    program, _ = read_program(file, "--beside")
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    own = next((node for node in inputs if node.name in program.graph_signature.user_inputs), None)
+    if own is None:
+        raise UserError(f"--beside {file} must accept images, but has no input")
+    return OwnModel(file, program.module(), _shape(file, list(own.meta["val"].shape)))
+
+
+def _shape(file: Path, sides: list[Any]) -> tuple[int, int, int]:
+    """(c, h, w) of a model's input [n, c, h, w]; only n may be of any size."""
+    fixed = [side for side in sides[1:] if isinstance(side, int)]
+    if len(sides) != 4 or len(fixed) != 3:
+        raise UserError(
+            f"--beside {file} must accept images [n, channels, height, width] of one size, but its input is {sides}"
+        )
+    channels, height, width = fixed
+    return channels, height, width

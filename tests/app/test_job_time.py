@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from softcell.app.pipeline import time_budget
-from softcell.app.pipeline.time_budget import ENOUGH_ENDS, JobTime, expected_start, measure_job
+from softcell.app import jobs
+from softcell.app.jobs import ENOUGH_ENDS, JobTime, measure_job
+from softcell.app.pipeline._choose import expected_start
 from softcell.engine.task import EpochEnded, OnEvent, Started, Stepped
 
 READING, STEP, END, SLOW = 3.0, 0.5, 1.0, 4.5
@@ -18,7 +19,7 @@ READING, STEP, END, SLOW = 3.0, 0.5, 1.0, 4.5
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that is set by the test."""
     moment = [100.0]
-    monkeypatch.setattr(time_budget.time, "perf_counter", lambda: moment[0])
+    monkeypatch.setattr(jobs.time, "perf_counter", lambda: moment[0])
     return moment
 
 
@@ -56,7 +57,7 @@ def test_without_two_epochs_the_time_is_measured_from_steps(tmp_path: Path, now:
     ended: list[int] = []
     short = measure_job(job(now, ended), tmp_path / "scratch", 0.6, evaluated=1.0, tested=0.0)
     assert not ended and short.startup == pytest.approx(READING + SLOW + STEP)
-    assert short.epoch == pytest.approx(4 * STEP * (1 + time_budget.EVALUATION))
+    assert short.epoch == pytest.approx(4 * STEP * (1 + jobs.EVALUATION))
     one = measure_job(job(now, ended), tmp_path / "scratch", 3.0, evaluated=9.0, tested=0.0)
     assert len(ended) == 1 and one.epoch == pytest.approx(4 * STEP + END)
 
