@@ -102,7 +102,7 @@ def test_the_walk_through_a_training_is_the_stack_of_its_first_step(
     monkeypatch.chdir(tmp_path)
     arguments = ["train", CELL, "--epochs", "1", "--quiet"]
     stack = called(arguments, lambda step: monkeypatch.setattr(TrainTask, "step", step))
-    assert walk("A walk through a training") == [*stack, "evaluate/task.py::TrainTask.step"]
+    assert walk("A walk through a training run") == [*stack, "evaluate/task.py::TrainTask.step"]
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([\w/]+\.py::[\w.]+)`", PAGE))))
