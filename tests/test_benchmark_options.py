@@ -32,7 +32,7 @@ def test_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas", "methods", "sweep"])
-def test_so_are_those_of_every_benchmark(
+def test_options_of_every_benchmark_are_checked(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["benchmark", "--device", "tpu"])

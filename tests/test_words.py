@@ -96,5 +96,5 @@ def test_module_names_explain_themselves() -> None:
         ("retold, bestow, swish", 0),
     ],
 )
-def test_patterns_find_the_misuse_alone(text: str, count: int) -> None:
+def test_patterns_find_only_the_misuse(text: str, count: int) -> None:
     assert len(list(findings(text))) == count

@@ -162,7 +162,7 @@ def test_fused_cells_on_two_ranks_equal_modules_on_one(name: str, data: Path, tm
 
 
 @pytest.mark.parametrize(("method", "space"), PAIRS)
-def test_every_method_in_every_space_gives_on_two_ranks_what_it_gives_on_one(
+def test_every_method_in_every_space_gives_the_same_on_two_ranks_as_on_one(
     method: str, space: str, data: Path, tmp_path: Path
 ) -> None:
     check_close(Twice(forks(), tmp_path, "search", tiny_settings(method, space, data)))

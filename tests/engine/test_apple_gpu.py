@@ -115,7 +115,7 @@ def steps_without_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     return watch
 
 
-def test_no_step_and_no_measurement_of_a_training_needs_float64(
+def test_no_step_and_no_measurement_of_a_training_run_needs_float64(
     tmp_path: Path, steps_without_float64: Callable[..., None]
 ) -> None:
     calls: list[str] = []

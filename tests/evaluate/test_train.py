@@ -91,7 +91,7 @@ def test_the_network_sees_the_schedules_of_rate_and_drop_path(data: Path) -> Non
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_validation_is_fused_where_training_is(fused: bool, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_is_fused_if_training_is(fused: bool, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = build_space("darts", TINY["darts"]).network(genotype_of("darts"), (1, 8, 8), 3)
     found = load(str(data))
     feeds = Feeds(found, 16, 0, torch.device("cpu"), torch.float32)
@@ -214,7 +214,7 @@ def test_a_loaded_network_is_the_trained_one(finished: TrainResult) -> None:
         torch.testing.assert_close(loaded(x), finished.network(x), rtol=0, atol=1e-5)
 
 
-def test_the_weights_file_leaves_the_tower_out(finished: TrainResult) -> None:
+def test_the_weights_file_omits_the_tower(finished: TrainResult) -> None:
     with safe_open(finished.folder / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
         count = sum(file.get_tensor(name).numel() for name in names)
@@ -243,12 +243,12 @@ def test_a_stored_training_keeps_its_recipe(finished: TrainResult) -> None:
         stored_training(finished.folder, {"epochs": 13})
 
 
-def test_a_training_refuses_a_folder_in_use(finished: TrainResult) -> None:
+def test_a_training_run_refuses_a_folder_in_use(finished: TrainResult) -> None:
     with pytest.raises(UserError, match="empty folder"):
         train(finished.genotype, finished.recipe, finished.folder)
 
 
-def test_a_training_that_diverges_keeps_its_last_good_state(data: Path, tmp_path: Path) -> None:
+def test_a_training_run_that_diverges_keeps_its_last_good_state(data: Path, tmp_path: Path) -> None:
     recipe = recipe_of("nb201", data, lr=0.01, clip=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -30,7 +30,7 @@ def rows(values: list[list[float]] = ROWS) -> SiteRows:
         ("last-stage", [0.15, 0.30, 0.30]),
     ],
 )
-def test_aggregates_by_hand(how: Aggregate, expected: list[float]) -> None:
+def test_aggregates_match_hand_computed_values(how: Aggregate, expected: list[float]) -> None:
     torch.testing.assert_close(aggregate(rows(), how)[0], torch.tensor(expected, dtype=torch.float64))
 
 

@@ -64,7 +64,7 @@ def test_samples_have_the_mean_and_covariance_of_the_distribution() -> None:
     assert within_5_errors(centred[:, :, None] * centred[:, None, :], covariance)
 
 
-def test_the_gradient_of_the_mean_and_of_the_second_moment_are_those_of_the_closed_forms() -> None:
+def test_the_gradients_of_the_mean_and_second_moment_match_the_closed_forms() -> None:
     """E θ_0 = c_0 / C and E θ_0² = c_0 (c_0 + 1) / (C (C + 1)), by pathwise gradients of single samples."""
     total = float(C.sum())
     for power in (1, 2):
@@ -198,7 +198,7 @@ def test_the_candidate_with_the_largest_mean_is_derived() -> None:
     ("scale", "space", "epochs", "rates"),
     [("paper", "darts", 50, (0.1, 0.0, 6e-4)), ("nb201", "nb201", 100, (0.025, 0.001, 3e-4))],
 )
-def test_recipes_are_those_of_the_released_code(
+def test_recipes_match_the_released_code(
     scale: str, space: str, epochs: int, rates: tuple[float, float, float]
 ) -> None:
     recipe = resolve({"method": "drnas", "space": space, "data": "cifar10", "scale": scale})

@@ -61,7 +61,7 @@ def algorithm_1(seed: int, population_size: int, sample_size: int, cycles: int) 
 
 
 @pytest.mark.parametrize(("population", "tournament"), [(1, 1), (4, 2), (10, 3), (5, 12)])
-def test_proposals_are_those_of_algorithm_1(population: int, tournament: int) -> None:
+def test_proposals_match_algorithm_1(population: int, tournament: int) -> None:
     for seed in range(3):
         found, _ = run(RegularisedEvolution(LAYOUT, EvolutionSettings(population, tournament, 40), seed))
         assert found == algorithm_1(seed, population, tournament, 40)

@@ -189,7 +189,7 @@ def test_impossible_ratios_are_refused(space: str, given: dict[str, int], messag
 # --- recipes ---
 
 
-def test_the_recipes_are_those_of_the_released_code() -> None:
+def test_the_recipes_match_the_released_code() -> None:
     cifar, imagenet = (resolve({"method": "pc-darts", "data": data}) for data in ("cifar10", "imagenet"))
     assert (cifar.space, cifar.epochs, cifar.batch_size, cifar.regime) == ("darts", 50, 256, "bilevel")
     assert (cifar.space_settings["partial_channels"], cifar.space_settings["channels"]) == (4, 16)

@@ -273,7 +273,7 @@ def test_equation_7_is_an_identity_for_a_linear_loss_and_off_by_2_for_a_square(p
 # --- credit ---
 
 
-def test_credit_on_a_cell_computed_by_hand() -> None:
+def test_credit_of_a_cell_matches_hand_computed_values() -> None:
     """One edge, x of ones [1, 1, 2, 2], L = sum of the node: a candidate that passes x on adds 4·Z, `none` nothing."""
     table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "avg_pool_3x3")),), (1,))
     cell = MixedCell(table, 1, lambda source: Spec(1, 1, affine=False, pool_norm=False)).double()

@@ -150,7 +150,7 @@ def test_exact_hypergradient_is_the_derivative_of_the_loss_after_the_step() -> N
     torch.testing.assert_close(net.hypergradient(EXACT), expected, rtol=0, atol=1e-8)
 
 
-def test_the_papers_difference_comes_nearer_with_the_square_of_epsilon() -> None:
+def test_the_error_of_the_papers_difference_falls_with_the_square_of_epsilon() -> None:
     net = Net()
     expected = net.numeric()
     errors = [
@@ -362,7 +362,7 @@ def test_the_next_step_draws_again(make: Callable[[], StepState], monkeypatch: p
     assert (first - second).abs().max() > 1e-6
 
 
-def test_images_of_another_batch_have_draws_of_their_own() -> None:
+def test_images_of_another_batch_have_separate_draws() -> None:
     """The sample of an architecture is one per step; what is dropped of the validation images is independent."""
     draws, cpu, found = SharedDraws(), torch.device("cpu"), {}
     torch.manual_seed(0)

@@ -97,7 +97,7 @@ class Loose(nn.Module):
         return x * self.scale
 
 
-def test_a_candidate_of_ones_own_is_counted_too() -> None:
+def test_a_custom_candidate_is_counted() -> None:
     with torch.device("meta"):
         mixer, loose = Mixer(), Loose()
     positions = 12

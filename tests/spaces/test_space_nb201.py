@@ -64,7 +64,7 @@ def test_the_table_holds_every_architecture_of_the_space_once(rows: list[tuple[s
     assert all({pick.op for pick in from_nb201(text).cells["cell"].picks} <= candidates for text in known)
 
 
-def test_parameters_of_two_networks_by_hand(space: Space) -> None:
+def test_parameters_of_two_networks_match_a_manual_count(space: Space) -> None:
     """What surrounds the cells, and what 3×3 convolutions on all six edges add; no table needed."""
     stem, last = 3 * 16 * 9 + 32, 2 * 64 + 64 * 10 + 10
     reductions = sum(a * b * 9 + 2 * b + b * b * 9 + 2 * b + a * b for a, b in ((16, 32), (32, 64)))

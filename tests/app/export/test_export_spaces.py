@@ -206,7 +206,7 @@ def test_model_file_is_the_network_alone_in_less_than_200_lines(name: str, tmp_p
     assert python.check_python(file, model) < 1e-6
 
 
-def test_lists_of_equal_parts_are_written_as_a_loop_with_modules_of_their_own() -> None:
+def test_lists_of_equal_parts_are_written_as_a_loop_with_separate_modules() -> None:
     call = Expression("make_cell(16)")
     parts = [call] * 6 + [Expression(f"make_cell({channels})") for channels in range(100, 112)]
     lines = Expression("nn.ModuleList([", tuple(("", part) for part in parts), "])").lines(60)

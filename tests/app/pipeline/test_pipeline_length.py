@@ -90,7 +90,7 @@ def played(run: Any, choice: Choice, networks: dict[str, Candidate], names: tupl
     return own
 
 
-def test_trainings_of_a_round_get_their_seconds_besides_the_start(
+def test_training_runs_of_a_round_get_their_seconds_excluding_start_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, choice, networks, trainings = started(tmp_path / "run", monkeypatch)

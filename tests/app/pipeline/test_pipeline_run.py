@@ -132,7 +132,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("no_onnx")  # the tutorial writes it
-def test_a_folder_becomes_a_model_within_the_budget(
+def test_a_folder_is_turned_into_a_model_within_the_budget(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -436,7 +436,7 @@ def training(
     return trained, epochs
 
 
-def test_a_training_that_becomes_slow_is_replaced_by_that_of_a_smaller_network(
+def test_a_training_run_that_becomes_slow_is_replaced_by_a_smaller_network(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))

@@ -176,7 +176,7 @@ def chosen(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, epoch: float,
     return plan
 
 
-def test_the_final_trainings_of_all_budgets_get_most_of_the_whole_time(data: Path, tmp_path: Path) -> None:
+def test_the_final_training_runs_of_all_budgets_get_most_of_the_time(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "run", replace(request(data, "25k,100k"), time=1000.0))
     plan.search, plan.seconds = {"length": "a search"}, 200.0
     plan.front = {"budgets": ["25k", "100k"], "shares": [0.25, 0.75], "cells": [], "left_out": {}}

@@ -182,7 +182,7 @@ def test_failed_jobs_are_retried_and_listed_with_their_last_error(tmp_path: Path
     assert notified.count(("retry", "job1")) == 2 and ("failed", "job1") in notified
 
 
-def test_finished_jobs_are_never_repeated_whatever_else_happens(tmp_path: Path) -> None:
+def test_finished_jobs_are_never_repeated(tmp_path: Path) -> None:
     every = jobs(tmp_path)
     pretend(every[1].folder / "search")
     fake = Fake()
@@ -318,7 +318,7 @@ def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
         assert (job.folder / "search" / "report.html").exists()
 
 
-def test_a_search_that_fails_beside_others_is_retried_in_a_process_of_its_own(
+def test_a_search_that_fails_in_a_shared_process_is_retried_in_a_separate_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -541,7 +541,7 @@ def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path, monkeyp
             make_launcher("slurm", tmp_path / "out", None, options)
 
 
-def test_ray_runs_a_job_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_runs_a_job_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed (the ray extra)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")
