@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True, "engine": "graph", "precision": "float32"},
     "fused bf16": {"fused": True, "engine": "graph", "precision": "bfloat16"},
 }
-TRAININGS: dict[str, dict[str, Any]] = {
+TRAINING_MODES: dict[str, dict[str, Any]] = {
     "plain": {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True},
     "modules": {"engine": "graph", "precision": "float32", "fused": False},
     "modules bf16": {"engine": "graph", "precision": "bfloat16", "fused": False},
@@ -254,7 +254,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
                 each = together(data, case, session, count, 3.0)
                 found["together"].append({"space": case.space, "searches": count, "ms_per_step": each})
                 say(f"{case.space}, {count} at once: {each:.2f} ms per step")
-        for name, settings in TRAININGS.items():
+        for name, settings in TRAINING_MODES.items():
             forget()
             task = made_training(data, session, notation.parse(DARTS_V2), recipe="cifar", **settings)
             row = measure(task, rounds)

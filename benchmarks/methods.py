@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     console, rows = Console(), list[dict[str, Any]]()
     table = Table(title="one search step (architecture and weights), batch 64, CIFAR size")
     times = [f"{way}, ms" for way in WAYS]
-    for column in ("", *times, "× eager", "busy ms", "kernels", "first, s", f"{AT_ONCE} at once, ms a step"):
+    for column in ("", *times, "× eager", "busy ms", "kernels", "first, s", f"{AT_ONCE} at once, ms per step"):
         table.add_column(column, justify="right" if column else "left")
     for method in options.method or SPACE_OF:
         rows.append(measured(method, options.rounds, options.seconds))

@@ -91,7 +91,7 @@ def settings() -> str:
     from softcell.spaces import SPACES
 
     parts = []
-    for title, kind in (("Searches", SearchRecipe), ("Trainings", TrainRecipe)):
+    for title, kind in (("Searches", SearchRecipe), ("Training", TrainRecipe)):
         parts += [f"## {title}", described(kind), "\n".join([HEAD, *rows_of(kind)])]
     for title, registry in (("Spaces", SPACES), ("Methods", METHODS)):
         parts.append(f"## {title}\n\nSet with `--set {title.lower()[:-1]}.NAME=VALUE`.")

@@ -189,7 +189,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--channels", type=int, help="width of the trained networks; the recipe's by default")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["both", "alone"], help="what is compared")
     parser.add_argument(
-        "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all trainings"
+        "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all training runs"
     )
     parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
     options = parser.parse_args(arguments)

@@ -82,7 +82,7 @@ def main() -> None:
     parser = subset_parser(__doc__)
     parser.add_argument("--channels", type=int, default=8)
     parser.add_argument("--search", type=int, default=20, help="epochs of the search")
-    parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20], help="epochs of the trainings")
+    parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20], help="epochs of the training runs")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()

@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         runs=Path("runs/nos-study"),
         out=Path("results/nos"),
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of searches and trainings")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of searches and training runs")
     parser.add_argument("--scale", choices=("paper", "small"), help="by default the one that fits the data")
     parser.add_argument("--teacher", default="pyramidnet", help="pyramidnet or resnet18")
     parser.add_argument("--teacher-epochs", type=int, help="else the recipe's")

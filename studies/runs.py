@@ -152,12 +152,12 @@ def in_turns(start: Callable[[], Running[T]], turn: AbstractContextManager[None]
             result: T = stop.value
             return result
         try:
-            advance = partial(running.send, (yield _steps_in_turns(steps, turn)))
+            advance = partial(running.send, (yield _interleaved_steps(steps, turn)))
         except BaseException as error:  # of a step: the run decides what becomes of it
             advance = partial(running.throw, error)
 
 
-def _steps_in_turns(steps: Steps[T], turn: AbstractContextManager[None]) -> Steps[T]:
+def _interleaved_steps(steps: Steps[T], turn: AbstractContextManager[None]) -> Steps[T]:
     while True:
         try:
             with turn:

@@ -44,7 +44,7 @@ def images_in_memory(count: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Made(typing.NamedTuple):
-    """A search on images in memory with a training of its result, and the events of the search."""
+    """A search on images in memory with a training run of its result, and the events of the search."""
 
     found: api.SearchResult
     trained: api.TrainResult

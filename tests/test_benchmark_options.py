@@ -1,4 +1,4 @@
-"""Wrong options of `python -m benchmarks`: said at once and with exit code 2, before anything is measured."""
+"""Wrong options of `python -m benchmarks`: reported with exit code 2 before anything is measured."""
 
 from __future__ import annotations
 

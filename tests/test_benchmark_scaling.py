@@ -1,4 +1,4 @@
-"""The model of several GPUs: its formula by hand, what it counts against the sizes of the tensors, its label."""
+"""The model of several GPUs: its formula by hand-computed values, its counts against tensor sizes, its label."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: strict in, plain out."""
+"""Settings: strict input, plain output."""
 
 from __future__ import annotations
 

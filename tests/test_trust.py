@@ -1,4 +1,4 @@
-"""What may run code: the store of agreements, the prompt, and plugins as they are loaded."""
+"""Trust in files that run code: the store, the prompt, and loading plugins."""
 
 from __future__ import annotations
 

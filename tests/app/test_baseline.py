@@ -1,4 +1,4 @@
-"""What several found cells beside several random ones allow to claim."""
+"""The claims supported by comparing several found cells with several random ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices, tables and layouts against values written by hand."""
+"""Choices, tables and layouts against hand-written values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evolution: it stays within rule and limits, finds planted optima and repeats itself."""
+"""Evolution stays within rule and limits, finds planted optima and is reproducible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule of NOS against brute force, and what it asks of architectures that other rules derive."""
+"""The rule of NOS against brute force, and its requirements on architectures derived by other rules."""
 
 from __future__ import annotations
 

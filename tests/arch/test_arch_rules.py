@@ -1,4 +1,4 @@
-"""Derivation rules against values computed by hand and against brute force."""
+"""Derivation rules against hand-computed values and brute force."""
 
 from __future__ import annotations
 

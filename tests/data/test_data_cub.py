@@ -1,4 +1,4 @@
-"""CUB-200-2011 in its official layout, in small."""
+"""A small CUB-200-2011 in its official layout."""
 
 from __future__ import annotations
 

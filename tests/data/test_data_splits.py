@@ -1,4 +1,4 @@
-"""Laws of splits: disjoint, complete, stratified, seeded, and the same for ever."""
+"""Laws of splits: disjoint, complete, stratified, seeded, and stable across versions."""
 
 import pytest
 import torch

@@ -82,7 +82,7 @@ class Twice:
         self.seconds = time.perf_counter() - began
 
     def start(self, folder: Path, options: dict[int, Any] | None = None, size: int = 2) -> list[Any]:
-        """Rank 1 is given a folder of its own, in which it must never write."""
+        """Rank 1 is given a separate folder, to which it must never write."""
 
         def arguments(rank: int) -> tuple[Any, ...]:
             out = folder if rank == 0 else self.not_for_writing(folder)

@@ -1,4 +1,4 @@
-"""`--device mps` where torch has it. No Apple GPU is at hand: its limits are imitated on the CPU."""
+"""`--device mps` if torch supports it. There is no Apple GPU: its limits are simulated on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA itself is replaced by a stand-in."""
+"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA is replaced by a stand-in."""
 
 from __future__ import annotations
 

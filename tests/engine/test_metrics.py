@@ -1,4 +1,4 @@
-"""Accuracies against sorting by hand; the first non-finite loss is kept."""
+"""Accuracies against explicit sorting; the first non-finite loss is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of NAS-Bench-201: reading, looking up, ranking, converting; on a made one, and the real one where it is."""
+"""The NAS-Bench-201 table: reading, look-up, ranking, converting; with synthetic and, if available, real data."""
 
 from __future__ import annotations
 

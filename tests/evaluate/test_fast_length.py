@@ -1,4 +1,4 @@
-"""What the recipe `fast` chooses by the length of a training, and times that do not include the start."""
+"""Settings that the recipe `fast` chooses by the length of a training run, and times without start-up."""
 
 from __future__ import annotations
 

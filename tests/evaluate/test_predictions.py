@@ -1,4 +1,4 @@
-"""What a training keeps of its answers on the test set, and Grad-CAM against its definition."""
+"""Stored test predictions of a training run, and Grad-CAM against its definition."""
 
 from __future__ import annotations
 

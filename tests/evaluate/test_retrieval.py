@@ -1,4 +1,4 @@
-"""Zero-shot retrieval: Proxy-NCA against its equation, Recall@k against brute force, and whole trainings."""
+"""Zero-shot retrieval: Proxy-NCA against its equation, Recall@k against brute force, and whole training runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training from scratch: schedules, what a run leaves, and that the test set is read once, at the end."""
+"""Training from scratch: schedules, the files of a run, and that the test set is read once, at the end."""
 
 import json
 import math
@@ -148,7 +148,7 @@ def test_a_training_step_is_the_plain_one(clip: float, smoothing: float, weight:
         assert extra is not None
         main = F.cross_entropy(out, y, label_smoothing=smoothing)
         (main + weight * F.cross_entropy(extra, y, label_smoothing=smoothing)).backward()
-        if weight == 0:  # then the tower takes no part at all: no gradient, no decay
+        if weight == 0:  # then the tower is ignored: no gradient, no decay
             for p in twin.auxiliary.parameters():
                 p.grad = None
         if clip:

@@ -1,4 +1,4 @@
-"""Trainings with a time instead of epochs, averaged weights, and the recipe for short budgets.
+"""Training with a time limit instead of epochs, averaged weights, and the recipe for short budgets.
 
 The clock is a fake: it moves when a test says so, so nothing here depends on the speed of a machine.
 """
@@ -445,7 +445,7 @@ nesterov optimiser plugins precision recipe schedule seed space_settings task th
 """
 FIRST_SETTINGS = set(FIRST_TEXT.split())
 FIRST_SIZES = {"bottleneck", "candidates", "cells_per_stage", "channels", "nodes", "share_features"}
-"""The settings of a training in NAS-Bench-201's space before trainings had a time. Later ones need a default in
+"""The settings of a training run in the NAS-Bench-201 space before time limits existed. Later ones need a default in
 `softcell.engine.checkpoint`."""
 
 

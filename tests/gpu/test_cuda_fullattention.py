@@ -1,4 +1,4 @@
-"""Both phases of a full-attention search on a CUDA device: recorded, never waiting, and side by side as alone."""
+"""Both phases of a full-attention search on a CUDA device: recorded, never waiting, unaffected by other searches."""
 
 from __future__ import annotations
 

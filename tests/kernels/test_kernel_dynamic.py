@@ -20,7 +20,7 @@ pytestmark = MARKS
 Sizes = tuple[int, int, int, int, tuple[int, ...]]
 # images, places, channels, compressed to, taps of each module
 CASES: list[Sizes] = [(2, 40, 16, 2, (9, 25)), (3, 35, 5, 1, (9, 9, 25)), (2, 64, 64, 8, (25,)), (1, 3, 33, 4, (1, 9))]
-# The three stages of a NOS search: five edges that leave a node, at the paper's batch size.
+# The three stages of a NOS search: five outgoing edges of a node, at the paper's batch size.
 LARGE: list[Sizes] = [(64, side * side, c, c // 8, (9,) * 5 + (25,) * 5) for c, side in ((16, 32), (32, 16), (64, 8))]
 
 

@@ -1,4 +1,4 @@
-"""Lite-Transformers side by side give what each gives alone."""
+"""Lite-Transformers that run together match separate ones."""
 
 import pytest
 import torch

@@ -90,7 +90,7 @@ def test_without_values_and_feed_forward_an_edge_is_two_norms_of_what_is_attende
     assert frozen == {"value.weight", "ffn.0.weight", "ffn.0.bias", "ffn.2.weight", "ffn.2.bias"}
 
 
-def test_absent_candidates_take_no_part() -> None:
+def test_absent_candidates_are_ignored() -> None:
     module, outputs = make(), maps((3, 8, 8))
     some = {k: outputs[k] for k in (0, 3)}
     output, attention = module(some)

@@ -1,4 +1,4 @@
-"""A method stays small: what one paper alone needs is a part, not a hook of every method."""
+"""The method interface stays small: behaviour needed by one paper is a part, not a hook of every method."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DrNAS: samples by their known moments, gradients by closed forms and the Beta distribution, the rest by hand."""
+"""DrNAS: samples by their moments, gradients by closed forms and the Beta distribution, hand-computed values."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_gradient_equals_that_of_torch_s_dirichlet() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_padding_and_single_candidates_take_no_part() -> None:
+def test_padding_and_single_candidates_are_ignored() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     c = torch.tensor([[1.5, 0.7, 99.0], [2.0, 99.0, 99.0]], dtype=torch.float64, requires_grad=True)
     gammas = torch.tensor([[3.0, 1.0, 50.0], [2.0, 50.0, 50.0]])

@@ -1,4 +1,4 @@
-"""EnTranNAS and EnTranNAS-DST against their equations: literal twins, laws over random numbers, values by hand."""
+"""EnTranNAS and EnTranNAS-DST against their equations: literal twins, random trials, hand-computed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regularised evolution: Algorithm 1 to the letter, ageing, tournaments, and what it finds beside random search."""
+"""Regularised evolution: a literal Algorithm 1, ageing, tournaments, and a comparison with random search."""
 
 from __future__ import annotations
 

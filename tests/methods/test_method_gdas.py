@@ -1,4 +1,4 @@
-"""GDAS: samples and gradients by hand, by statistics with a stated confidence, or written out literally."""
+"""GDAS: samples and gradients by hand-computed values, statistics with a stated confidence, or literal twins."""
 
 from __future__ import annotations
 

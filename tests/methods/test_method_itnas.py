@@ -1,4 +1,4 @@
-"""IT-NAS: attention against the literal twin, what takes part, selection from moments, margins, recomputation."""
+"""IT-NAS: attention against the literal twin, which candidates are tokens, selection, margins, recomputation."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""SNAS against its equations: written out literally, by statistics with a stated confidence, or by hand."""
+"""SNAS against its equations: literal twins, statistics with a stated confidence, or hand-computed values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_sample_is_the_softmax_of_perturbed_logits_equation_5() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_padding_takes_no_part_in_a_sample() -> None:
+def test_padding_is_ignored_in_a_sample() -> None:
     log_alpha = torch.zeros(TABLE.shape, dtype=torch.float64)
     log_alpha[~MASK] = 99.0
     log_alpha.requires_grad_()

@@ -64,7 +64,7 @@ def test_one_grouped_convolution_is_a_loop_over_samples(size: int, dilation: int
 
 
 class Subtracts(DynamicKernel):
-    """A user's own, which applies what it makes in its own way."""
+    """A custom calibration with its own `applied`."""
 
     def applied(self, base: Tensor, made: Tensor) -> Tensor:
         return base - made.mean((2, 3), keepdim=True)

@@ -1,4 +1,4 @@
-"""Context auto-regression: laws of the masks, the loss by hand, and what a decoder must do."""
+"""Context auto-regression: laws of the masks, the loss by hand-computed values, and requirements on a decoder."""
 
 from __future__ import annotations
 

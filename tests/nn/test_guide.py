@@ -1,4 +1,4 @@
-"""Attention transfer by hand, and a teacher that is frozen, shared and run once per batch."""
+"""Attention transfer by hand-computed values, and a teacher that is frozen, shared and run once per batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Searches with EnTranNAS and what their architectures go through afterwards, any in-degree included."""
+"""EnTranNAS searches and the use of their architectures, including any in-degree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Architectures for several budgets out of one search."""
+"""Architectures for several budgets from one search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, misfits messages."""
+"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, messages for mismatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient after one virtual weight step: against a closed form and against differences of the real thing."""
+"""The gradient after one virtual weight step: against a closed form and against finite differences."""
 
 import copy
 import itertools
@@ -166,7 +166,7 @@ def test_the_error_of_the_papers_difference_falls_with_the_square_of_epsilon() -
 
 
 @pytest.mark.parametrize("settings", [EXACT, Unrolling()], ids=["exact", "difference"])
-def test_unused_weights_and_logits_take_no_part(settings: Unrolling) -> None:
+def test_unused_weights_and_logits_are_ignored(settings: Unrolling) -> None:
     alpha, idle_alpha = randn(0, 3).requires_grad_(), randn(1, 2).requires_grad_()
     both, only_train, only_val, idle = (randn(seed, 3) for seed in (2, 3, 4, 5))
 

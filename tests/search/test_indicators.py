@@ -1,4 +1,4 @@
-"""Indicators on one supernet: what perturbation measures, attention on another method's supernet, ranks by hand."""
+"""Indicators on one supernet: perturbation, attention on another method's supernet, hand-computed ranks."""
 
 import itertools
 from collections.abc import Callable

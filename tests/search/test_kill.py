@@ -1,4 +1,4 @@
-"""Searches and trainings in real processes that are killed, interrupted, spoilt and resumed."""
+"""Searches and training runs in real processes that are killed, interrupted, damaged and resumed."""
 
 import json
 import shutil

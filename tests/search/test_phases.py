@@ -176,7 +176,7 @@ def test_phase_1_learns_from_any_folder_of_images(data: Path, tmp_path: Path) ->
 
 
 def test_phase_1_learns_only_from_some_classes(tmp_path: Path) -> None:
-    """The classes are drawn by the seed and recorded; phase 2 has all of them."""
+    """The classes are sampled from the seed and recorded; phase 2 uses all classes."""
     data = write_data(tmp_path / "five.npz", classes=5, train=40)
     both = recipe(data, pretrain={"epochs": 1, "classes": 2}, seed=1)
     assert (first_phase(both).classes, both.classes) == (2, None)

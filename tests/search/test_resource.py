@@ -1,4 +1,4 @@
-"""The resource penalty and budgets: by hand, on toys whose answer is known, and in whole searches of every method."""
+"""The resource penalty and budgets: hand-computed values, toys with known answers, and searches with every method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several seeds in one process: each search is the one it would have been alone."""
+"""Several seeds in one process: each search equals a separate one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search says of its supernet on the validation split, against a literal loop in evaluation mode."""
+"""Validation of a supernet against a literal loop in evaluation mode."""
 
 from __future__ import annotations
 

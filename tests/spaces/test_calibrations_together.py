@@ -1,4 +1,4 @@
-"""Cells run the calibrations that leave a node together; a step equals one module by module for every mix."""
+"""Cells run the outgoing calibrations of a node together; a step equals one module by module for every mix."""
 
 from __future__ import annotations
 

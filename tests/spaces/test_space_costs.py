@@ -1,4 +1,4 @@
-"""Costs of candidates against sums made by hand and against whole networks counted as they are."""
+"""Costs of candidates against hand-computed sums and counts of whole networks."""
 
 from __future__ import annotations
 

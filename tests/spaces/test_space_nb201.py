@@ -1,4 +1,4 @@
-"""The NAS-Bench-201 space: its networks have the parameters that the benchmark's table says."""
+"""The NAS-Bench-201 space: its networks have the parameters listed in the benchmark's table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE = "nb201_200epochs.csv.gz"
 
 
 def table_file() -> Path | None:
-    """The benchmark's table: where SOFTCELL_NB201 says, or beside the repository."""
+    """The benchmark's table: at SOFTCELL_NB201, or next to the repository."""
     given = os.environ.get("SOFTCELL_NB201")
     place = Path(given) if given else Path(__file__).parents[2].parent / "shared" / "data" / "nb201"
     file = place / TABLE if place.is_dir() else place

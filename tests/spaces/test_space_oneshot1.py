@@ -1,4 +1,4 @@
-"""NAS-Bench-1Shot1: three spaces, counted by three rules, with cells that concatenate as the paper's do."""
+"""NAS-Bench-1Shot1: three spaces, counted by three rules, with cells that concatenate as in the paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chain of ProxylessNAS: its layers, costs, skips, and how it meets small images and budgets."""
+"""The chain of ProxylessNAS: its layers, costs, skips, small images and budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study of the demo runs a seed once, and what the documentation says of it is what the record holds."""
+"""The study of the demo runs each seed once, and the documentation matches the record."""
 
 from __future__ import annotations
 

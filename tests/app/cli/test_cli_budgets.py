@@ -1,4 +1,4 @@
-"""Budgets of random searches and of random architectures beside a trained one, as a user sees them."""
+"""Budgets of random searches and of random architectures for comparison, from the user's point of view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input gives one line that says what is right, exit code 2 and no traceback."""
+"""Bad input gives a one-line error that states what is allowed, exit code 2 and no traceback."""
 
 from __future__ import annotations
 

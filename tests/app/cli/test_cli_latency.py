@@ -1,4 +1,4 @@
-"""`softcell latency`: which network is measured, and what is said about it."""
+"""`softcell latency`: which network is measured, and what is printed about it."""
 
 from __future__ import annotations
 

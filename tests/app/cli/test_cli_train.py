@@ -155,7 +155,7 @@ def test_a_training_run_uses_the_data_of_its_search_and_the_network_of_its_budge
 
 
 def test_settings_of_a_supernet_are_not_used_in_training(call: Softcell, searched: Path, tmp_path: Path) -> None:
-    """Otherwise trainings of one architecture would differ in settings that none of them uses."""
+    """Otherwise training runs of one architecture would differ in settings that none of them uses."""
     shared = ("--set", "space.share_features=true")
     assert call("search", *TINY, *shared, "--epochs", "1", "--out", "found", "-q").code == 0
     for name, source in (("a", "found"), ("b", searched)):

@@ -1,4 +1,4 @@
-"""`train --seeds`: each seed is the training it would be alone. `train --from`: weights of an earlier training."""
+"""`train --seeds`: each seed equals a separate run. `train --from`: weights of an earlier training run."""
 
 from __future__ import annotations
 

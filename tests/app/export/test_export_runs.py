@@ -1,4 +1,4 @@
-"""Trained runs written as files, from Python and the command line."""
+"""Exports of training runs, from Python and the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every registered space, and every candidate, exported and run beside the network: found by discovery."""
+"""Every registered space and candidate, exported and compared with the network; found by discovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`softcell export --to onnx-int8`: the int8 graph beside the float network, on real images."""
+"""`softcell export --to onnx-int8`: the int8 graph compared with the float network, on real images."""
 
 from __future__ import annotations
 

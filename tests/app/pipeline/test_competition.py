@@ -1,4 +1,4 @@
-"""The competition of a run: who enters, how long rounds are, who stays, who wins and why."""
+"""The competition of a run: which networks enter, how long rounds are, which stay, which wins and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a run: random architectures, late searches, the verdict, the least number of images."""
+"""Parts of a run: random architectures, late searches, the verdict, the minimum number of images."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds each; they have tests of their own."""
+    """These take seconds each and have separate tests."""
     whole = summary.export
 
     def export(source: Path, kind: str, *rest: Any, **named: Any) -> None:
@@ -415,7 +415,7 @@ def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
 def training(
     job: Any, monkeypatch: pytest.MonkeyPatch, steps_per_second: dict[str, float]
 ) -> tuple[list[str], list[float]]:
-    """Trainings of 10 steps per epoch, on a clock of their own: the networks trained, and the epochs of each."""
+    """Training runs of 10 steps per epoch, on a fake clock: the networks trained, and the epochs of each."""
     plan, trained, epochs = job.plan, list[str](), list[float]()
 
     def train(genotype: Any, recipe: Any, folder: Path, *, on_event: OnEvent, later: Any, **_: Any) -> Any:

@@ -32,7 +32,7 @@ class Screen:
     """Shows nothing; raises Ctrl-C at the final training of number `stop_at`."""
 
     def __init__(self, stop_at: int = 0) -> None:
-        self.stop_at, self.trainings = stop_at, 0
+        self.stop_at, self.num_training_runs = stop_at, 0
 
     def print(self, *lines: str) -> None: ...
 
@@ -42,8 +42,8 @@ class Screen:
 
     @contextmanager
     def job(self, heading: str) -> Iterator[OnEvent]:
-        self.trainings += heading.startswith("train")
-        if self.trainings == self.stop_at > 0:
+        self.num_training_runs += heading.startswith("train")
+        if self.num_training_runs == self.stop_at > 0:
             raise KeyboardInterrupt
         yield lambda event: None
 

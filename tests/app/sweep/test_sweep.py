@@ -292,7 +292,7 @@ def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.Monke
 def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU is pretended: the searches find none and run on the CPU, in turns all the same."""
+    """The GPU is simulated: the searches find none and run on the CPU, still interleaved."""
     from softcell.api import search
     from softcell.recipes import search_recipe
 
@@ -359,7 +359,7 @@ def test_only_searches_that_fit_together_share_a_process(tmp_path: Path, monkeyp
     assert not sharing(4, threads=1)  # the same job again: it failed before
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     launchers[4]._tried.clear()
-    assert not sharing(4, threads=1)  # on a CPU processes of their own are faster
+    assert not sharing(4, threads=1)  # on a CPU separate processes are faster
 
 
 def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path) -> None:
