@@ -1,4 +1,4 @@
-# Everything runs in .venv; PYTHON chooses the interpreter that makes it.
+# Everything runs in .venv, which is created with the interpreter PYTHON.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 
 .PHONY: help setup demo test lint types docs serve unit browser exhaustive integration bench clean
 
-help:  ## this list
+help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMP)  ## make the environment
+setup: $(STAMP)  ## create the environment
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## search cells on handwritten digits, draw one, test them against random cells
 	$(BIN)/softcell demo
 
-# Tests wait for files and child processes now and then: mypy and the documentation fill those gaps.
+# Tests sometimes wait for files and child processes; mypy and mkdocs run in parallel to use that time.
 test: lint  ## ruff, mypy, the documentation and pytest
 	@$(MAKE) --no-print-directory -j2 unit types docs
 
@@ -31,10 +31,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-docs: $(STAMP)  ## the documentation as a site in build/site; a warning is an error
+docs: $(STAMP)  ## build the documentation site in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-serve: docs  ## the same, at http://127.0.0.1:8000, where its search works
+serve: docs  ## serve it at http://127.0.0.1:8000, with working search
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 unit: $(STAMP) browser
@@ -48,11 +48,11 @@ browser:  ## install Chromium for the tests, where that is possible
 	  && { timeout 60 apt-get -qq update; timeout 300 apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1; } \
 	  || echo 'no chromium: the tests in a browser will be skipped'
 
-exhaustive: $(STAMP)  ## complete enumerations, minutes long
+exhaustive: $(STAMP)  ## run the long tests (complete enumerations, several minutes)
 	$(BIN)/python -m pytest -m exhaustive
 
-# Slurm comes from Debian's packages and Ray from PyPI; what cannot be installed is skipped with a reason.
-integration: $(STAMP)  ## sweeps on a real Slurm and a real Ray cluster on this machine, minutes long
+# Slurm comes from Debian packages and Ray from PyPI. Tests of anything that cannot be installed are skipped with a reason.
+integration: $(STAMP)  ## run sweeps on real Slurm and Ray clusters on this machine (several minutes)
 	@command -v slurmctld >/dev/null || test -x /usr/sbin/slurmctld \
 	  || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get -qq update \
 	  && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurmctld slurmd slurm-client munge; } \

@@ -23,7 +23,7 @@ from studies.runs import write_record
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """What is wrong with the options is said before anything is measured: exit code 2."""
+    """Wrong options are reported before anything is measured: exit code 2."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--paper", action="store_true", help="the papers' sizes instead of the small ones")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write(out: Path | None, threads: int, found: dict[str, Any], console: Console) -> None:
-    """The record, with what it was measured on."""
+    """The record, including the machine and versions."""
     if out is not None:
         write_record(out, "benchmarks", threads=threads, **found)
         console.print(f"written: {out}")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attention`: local attention beside its naive form and torch's own, time and memory in one run.
+"""`python -m benchmarks.attention`: local attention against its naive form and torch's, time and memory in one run.
 
 Forward and backward of one layer from queries, keys and values [batch, 3·width, side, side]: `ours` (on a GPU Triton
 kernels; elsewhere shifted views, on small maps products of matrices), `unfold` (all neighbourhoods copied by F.unfold),
@@ -37,9 +37,9 @@ from studies.runs import write_record
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values [n, 3·c, h, w] and embeddings [heads, d, extent] to [n, c, h, w]."""
 LARGEST = 8 * 1024**3
-"""Bytes of one copy beyond which a form is not tried."""
+"""Bytes of one copy beyond which an implementation is not tried."""
 LEAST_HEAD = 16
-"""Numbers of a head below which flex_attention does not run; zeros are added."""
+"""Smallest head dimension that flex_attention supports; smaller heads are padded with zeros."""
 
 
 def ours(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def unfolded(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def masked(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """torch's own attention over all pairs, those too far apart masked; no positions."""
+    """torch's attention over all pairs, with distant pairs masked; no positions."""
     q, k, v = (t.flatten(3).transpose(2, 3) for t in unpacked(packed, rows.shape[0]))
     height, width = packed.shape[-2:]
     reach = rows.shape[-1] // 2
@@ -78,7 +78,7 @@ def masked(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def flexed(packed: Tensor, rows: Tensor, columns: Tensor, *, compiled: bool = True) -> Tensor:
-    """torch's flex_attention; what rows and columns of a neighbour add is computed before, and read by score."""
+    """torch's flex_attention; the row and column terms of a neighbour are precomputed and looked up in the score."""
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = unpacked(packed, rows.shape[0])
@@ -114,7 +114,7 @@ def _compiled() -> Any:
 
 
 def _block_mask(height: int, width: int, reach: int, device: torch.device) -> Any:
-    """Which pairs of pixels are near; made once for each size, as it would be in use."""
+    """Which pairs of pixels are neighbours; created once for each size, as in real use."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def near(n: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ FORMS: dict[str, Form] = {"ours": ours, "unfold": unfolded, "masked": masked, "f
 
 
 def why_not(form: str, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> str | None:
-    """Why a form is not tried."""
+    """Why an implementation is not tried."""
     if form == "flex" and device.type != "cuda":
         return "not measured: no gradients on a CPU"
     pixels = side * side
@@ -162,7 +162,7 @@ def measure(form: Form, options: argparse.Namespace, side: int, extent: int, dev
         torch.autograd.grad(y.float().sum(), [packed, *embeddings], allow_unused=True)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        step()  # the first one compiles what has to be
+        step()  # the first call compiles
     watch = Stopwatch(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     with watch:
@@ -189,7 +189,7 @@ def tried(name: str, options: argparse.Namespace, side: int, extent: int, device
         return measure(FORMS[name], options, side, extent, device)
     except torch.OutOfMemoryError:
         return "out of memory"
-    except Exception as error:  # of torch's compiled form: whatever it raises is what a user would see
+    except Exception as error:  # any error of torch's compiled form is what a user would see
         if name != "flex":
             raise
         return f"not measured: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"

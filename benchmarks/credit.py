@@ -1,7 +1,7 @@
-"""`python -m benchmarks.credit`: what recording SNAS's credits costs, as a share of a search step.
+"""`python -m benchmarks.credit`: the cost of recording SNAS's credits, as a share of a search step.
 
-Two searches that differ in `method.record_credit` alone step in turns, so that their ratio holds whatever else the
-machine does; on a GPU the steps are recorded ones of real search tasks. Aimed at: at most 5% of a step.
+Steps of two searches that differ only in `method.record_credit` alternate, so that their ratio is robust to other load
+on the machine; on a GPU, captured steps of real search tasks are timed. Target: at most 5% of a step.
 
 python -m benchmarks.credit                                  # small size on this machine's device
 python -m benchmarks.credit --paper --precision bfloat16     # the paper's size
@@ -27,7 +27,7 @@ from softcell.search.steps import StepState
 from studies.runs import write_record
 
 LIMIT = 0.05
-"""What is aimed at, as a share of a step without credits."""
+"""Target, as a share of a step without credits."""
 WAYS = {"without": False, "with": True}
 
 
@@ -36,7 +36,7 @@ def case_of(base: Case, way: str) -> Case:
 
 
 def on_cpu(base: Case, rounds: int) -> dict[str, float]:
-    """Median milliseconds of processor time, which a busy machine does not change."""
+    """Median milliseconds of processor time, which does not depend on other load."""
     device = torch.device("cpu")
     data = batch(base, device)
     actors = {way: step_state(case_of(base, way), device, plain=False) for way in WAYS}
@@ -53,7 +53,7 @@ def _cpu_milliseconds(actors: StepState, data: tuple[Tensor, Tensor], device: to
 
 
 def on_gpu(base: Case, rounds: int, precision: str) -> dict[str, float]:
-    """Median milliseconds of recorded steps, drop-path and resource penalty included, as in the paper."""
+    """Median milliseconds of captured steps, including drop-path and resource penalty, as in the paper."""
     from benchmarks.gpu import made_data, made_search, next_milliseconds, started
     from softcell.engine.capture import WARMUP
     from softcell.engine.session import open_session

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.entrannas`: a search step of EnTranNAS beside one of our own DARTS, in one run.
+"""`python -m benchmarks.entrannas`: a search step of EnTranNAS compared with our DARTS, in one run.
 
-Same space, batch and device; step time and peak memory as shares of DARTS's. On a GPU steps are those of real search
-tasks, recorded, with an architecture that rests (a derivation that has just changed runs its first steps unrecorded).
+Same space, batch and device; step time and peak memory relative to DARTS. On a GPU, captured steps of real search
+tasks are timed with a fixed architecture (a derivation that has just changed runs its first steps eagerly).
 
 python -m benchmarks.entrannas            # small size on this machine's device
 python -m benchmarks.entrannas --paper    # 8 cells, 16 channels, 32×32 (on a CPU: minutes)
@@ -29,7 +29,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "entrannas-dst at its dense start, shared": ("entrannas-dst", {"share_features": True}),
 }
 LIMITS = {"entrannas, shared": 1 / 3, "entrannas, shared, bottleneck 4": 1 / 5}
-"""What is aimed at, as shares of DARTS."""
+"""Targets, relative to DARTS."""
 
 
 def case_of(base: Case, name: str, size: int) -> Case:
@@ -38,7 +38,7 @@ def case_of(base: Case, name: str, size: int) -> Case:
 
 
 def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Medians of steps timed in turns after one warm-up each; memory from a process of its own per variant."""
+    """Medians of alternating steps after one warm-up each; memory from a separate process per variant."""
     device = torch.device("cpu")
     cases = {name: case_of(base, name, size) for name in VARIANTS}
     data = batch(next(iter(cases.values())), device)
@@ -55,7 +55,7 @@ def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) 
     for name, case in cases.items():
         progress(f"memory of {name}")
         found[name] = {
-            # Time of the processor is what a busy machine does not change.
+            # Processor time does not depend on other load.
             "ms": 1e3 * statistics.median(t.cpu_seconds for t in timings[name]),
             "wall_ms": 1e3 * statistics.median(t.wall_seconds for t in timings[name]),
             "peak_mb": peak_megabytes(case, device, plain=False),
@@ -66,7 +66,7 @@ def on_cpu(base: Case, size: int, rounds: int, progress: Callable[[str], None]) 
 def on_gpu(
     base: Case, size: int, rounds: int, progress: Callable[[str], None], **engine: Any
 ) -> dict[str, dict[str, Any]]:
-    """Recorded steps of real search tasks, one after the other."""
+    """Captured steps of real search tasks, run sequentially."""
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
 

@@ -1,6 +1,6 @@
-"""What `python -m benchmarks` measures on a GPU: steps of searches and trainings, eager beside fast, in one run.
+"""The GPU measurements of `python -m benchmarks`: search and training steps, eager and fast, in one run.
 
-Steps are those of the real tasks, from the gathering of images to the optimisers; `plain` is the formulation of other
+Steps are those of the real tasks, from gathering images to the optimisers; `plain` is the formulation of other
 toolkits: one module per candidate, channels-first, float32, eager, without data.
 """
 
@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True, "engine": "graph", "precision": "float32"},
     "fused bf16": {"fused": True, "engine": "graph", "precision": "bfloat16"},
 }
-TRAININGS: dict[str, dict[str, Any]] = {
+TRAINING_MODES: dict[str, dict[str, Any]] = {
     "plain": {"engine": "eager", "precision": "float32", "fused": False, "channels_first": True},
     "modules": {"engine": "graph", "precision": "float32", "fused": False},
     "modules bf16": {"engine": "graph", "precision": "bfloat16", "fused": False},
@@ -56,7 +56,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def made_data(count: int = 4096, size: int = 32) -> Iterator[str]:
-    """Random images, by default of CIFAR's size, as a file."""
+    """A file of random images, CIFAR-sized by default."""
     rng = np.random.default_rng(0)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "random.npz"
@@ -89,7 +89,7 @@ def made_training(
 
 
 def started(task: Task) -> Iterator[Any]:
-    """Batches of a task that has begun its second epoch, in which every schedule is under way."""
+    """Batches of a task in its second epoch, in which every schedule is active."""
     task.begin_epoch(1)
     return cycle(list(task.batches(1, 0)))
 
@@ -97,9 +97,9 @@ def started(task: Task) -> Iterator[Any]:
 def measure(task: Task, rounds: int) -> dict[str, Any]:
     """Milliseconds, kernels and busy time of a step, and its memory.
 
-    `peak_gb`: most that tensors of a step occupy, in one that is not recorded yet. `held_gb`: what the process
-    keeps of the device while the recording is replayed: weights, the recording's own pool, what is cached.
-    `first_ms`: the very first step, in which kernels that no earlier run of this machine has left are compiled.
+    `peak_gb`: peak memory of the tensors in a step, before it is captured. `held_gb`: device memory held by the process
+    while the graph is replayed: weights, the graph's memory pool and caches.
+    `first_ms`: the very first step, which compiles kernels that are not cached from an earlier run.
     """
     batches = started(task)
     first = next_milliseconds(task, batches)
@@ -126,7 +126,7 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
 
 
 def _longest(events: list[Any], count: int = 25) -> list[dict[str, Any]]:
-    """The kernels that take most of a step, by name: what to look at next."""
+    """The kernels that take most of a step, by name: candidates for optimisation."""
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for e in events:
@@ -168,7 +168,7 @@ def plain(case: Case, session: Session) -> dict[str, Any]:
 
 
 def floor(case: Case, session: Session) -> dict[str, float]:
-    """Bytes of a bfloat16 step without any fusing, and how long this device takes to move them."""
+    """Bytes moved by a bfloat16 step without fusion, and how long this device takes to move them."""
     actors, data = step_state(case, session.device, plain=False), batch(case, session.device)
 
     def step() -> None:
@@ -182,7 +182,7 @@ def floor(case: Case, session: Session) -> dict[str, float]:
 
 
 def busy_share(task: Task, steps: int) -> float:
-    """The share of the time in which the device computes while a search loads, augments and steps."""
+    """The fraction of time in which the device computes while a search loads, augments and steps."""
     batches = started(task)
     for one in islice(batches, WARMUP + 3):
         task.step(one)
@@ -196,13 +196,13 @@ def busy_share(task: Task, steps: int) -> float:
     work()
     torch.cuda.synchronize()
     wall = time.perf_counter() - began
-    # By the profiler's own clock, which also slows the host down: the share of kernels in an unwatched run.
+    # The profiler slows the host down; this is the share of kernels without it.
     busy = sum(e.device_time for e in _kernels(work)) / 1e6
     return float(min(1.0, busy / wall))
 
 
 def together(data: str, case: Case, session: Session, count: int, seconds: float) -> float:
-    """Milliseconds per step of one search when `count` of them share the device, each with its own state."""
+    """Milliseconds per step of one search when `count` searches share the device, each with separate state."""
     states = [RunState(session.device) for _ in range(count)]
     tasks: list[tuple[RunState, Task, Iterator[Any]]] = []
     for state in states:
@@ -225,7 +225,7 @@ def together(data: str, case: Case, session: Session, count: int, seconds: float
 
 
 def forget() -> None:
-    """Gives back what earlier measurements left behind: recordings hang in cycles, and hold their memory."""
+    """Frees the memory of earlier measurements: captured graphs are in reference cycles, which keep their memory."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -254,7 +254,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
                 each = together(data, case, session, count, 3.0)
                 found["together"].append({"space": case.space, "searches": count, "ms_per_step": each})
                 say(f"{case.space}, {count} at once: {each:.2f} ms per step")
-        for name, settings in TRAININGS.items():
+        for name, settings in TRAINING_MODES.items():
             forget()
             task = made_training(data, session, notation.parse(DARTS_V2), recipe="cifar", **settings)
             row = measure(task, rounds)
@@ -266,7 +266,7 @@ def run(rounds: int, spaces: list[str], say: Callable[[str], None]) -> dict[str,
 
 
 def as_tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, columns and rows of what `run` found."""
+    """Title, columns and rows of the results of `run`."""
     steps = []
     for row in found["steps"]:
         first = next(r for r in found["steps"] if r["space"] == row["space"] and r["variant"] == "plain")

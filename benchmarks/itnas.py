@@ -1,8 +1,8 @@
-"""`python -m benchmarks.itnas`: memory and time of a search step of IT-NAS beside our own DARTS, in one run.
+"""`python -m benchmarks.itnas`: memory and time of a search step of IT-NAS compared with our DARTS, in one run.
 
-Same space, batch and device. Aimed at: at most 6% more memory than DARTS (paper: 9.0 against 8.5 GB), and with single
+Same space, batch and device. Targets: at most 6% more memory than DARTS (paper: 9.0 against 8.5 GB), and with single
 paths in the ProxylessNAS chain at most 20% more than SPOS (9.4 against 7.8 GB; mean over random paths). On a GPU these
-run module by module, like the paper's; beside them as they run by default: fused.
+run module by module, as in the paper, and also fused, as by default.
 
 python -m benchmarks.itnas                       # small size on this machine's device
 python -m benchmarks.itnas --space proxyless     # single-path training
@@ -27,10 +27,10 @@ from softcell.methods.itnas import HALVES
 from studies.runs import write_record
 
 LIMITS = {"itnas": 1.06, "itnas, single paths": 1.2}
-"""What is aimed at, as a share of the memory of the first variant."""
+"""Target, relative to the memory of the first variant."""
 BASE = "darts"
 Row = tuple[str, dict[str, Any]]
-"""A variant's name and what was measured of it."""
+"""A variant's name and its measurements."""
 CHAIN = [
     Case("proxyless", {"width": 0.5, "head": 256}, (3, 32, 32), 64),
     Case("proxyless", {}, (3, 224, 224), 64),
@@ -58,7 +58,7 @@ def cases_of(base: Case, size: int) -> dict[str, Case]:
 
 
 def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Medians of steps after one warm-up; memory from a process of its own per variant."""
+    """Medians of steps after one warm-up; memory from a separate process per variant."""
     device = torch.device("cpu")
     for name, case in cases.items():
         progress(name)
@@ -75,7 +75,7 @@ def on_cpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None])
 
 
 def on_gpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None], precision: str) -> Iterator[Row]:
-    """Recorded steps of real search tasks, one after the other; paths that are sampled in each step run eagerly."""
+    """Captured steps of real search tasks, run sequentially; sampled paths run eagerly."""
     from benchmarks.gpu import made_data, made_search, measure
     from softcell.engine.session import open_session
 
@@ -99,7 +99,7 @@ def on_gpu(cases: dict[str, Case], rounds: int, progress: Callable[[str], None],
                 "split": HALVES,
             }
             if name in SINGLE:
-                # Paths rarely repeat: trying algorithms for every new convolution would be most of the work.
+                # Paths rarely repeat: benchmarking algorithms for every new convolution would dominate the time.
                 torch.backends.cudnn.benchmark = False
             task = made_search(path, case, session, **settings)
             row = measure(task, rounds)
@@ -124,7 +124,7 @@ def _peaks(task: Any) -> Iterator[int]:
 
 
 def main() -> None:
-    again = "timed steps of each; 0: memory alone"
+    again = "timed steps of each; 0: only memory"
     parser = step_options("python -m benchmarks.itnas", __doc__, rounds=5, rounds_help=again)
     parser.add_argument("--space", default="darts", choices=["darts", "nb201", "proxyless"], help="which space")
     parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
@@ -148,7 +148,7 @@ def main() -> None:
             limit = LIMITS.get(name)
             met = None if limit is None else share <= limit
             rows.append({"name": name, **row, "memory_share": share, "aimed_at": limit, "met": met})
-            if options.out is not None:  # row by row: what is measured stays, whatever comes
+            if options.out is not None:  # row by row, so that measurements survive a later failure
                 write_record(options.out, "benchmarks.itnas", **about, precision=options.precision, rows=rows)
     table = Table(title=f"one search step, {cases[first]}, {device.type}, {threads} threads")
     for column in ("", "ms", "peak MB", f"of {first}", "aimed at"):

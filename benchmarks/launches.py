@@ -1,10 +1,10 @@
-"""How many operations a search step dispatches along the GPU's path, counted without a GPU.
+"""Counts the operations that a search step dispatches on the GPU code path, without a GPU.
 
     python -m benchmarks.launches
 
 Views and empty tensors launch nothing and are not counted. The features of a cell run as Triton kernels on a GPU; each
-counts as what it launches there, and nothing of its plain twin, which runs here instead. Operations on lists of tensors
-and sums in two stages count as one, so that a GPU launches a few per cent more.
+is counted with its launches there, and its plain twin, which runs here instead, is not counted. Operations on lists of
+tensors and two-stage sums count as one, so a GPU launches a few per cent more.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
     ),
     (_fused_cell, {"compose": 1, "compose_gradient": 1}),
 ]
-"""What each kernel's host function launches where it has something to do."""
+"""Launches of each kernel's host function when it has work to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)
-"""Operations that launch nothing though their schemas do not show it."""
+"""Operations that launch nothing, although their schemas do not show it."""
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def as_kernel(self, name: str, count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, which counts as `count` launches whatever runs in it."""
+        """The same function, counted as `count` launches."""
 
         def run(*arguments: Any, **more: Any) -> Any:
             if all(len(given) for given in arguments if isinstance(given, list | tuple | range)):
@@ -75,7 +75,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Local:
-    """Stands for the kernels of local attention: counts what they launch; what they compute is all zeros."""
+    """Stand-in for the local attention kernels: counts their launches and returns zeros."""
 
     def __init__(self, counter: _Counter) -> None:
         self._counter = counter
@@ -93,7 +93,7 @@ class _Local:
 
 
 class _Indicator:
-    """Stands for the kernels of the indicator token: counts what they launch, and computes by the twin."""
+    """Stand-in for the indicator token kernels: counts their launches and computes with the twin."""
 
     def __init__(self, counter: _Counter) -> None:
         self.forward = counter.as_kernel("indicate", 1, self._forward)
@@ -122,7 +122,7 @@ class _Indicator:
 
 
 class _Calibrate:
-    """Stands for the kernels that apply calibrations: counts what they launch, and computes by the twin."""
+    """Stand-in for the kernels that apply calibrations: counts their launches and computes with the twin."""
 
     def __init__(self, counter: _Counter) -> None:
         self.forward = counter.as_kernel("calibrate", 1, self._forward)
@@ -150,7 +150,7 @@ class _Calibrate:
 
 
 class _Dynamic:
-    """Stands for the kernels that make dynamic kernels: counts what they launch, and computes by the twin."""
+    """Stand-in for the kernels that compute dynamic kernels: counts their launches and computes with the twin."""
 
     def __init__(self, counter: _Counter) -> None:
         self.forward = counter.as_kernel("dynamic_kernels", 1, self._forward)
@@ -175,7 +175,7 @@ class _Dynamic:
 
 @contextmanager
 def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
-    """Cells on the CPU take the GPU's path; together: calibrations and blocks of attention too, else one by one."""
+    """Cells on the CPU take the GPU code path; together: also group calibrations and attention blocks."""
     with ExitStack() as stack:
         for module, counts in KERNELS:
             for name, count in counts.items():
@@ -205,7 +205,7 @@ def launches(case: Case, *, together: bool) -> Counter[str]:
     actors, data = step_state(case, device, plain=False), batch(case, device)
     counter = _Counter()
     with as_on_a_gpu(counter, together=together):
-        step(actors, data, case.regime)  # plans are made in the first
+        step(actors, data, case.regime)  # the first call creates the plans
         counter.found.clear()
         with counter:
             step(actors, data, case.regime)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.methods`: a search step of every method in its paper's space and size, on a GPU.
 
-Steps of real search tasks, one by one and recorded, in float32 and bfloat16, in one run; the very first step, in which
-kernels are compiled; and several searches that share the device.
+Steps of real search tasks, eager and captured, in float32 and bfloat16, in one run; the very first step, which
+compiles kernels; and several searches that share the device.
 
 python -m benchmarks.methods --rounds 20 --out record.json
 python -m benchmarks.methods --method nos --method fullattention
@@ -26,7 +26,7 @@ SPACE_OF = {
     "nos": "nos",
     "fullattention": "fullattention",
 }
-"""A space in which the method's paper searches."""
+"""The search space of the method's paper."""
 WAYS: dict[str, dict[str, Any]] = {
     "eager": {"engine": "eager", "precision": "float32"},
     "recorded": {"engine": "graph", "precision": "float32"},
@@ -36,7 +36,7 @@ AT_ONCE = 4
 
 
 def measured(method: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """What a step costs in every way, and in the last way when several searches share the device."""
+    """The cost of a step in every mode, and in the last mode when several searches share the device."""
     from benchmarks.gpu import forget, made_data, made_search, measure, together
     from softcell.engine.session import open_session
 
@@ -78,13 +78,13 @@ def main(arguments: list[str] | None = None) -> None:
     console, rows = Console(), list[dict[str, Any]]()
     table = Table(title="one search step (architecture and weights), batch 64, CIFAR size")
     times = [f"{way}, ms" for way in WAYS]
-    for column in ("", *times, "× eager", "busy ms", "kernels", "first, s", f"{AT_ONCE} at once, ms a step"):
+    for column in ("", *times, "× eager", "busy ms", "kernels", "first, s", f"{AT_ONCE} at once, ms per step"):
         table.add_column(column, justify="right" if column else "left")
     for method in options.method or SPACE_OF:
         rows.append(measured(method, options.rounds, options.seconds))
         table.add_row(*cells_of(rows[-1]))
         console.print(f"{method}: {rows[-1]['ways']['recorded bf16']['ms']:.1f} ms")
-        if options.out is not None:  # after each, so that a run that is stopped has measured something
+        if options.out is not None:  # after each, so that an interrupted run keeps its measurements
             write_record(options.out, "benchmarks.methods", threads=threads, rounds=options.rounds, rows=rows)
     console.print(table)
     if options.out is not None:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.onnx_file`: how long an ONNX file of a NOS network takes to write and to run, on one core.
+"""`python -m benchmarks.onnx_file`: time to export and to run the ONNX file of a NOS network, on one core.
 
 python -m benchmarks.onnx_file --cells 20 --channels 36 --rounds 6
 """

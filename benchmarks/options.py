@@ -1,4 +1,4 @@
-"""The options that benchmarks of a search step have in common."""
+"""Common options of the search-step benchmarks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def step_options(
     rounds_help: str = "timed steps of each",
     one_size: bool = False,
 ) -> argparse.ArgumentParser:
-    """doc: the benchmark's docstring, of which the first line says what it does.
+    """doc: the benchmark's docstring; its first line becomes the description.
 
-    one_size: for benchmarks that have no choice of size and precision.
+    one_size: for benchmarks without a choice of size and precision.
     """
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -38,7 +38,7 @@ def step_options(
 def machine(
     parser: argparse.ArgumentParser, options: argparse.Namespace, *, threads: int | None = None, least_rounds: int = 1
 ) -> tuple[torch.device, int]:
-    """The device and the number of CPU threads, which are set; wrong options are refused before anything is measured.
+    """Sets and returns the device and the number of CPU threads; wrong options are rejected before measuring.
 
     threads: for benchmarks without such an option.
     """

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.parity`: short real searches, eager in float32 beside the fast engine, over several seeds.
+"""`python -m benchmarks.parity`: short real searches, eager float32 against the fast engine, over several seeds.
 
 python -m benchmarks.parity --data-root DIR --out benchmarks/records/NAME.json
 
-The two ways differ in rounding only; after three epochs their losses and accuracies must not differ by more than seeds
-do. Every run is a process of its own, as a user would start it; eager ones wait for the host most of the time, so
-several run at once. `--beside RECORD` takes the ways it names from an earlier record of the same setting instead of
-running them again.
+The engines differ only in rounding; after three epochs their losses and accuracies must not differ by more than those
+of different seeds. Every run is a separate process, as a user would start it; eager runs are mostly bound by the host,
+so several run concurrently. `--beside RECORD` reuses the runs of an earlier record of the same setting instead of
+repeating them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def search(space: str, way: str, seed: int, images: int, options: argparse.Names
 
 
 def known(space: str, images: int, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The runs of `space` in the record given by --beside, which must be of the same size."""
+    """The runs of `space` in the record given by --beside, which must have the same size."""
     if options.beside is None:
         return {}
     record = json.loads(options.beside.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def known(space: str, images: int, options: argparse.Namespace) -> dict[str, lis
 
 
 def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Per metric and way: mean, spread, and the distance from eager in units of the two spreads together."""
+    """For each metric and engine: mean, spread, and the distance from eager in units of the combined spread."""
     rows = []
     for metric in METRICS:
         eager = [run[metric] for run in runs["eager"]]

@@ -1,6 +1,6 @@
-"""The plain formulation every other toolkit ships: one module per candidate and edge, a sum of products per edge.
+"""The plain formulation used by other toolkits: one module per candidate and edge, a sum of products per edge.
 
-It exists to be compared with: it runs the very modules of our supernet's own kind, shares nothing between edges,
+It is a baseline: it uses the same modules as our supernets, shares nothing between edges,
 multiplies zeros for `none`, and lets autograd keep every product.
 """
 
@@ -19,7 +19,7 @@ from softcell.spaces.edges import SpecOf
 
 
 class PlainCell(nn.Module):
-    """Every candidate of every edge as a module of its own."""
+    """Every candidate of every edge as a separate module."""
 
     def __init__(self, table: Table, inputs: int, spec_of: SpecOf) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PlainCell(nn.Module):
 
 
 def make_plain(supernet: Supernet) -> Supernet:
-    """Replaces every cell of a supernet by its plain formulation, with fresh weights."""
+    """Replaces every cell of a supernet with its plain formulation, with new weights."""
     cells = supernet.cells
     assert isinstance(cells, nn.ModuleList)
     for i, cell in enumerate(cells):

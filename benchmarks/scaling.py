@@ -1,8 +1,8 @@
 """`python -m benchmarks.scaling`: expected efficiency of a step on several GPUs. A model, not measured.
 
 Counted on this machine, for two ranks: the collectives of one step and their bytes. A step is that of a search, at the
-paper's size of the space, or of a training of DARTS_V2 (20 fused cells of 36 channels, auxiliary head). Given: the time
-of a step on one GPU (recorded ones by default, with their source), bandwidths and latencies of the links. From these,
+paper's size of the space, or of training DARTS_V2 (20 fused cells of 36 channels, auxiliary head). Given: the time
+of a step on one GPU (from records by default, with their source), bandwidths and latencies of the links. From these,
 ring all-reduces of n ranks take
 
     t(bytes) = 2 (n − 1) / n · bytes / bandwidth + 2 (n − 1) · latency
@@ -51,16 +51,16 @@ CPU = torch.device("cpu")
 RECORDS = Path(__file__).parent / "records"
 TRAINING, TRAINED = ("train", "darts"), {"cells": 20, "channels": 36}
 STEPS = (("darts", "darts"), ("snas", "darts"), ("entrannas-dst", "darts"), ("darts", "nb201"), TRAINING)
-"""Methods and spaces with a recorded time of a step on one GPU; and a training."""
+"""Methods and spaces with a recorded step time on one GPU, and training."""
 BACKWARD_SHARE = {"bilevel": 1 / 3, "single-level": 2 / 3}
 """Assumed share of the backward pass of the weights in a step: two thirds of a pass; bilevel steps have two passes.
 
-A training has one."""
+A training step has one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One sum over ranks of `num_bytes`; `hidden`: it is sent while a backward pass still runs."""
+    """One sum over ranks of `num_bytes`; `hidden`: it is sent while a backward pass is still running."""
 
     num_bytes: int
     kind: str
@@ -69,7 +69,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects `ranks` ranks: the slowest link of the ring, in bytes per second each way, and seconds per hop."""
+    """The link between `ranks` ranks: the slowest in the ring, in bytes per second each way, and seconds per hop."""
 
     name: str
     ranks: int
@@ -92,7 +92,7 @@ def ring_seconds(num_bytes: int, link: Link) -> float:
 def efficiency(
     collectives: Sequence[Collective], seconds: float, backward: float, link: Link, *, overlap: bool
 ) -> float:
-    """Expected share of the ideal speed; seconds: of a step on one GPU, backward: of the weights' backward pass."""
+    """Expected fraction of the ideal speed; seconds: of a step on one GPU, backward: of the weights' backward pass."""
     exposed = sum(ring_seconds(one.num_bytes, link) for one in collectives if not (overlap and one.hidden))
     if overlap:
         exposed += max(0.0, sum(ring_seconds(one.num_bytes, link) for one in collectives if one.hidden) - backward)
@@ -100,13 +100,13 @@ def efficiency(
 
 
 def paper_case(method: str, space: str) -> Case:
-    """A search of the paper's size on two small images: the bytes of a step do not depend on its batch."""
+    """A search of the paper's size on two small images: the bytes of a step do not depend on the batch."""
     recipe = resolve({"method": method, "space": space, "scale": "paper", "data": "cifar10"})
     return Case(space, recipe.space_settings, (3, 16, 16), 2, method, recipe.method_settings, recipe.regime)
 
 
 def counted(case: Case, norms: Norms, bucket_bytes: int) -> list[Collective]:
-    """The collectives of one search step. Cells run as fused programs, by the kernels' plain twins."""
+    """The collectives of one search step. Cells run fused, with the kernels' plain twins."""
     state = step_state(case, CPU, plain=False)
     state.world, state.norms = World(0, 2, 0, CPU), norms
     with _two_ranks(bucket_bytes) as found, norms_of(norms):
@@ -128,7 +128,7 @@ def counted_training(settings: dict[str, Any], norms: Norms, bucket_bytes: int) 
 
 @contextmanager
 def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
-    """Within this context there are two ranks and cells are fused; gives the list that receives collectives.
+    """A context with two ranks and fused cells; yields the list that collects collectives.
 
     The group is torch's fake one: its collectives do nothing.
     """
@@ -140,7 +140,7 @@ def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
     ending = False
 
     def cell(program: Derived, *given: Any, shared: bool = False) -> tuple[Tensor, Tensor]:
-        """Lists what the kernels send: the twin's backward pass sends twice the bytes."""
+        """Lists the messages of the kernels: the twin's backward pass sends twice the bytes."""
         if shared:
             forward, backward = norm_groups(program)
             sizes = [2 * (2 * program.channels * norms + 1) for norms in forward]  # a row of each of two ranks
@@ -176,7 +176,7 @@ def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
 
 
 def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
-    """The recorded time of a step on one GPU, fused, recorded and in bfloat16, and where it is from."""
+    """The recorded time of a fused, captured bfloat16 step on one GPU, and its source."""
     if (method, space) == TRAINING:
         file = "derived-h200-2026-11-18-second.json"
         (ms,) = [row["ms"] for row in json.loads((RECORDS / file).read_text())["steps"] if row["way"] == "fused"]
@@ -195,7 +195,7 @@ def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
 def modelled(
     method: str, space: str, norms: Norms, step_ms: float, source: str, connected: Sequence[Link], bucket_bytes: int
 ) -> dict[str, Any]:
-    """One search or training in numbers: bytes and collectives of a step, and the efficiency over every link."""
+    """Figures of one search or training run: bytes and collectives of a step, and the efficiency over every link."""
     seconds, passes = step_ms / 1e3, "single-level"
     if (method, space) == TRAINING:
         collectives = counted_training(TRAINED, norms, bucket_bytes)

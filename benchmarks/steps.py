@@ -1,8 +1,8 @@
-"""The cost of a search step (weight step + architecture step) beside the plain formulation.
+"""The cost of a search step (weight step + architecture step) compared with the plain formulation.
 
-Both run in turns in one process on the same inputs, so that their ratio holds whatever else the machine does; the
-median over rounds is reported. Peak memory comes from a fresh process per variant on the CPU, where the system only
-knows the largest size ever.
+Both alternate in one process on the same inputs, so that their ratio is robust to other load on the machine; the
+median over rounds is reported. On the CPU, peak memory comes from a fresh process per variant, because the system only
+records the overall peak.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from softcell.spaces import build_space
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One supernet under one method at one input size."""
+    """One supernet with one method at one input size."""
 
     space: str
     settings: dict[str, Any]
@@ -59,7 +59,7 @@ PAPER = [
 
 
 DRAWS = 12
-"""Steps that the memory of methods with random paths is averaged over."""
+"""Number of steps over which the memory of methods with random paths is averaged."""
 
 
 def step_state(case: Case, device: torch.device, *, plain: bool) -> StepState:
@@ -104,7 +104,7 @@ def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def step(actors: StepState, data: tuple[Tensor, Tensor], regime: str) -> None:
-    """One search step: of both parts from one batch, or of the architecture and then of the weights."""
+    """One search step: both parts on one batch, or first the architecture and then the weights."""
     if regime == "single-level":
         single_level(actors, *data)
     else:
@@ -119,7 +119,7 @@ def once(actors: StepState, data: tuple[Tensor, Tensor], device: torch.device, r
 
 
 def compare(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Medians of both formulations, timed in turns after one warm-up each, and their ratios."""
+    """Medians of both formulations, alternating after one warm-up each, and their ratios."""
     data = batch(case, device)
     actors = {name: step_state(case, device, plain=name == "plain") for name in ("plain", "softcell")}
     for actor in actors.values():
@@ -141,10 +141,10 @@ def compare(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
 
 
 def peak_megabytes(case: Case, device: torch.device, *, plain: bool) -> float:
-    """Peak memory of two steps in a process of its own; on the CPU less what an idle process needs."""
+    """Peak memory of two steps in a separate process; on the CPU minus that of an idle process."""
     request = json.dumps({"case": asdict(case), "device": device.type, "plain": plain})
     code = "import sys; from benchmarks.steps import report_peak; report_peak(sys.argv[1])"
-    # Freed tensors go back to the system at once: what the C library keeps for later does not count.
+    # Return freed tensors to the system immediately: memory cached by the C library must not count.
     surroundings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", code, request], capture_output=True, text=True, check=True, env=surroundings
@@ -170,7 +170,7 @@ def report_peak(request: str) -> None:
         with nullcontext() if planner is None else planner.following(planner.draw(number)):
             step(actors, data, case.regime)
         peaks.append((_resident("VmHWM") - before) / 1e3)
-    # Paths differ in size: their mean tells methods apart, not the largest that happened to be drawn.
+    # Paths differ in size: methods are compared by the mean, not by the largest sampled path.
     print(statistics.fmean(peaks) if drawn else max(peaks))
 
 

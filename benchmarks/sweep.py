@@ -1,9 +1,9 @@
-"""`python -m benchmarks.sweep`: a sweep whose searches share a GPU, against the same sweep one search after the other.
+"""`python -m benchmarks.sweep`: a sweep whose searches share a GPU, against the same sweep run sequentially.
 
-Both are `softcell sweep` in separate processes, after a short sweep that compiles the kernels. "sweep" is the time of
-the whole command, including the start of processes. "epochs" is the time of all epochs but the first, which records the
-step: the sum over searches that run one by one, and the longest of those that run at once. On a CPU searches do not
-share a process, and the result says nothing about a GPU.
+Both run `softcell sweep` in separate processes, after a short one that compiles the kernels. "sweep" is the time of
+the whole command, including process start-up. "epochs" is the time of all epochs but the first, in which steps are
+captured: the sum over sequential searches, and the longest of the concurrent ones. On a CPU searches do not share a
+process, and the result says nothing about a GPU.
 
 python -m benchmarks.sweep --jobs 4 --images 10000 --epochs 8 --out record.json
 python -m benchmarks.sweep --data cifar10 --data-root DIR --epochs 3
@@ -30,7 +30,7 @@ from studies.runs import write_record
 
 
 def sweep(folder: Path, plan: dict[str, Any], jobs: int) -> dict[str, Any]:
-    """Seconds of a sweep in `folder`, those of each search's epochs, and what the searches measured."""
+    """Seconds of a sweep in `folder`, those of each search's epochs, and the searches' metrics."""
     folder.mkdir()
     (folder / "plan.yaml").write_text(json.dumps(plan))
     began = time.perf_counter()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums bytes of tensors that go into and come out of operations; views move nothing."""
+    """Sums the bytes of input and output tensors of operations; views move nothing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ def traffic(step: Callable[[], object]) -> int:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second of a large copy on the device, read and written."""
+    """Bytes per second of a large copy on the device, read and written."""
     source = torch.empty(1 << 28, device=device)
     target = torch.empty_like(source)
     seconds: list[float] = []

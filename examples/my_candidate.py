@@ -1,4 +1,4 @@
-"""A candidate of your own, for every space that is given its name.
+"""A custom candidate operation, usable by name in every space.
 
     softcell search --plugin examples/my_candidate.py --set "space.candidates=[none, skip_connect, gated_conv_3x3]"
 
@@ -18,7 +18,7 @@ class GatedConv(nn.Module):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        # `affine` is False in search and True in the final network: pass it to every batch-norm.
+        # `affine` is False in search and True in the final network: pass it to every BatchNorm.
         self.conv = ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)
         self.gate = nn.Linear(spec.channels, spec.channels)
 

@@ -1,8 +1,8 @@
-"""A method of your own: DARTS's softmax, with a temperature that falls during the search.
+"""A custom method: DARTS's softmax with a temperature that decreases during the search.
 
     softcell search cooling --plugin examples/my_method.py --set method.final=0.2
 
-A method owns architecture parameters and nothing else. `relax` returns how candidates are mixed in the next step, and
+A method owns only the architecture parameters. `relax` returns how candidates are mixed in the next step, and
 `probabilities` the probability of each candidate, from which the space derives the architecture.
 `softcell.testing.check_method("cooling", space)` checks the contracts of methods.
 """
@@ -21,7 +21,7 @@ from softcell.methods import Masks, Method, Regime, logits_like, register_method
 
 @dataclass(frozen=True)
 class CoolingSettings:
-    """`initial` and `final`: the temperature of the first and of the last epoch."""
+    """`initial` and `final`: the temperature in the first and the last epoch."""
 
     initial: float = 2.0
     final: float = 0.5
@@ -30,7 +30,7 @@ class CoolingSettings:
 @register_method
 class Cooling(Method):
     name: ClassVar[str] = "cooling"
-    about: ClassVar[str] = "softmax with a falling temperature (example)"
+    about: ClassVar[str] = "softmax with a decreasing temperature (example)"
     regime: ClassVar[Regime] = "bilevel"
     Settings: ClassVar[type] = CoolingSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {"small": {"epochs": 8, "architecture": {"lr": 6e-3}}}

@@ -1,4 +1,4 @@
-"""A space of your own, a chain of layers that each choose an operation.
+"""A custom search space: a chain of layers that each choose an operation.
 
 Try `softcell search --plugin examples/my_space.py --space chain --set space.layers=6`.
 """
@@ -15,21 +15,21 @@ from softcell.spaces import MixedCell, Network, PickedCell, Space, Supernet, reg
 
 @register_space
 @dataclass(frozen=True)
-class ChainSpace(Space):  # softcell.testing.check_space(ChainSpace()) checks that it keeps its contracts
+class ChainSpace(Space):  # softcell.testing.check_space(ChainSpace()) checks its contracts
     name = "chain"
     layers: int = 4  # annotated fields are settings: --set space.layers=6
     channels: int = 8
     candidates: tuple[str, ...] = ("skip_connect", "nor_conv_3x3", "sep_conv_3x3", "max_pool_3x3")
 
-    def layout(self):  # layer i leads from node i to node i + 1: one table, read in one place of the network
+    def layout(self):  # layer i connects node i to node i + 1: one table, used at one site
         choices = tuple(Choice(i, i + 1, self.candidates) for i in range(self.layers))
         return Layout(self.name, (Table("chain", choices, (self.layers,)),), ("chain",), rule=StrongestEach())
 
-    def supernet(self, shape, num_classes):  # every candidate; batch-norm has no scale and shift while searching
+    def supernet(self, shape, num_classes):  # all candidates; BatchNorm has no scale and shift during the search
         cell = MixedCell(self.layout().tables[0], 1, lambda source: Spec(self.channels, affine=False))
         return ChainSupernet(self, shape, num_classes).surround(cell, self.channels)
 
-    def network(self, genotype, shape, num_classes, *, search_form=False, auxiliary=False):  # the picked ones alone
+    def network(self, genotype, shape, num_classes, *, search_form=False, auxiliary=False):  # only the chosen ones
         check_against(genotype, self.layout())
         if auxiliary:
             raise UserError("a chain has no auxiliary tower; set auxiliary=0")
@@ -38,7 +38,7 @@ class ChainSpace(Space):  # softcell.testing.check_space(ChainSpace()) checks th
         return network.surround(PickedCell(picked, 1, lambda source: spec, network.drop_path), self.channels)
 
 
-class Surrounded:  # the same names in supernet and network: weights move from one to the other by name
+class Surrounded:  # the same names in supernet and network: weights are copied by name
     def surround(self, cell, channels):
         self.stem, self.cell = nn.Conv2d(self.shape[0], channels, 3, padding=1), cell
         self.classifier = nn.Linear(channels, self.num_classes)

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the menu, notebooks as pages, the gallery, the API reference, links to files that are not pages."""
+"""mkdocs hooks: navigation, notebooks as pages, the gallery, the API reference, links to files that are not pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def by_name(page: Path) -> tuple[bool, str]:
 
 
 def on_config(config: Any, **_: Any) -> Any:
-    """Lists the pages of `docs/papers` and `docs/api` in the menu, so that a new page needs no other change."""
+    """Lists the pages of `docs/papers` and `docs/api` in the navigation, so that a new page needs no other change."""
     folders = {"Papers": "papers", "API reference": "api"}
     nav = []
     for entry in config.nav:
@@ -67,7 +67,7 @@ def notebook_page(notebook: dict[str, Any]) -> str:
 
 
 def commands() -> str:
-    """All commands with their arguments and options, as their help has them."""
+    """All commands with their arguments and options, as in their help."""
     from softcell.app.cli.main import COMMANDS, load_command
 
     parts = []
@@ -91,7 +91,7 @@ def settings() -> str:
     from softcell.spaces import SPACES
 
     parts = []
-    for title, kind in (("Searches", SearchRecipe), ("Trainings", TrainRecipe)):
+    for title, kind in (("Searches", SearchRecipe), ("Training", TrainRecipe)):
         parts += [f"## {title}", described(kind), "\n".join([HEAD, *rows_of(kind)])]
     for title, registry in (("Spaces", SPACES), ("Methods", METHODS)):
         parts.append(f"## {title}\n\nSet with `--set {title.lower()[:-1]}.NAME=VALUE`.")
@@ -153,7 +153,7 @@ def gallery() -> str:
 
 
 def genotypes(record: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All genotypes in a record, each with the method, settings and seed of the row around it."""
+    """All genotypes in a record, each with the method, settings and seed of its row."""
     if isinstance(record, dict):
         if record.get("format") == "softcell-genotype":
             yield ", ".join(dict.fromkeys(words)), record
@@ -171,7 +171,7 @@ MADE = {
     "<!-- all commands -->": commands,
     "<!-- all settings -->": settings,
 }
-"""Marks in pages, and what they are replaced by when the site is built."""
+"""Markers in pages, and the functions that generate their replacements when the site is built."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -1,7 +1,7 @@
-"""An extension of griffe: docstrings as they are written here become what mkdocstrings renders.
+"""A griffe extension that converts Softcell's docstrings to the format that mkdocstrings renders.
 
-`Example:` becomes the section that griffe calls `Examples:`, and lines such as `epochs: how many`, which explain a
-parameter or a field, become a list.
+`Example:` becomes griffe's section `Examples:`, and lines such as `epochs: how many`, which explain a parameter or a
+field, become a list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXPLAINED = re.compile(r"^(?P<names>\*{0,2}\w+(?:, \*{0,2}\w+)*): (?=\S)")
 
 
 def rendered(text: str, names: set[str]) -> str:
-    """A docstring as Google style and Markdown. names: the parameters or fields that it may explain."""
+    """A docstring in Google style and Markdown. names: the parameters or fields that it may explain."""
     lines: list[str] = []
     listed = False
     for line in text.splitlines():

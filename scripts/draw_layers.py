@@ -1,4 +1,4 @@
-"""Draw docs/images/layers.svg, the picture of the package's layers, from the order that tests/test_layers.py enforces.
+"""Draw docs/images/layers.svg, the diagram of the package's layers, from the order that tests/test_layers.py enforces.
 
 python scripts/draw_layers.py
 """
@@ -27,10 +27,10 @@ ABOUT = {
     "api": "search, train and export from Python",
     "app.report": "HTML reports, comparisons",
     "app.export": "ONNX, Python, safetensors",
-    "app.process": "the process of a command",
+    "app.process": "process set-up of a command",
     "app.progress": "bars and lines of running jobs",
-    "app.jobs": "one search or training, drawn",
-    "app.baseline": "random architectures beside a result",
+    "app.jobs": "one search or training run",
+    "app.baseline": "comparison with random cells",
     "app.sweep": "methods × spaces × seeds",
     "app.pipeline": "softcell run",
     "app.reproduce": "softcell reproduce: the papers' tables",
@@ -56,7 +56,7 @@ STYLE = """
 
 
 def picture(order: tuple[set[str], ...], core: set[str], ground: set[str]) -> str:
-    """The SVG. order: layers from the lowest up, those of one set beside each other; all may import `ground`."""
+    """The SVG. order: layers from the bottom up, those of one set side by side; all may import `ground`."""
     rows = [sorted(together, key=list(ABOUT).index) for together in reversed(order)]
     shell_rows = [row for row in rows if not set(row) <= core]
     core_rows = [["testing"]] + [row for row in rows if set(row) <= core]  # suites use all of the core
@@ -70,7 +70,7 @@ def picture(order: tuple[set[str], ...], core: set[str], ground: set[str]) -> st
         y += height + GAP
     height = BOX + 2 * PAD
     parts.append(_band("base", "ground", y, height))
-    parts += _row([", ".join(sorted(ground))], y + PAD, "ground-box", "importable from everywhere")
+    parts += _row([", ".join(sorted(ground))], y + PAD, "ground-box", "may be imported anywhere")
     y += height
     arrow = MARGIN + LABEL / 2 + 14
     parts.append(f'<path class="arrow" d="M {arrow} {MARGIN + PAD} V {y - PAD - 8}"/>')
@@ -81,7 +81,7 @@ def picture(order: tuple[set[str], ...], core: set[str], ground: set[str]) -> st
         f'transform="rotate(-90 {at})">imports</text>'
     )
     y += MARGIN
-    title = "Layers of Softcell. A module imports only from rows below its own; the core never imports the shell."
+    title = "Layers of Softcell. A module imports only from the rows below it; the core never imports the shell."
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y}" role="img" aria-label="{escape(title)}">\n'
         f"<style>{STYLE}</style>\n"

@@ -1,4 +1,4 @@
-"""Draw the pictures of README and documentation: a cell, a terminal and a report.
+"""Create the images in the README and the documentation: a cell, a terminal and a report.
 
 python scripts/draw_pictures.py        # needs chromium for the report
 """
@@ -20,7 +20,7 @@ WIDTH = 92
 
 
 def cell() -> str:
-    """The cells that DARTS found on CIFAR-10, from the record of the search."""
+    """The cells found by DARTS on CIFAR-10, from the record of the search."""
     from softcell.app.report import to_svg
     from softcell.arch import Genotype
 
@@ -30,7 +30,7 @@ def cell() -> str:
 
 
 def terminal() -> str:
-    """What a search prints."""
+    """The output of a search."""
     from rich.console import Console
     from rich.text import Text
 

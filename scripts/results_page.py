@@ -1,7 +1,7 @@
 """Write docs/results.md from the records in results/ and the plans of `softcell reproduce`.
 
-A table of a plan shows `results/<paper>/table-<number>.json` if there is one, else 'not measured'. Older records of the
-studies follow, each with its length; sentences about them get their numbers from the record.
+A table of a plan shows `results/<paper>/table-<number>.json` if it exists, otherwise 'not measured'. Older records of
+the studies follow, each with its length; the numbers in the text about them come from the record.
 
 python scripts/results_page.py
 """
@@ -39,7 +39,7 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def share(figure: Figures | str, digits: int = 1) -> str:
-    """`66.5 ± 0.3 % (2)` from shares; a single value has no spread."""
+    """`66.5 ± 0.3 % (2)` from fractions; a single value has no spread."""
     if isinstance(figure, str):
         return figure
     mean = f"{100 * figure['mean']:.{digits}f}"
@@ -61,14 +61,14 @@ def made_with(found: Mapping[str, Any]) -> str:
 
 
 def published_cells(table: PaperTable) -> tuple[list[str], list[list[str]]]:
-    """The published numbers of a table, while nothing of it is measured."""
+    """The published numbers of a table of which nothing is measured yet."""
     headings, rows = table_cells(table, None)
     kept = [number for number, heading in enumerate(headings) if heading.startswith("paper")]
     return ["", "ours", *(headings[i] for i in kept)], [[row[0], NOT_MEASURED, *(row[i] for i in kept)] for row in rows]
 
 
 def plan_section(paper: Paper, table: PaperTable) -> str:
-    """One table of a plan: verdict, ours beside the published numbers, what is missing, the command."""
+    """One table of a plan: verdict, our numbers next to the published ones, unfinished runs, the command."""
     parts = [f"### Table {table.number}: {table.title}"]
     if table.missing:
         return "\n\n".join([*parts, f"{table.missing[0].upper()}{table.missing[1:]}."])
@@ -107,7 +107,7 @@ def snas() -> list[str]:
         for level, own in zip(("mild", "moderate", "aggressive"), weights["parameters"].values(), strict=True)
     )
     return [
-        f"**{epochs} of 150 epochs (Table 1's question).** Children of SNAS keep the accuracy of their supernets (mean "
+        f"**{epochs} of 150 epochs (cf. Table 1).** Children of SNAS keep the accuracy of their supernets (mean "
         f"difference {-max(lost):+.1f} to {-min(lost):+.1f} points); those of DARTS fall to {100 * darts:.1f} %. Two "
         f"seeds, `architecture.lr=0.003` instead of 0.0003, penalty on the expected cost. {made_with(found)} "
         f"({link(name)}).",
@@ -115,8 +115,8 @@ def snas() -> list[str]:
             ["", "supernet", "child", "child, recalibrated", "parameters (20 cells × 36)"],
             [*rows, ["paper: SNAS, mild, 150 epochs", "88.54 %", "90.67 %", "–", "2.9M"]],
         ),
-        f"**Sizes by level, {weights['rows'][0]['epochs']} epochs**: {sizes}; paper: 2.9M, 2.8M, 2.3M. The order is "
-        f"the paper's in the mean ({link(levels)}).",
+        f"**Sizes by level, {weights['rows'][0]['epochs']} epochs**: {sizes}; paper: 2.9M, 2.8M, 2.3M. On average the "
+        f"order matches the paper ({link(levels)}).",
     ]
 
 
@@ -154,15 +154,15 @@ def entrannas() -> list[str]:
     engines = record("entrannas/engines-digits.json")["summary"]
     gaps = ", ".join(f"{arm} {100 * own['gap_bn']['mean']:.1f}" for arm, own in engines.items())
     return [
-        f"**Searches of 50 epochs, one seed each, which is no result.** Nothing was trained from scratch (paper: "
+        f"**50-epoch searches; one seed each is not a result.** Nothing was trained from scratch (paper: "
         f"2.22 % error, 0.07 GPU-days). {made_with(found)} ({link(name)}).",
         markdown(["", "epochs", "supernet", "child, recalibrated", "minutes"], rows),
-        "**EnTranNAS-DST by schedule, λ and speed of the thresholds**, one seed each. The recipe (the first row) "
+        "**EnTranNAS-DST by schedule, λ and threshold speed**, one seed each. The recipe (the first row) "
         f"derives a network of {chosen['parameters'] / 1e6:.1f}M parameters, with "
-        f"{100 * chosen['derived_accuracy_bn']:.1f} % before any training of its own (its supernet: "
+        f"{100 * chosen['derived_accuracy_bn']:.1f} % before it is trained itself (its supernet: "
         f"{100 * chosen['supernet_accuracy_bn']:.1f} %, both recalibrated). No row was trained from scratch.",
-        markdown(["schedule", "λ", "speed", "epochs", "supernet", "parameters then", ""], stopped),
-        f"**Engines on digits**, 3 seeds: supernet less child, in points: {gaps} "
+        markdown(["schedule", "λ", "speed", "epochs", "supernet", "parameters", ""], stopped),
+        f"**Engines on digits**, 3 seeds, gap between supernet and child in points: {gaps} "
         f"({link('entrannas/engines-digits.json')}).",
     ]
 
@@ -181,8 +181,8 @@ def nos() -> list[str]:
     supernets = [record(name)["guided_less_unguided"]["search_accuracy"]["mean"] for name in _NOS]
     direction = " and ".join(f"{100 * gain['mean']:+.1f} ± {100 * gain['std']:.1f}" for gain in gains)
     return [
-        f"**Shorter runs (Table 4's question).** Guided supernets are better by {100 * min(supernets):.1f} to "
-        f"{100 * max(supernets):.1f} points, as in Figure 5. The networks found, trained at 8 cells × 16 channels, "
+        f"**Shorter runs (cf. Table 4).** Guided supernets are better by {100 * min(supernets):.1f} to "
+        f"{100 * max(supernets):.1f} points, as in Figure 5. The derived networks, trained at 8 cells × 16 channels, "
         f"differ by {direction} points (n = 2 each): undecided. {made_with(record(_NOS[0]))}.",
         markdown(["", "epochs: search, training", "supernet", "trained, test accuracy", "teacher", ""], rows),
         "Published: test error 3.44 % without and 2.53 % with guidance, 25 and 600 epochs, 20 cells × 36 channels.",
@@ -251,7 +251,7 @@ def fullattention() -> list[str]:
     behind = 100 * (means["alone"] - means["both"])
     word = "behind" if behind > 0 else "ahead of"
     return [
-        f"**Shorter runs (Table VII's question).** At equal cost the networks found with phase 1 are {abs(behind):.1f} "
+        f"**Shorter runs (cf. Table VII).** At equal cost the networks found with phase 1 are {abs(behind):.1f} "
         f"points {word} those found without it (n = 2 each; paper: 0.38 ahead). {made_with(found)} ({link(name)}).",
         markdown(["", "epochs: phases, training", "supernet", "trained, test accuracy"], rows),
         "Published: test error 4.08 % without and 3.70 % with phase 1, 20 + 50 and 500 epochs, 80 channels.",
@@ -261,8 +261,8 @@ def fullattention() -> list[str]:
 OTHERS = {
     "entrannas/dst-digits.json": "EnTranNAS-DST on digits by λ, 12 epochs, 3 seeds",
     "entrannas/sparsity-digits.json": "the same at a constant temperature, 5 seeds (older form)",
-    "entrannas/sparsity-nb201.json": "the same in NAS-Bench-201's space, 120 epochs, 3 seeds",
-    "itnas/readings-post-norm.json": "IT-NAS without the norm on tokens: other readings of the same attention, 3 seeds",
+    "entrannas/sparsity-nb201.json": "the same in the NAS-Bench-201 space, 120 epochs, 3 seeds",
+    "itnas/readings-post-norm.json": "IT-NAS without the norm on tokens: other aggregates of the attention, 3 seeds",
     "itnas/positions-digits.json": "IT-NAS on digits: content against position encodings, 3 seeds × 2 orders",
     "nos/dynamic-digits.json": "NOS on digits: why dynamic convolutions are rarely picked, 3 seeds",
     "nos/dynamic-cifar10.json": "dynamic convolutions of NOS before the first step on CIFAR-10",
@@ -279,14 +279,14 @@ def page() -> str:
     parts = [
         "# Results",
         "<!-- Written by scripts/results_page.py from the records in results/; a test compares them. -->",
-        "Every table of the five papers, ours beside the published numbers. Ours are `mean ± std (n)`; columns that "
-        "begin with *paper* are printed in the papers, at their full length, and are never ours.",
+        "Every table of the five papers, with our numbers next to the published ones. Ours are `mean ± std (n)`; "
+        "columns that begin with *paper* are copied from the papers, at full training length, and are never ours.",
         f"**{len(complete)} of {len(tables)} tables are complete at the length of the protocol, {len(present)} have "
-        "been started.** What was measured so far is shorter and is listed under each paper with its length.",
+        "been started.** Measurements so far are shorter and are listed under each paper with their length.",
         "## Protocol",
-        "Fixed before the first run, printed with every plan and kept in every record:",
+        "Fixed before the first run, printed with every plan and stored in every record:",
         "\n".join(f"- {rule}" for rule in PROTOCOL),
-        "How to run it, in pieces and on several machines: [Reproducing a paper's tables](reproduce.md).",
+        "To run it in stages and on several machines, see [Reproducing a paper's tables](reproduce.md).",
     ]
     for paper in PAPERS.values():
         parts.append(f"## {paper.name}")
@@ -303,7 +303,7 @@ def page() -> str:
 
 
 def records() -> list[str]:
-    """All records of the papers and of the benchmark they share, by their path in `results/`."""
+    """All records of the papers and of their common benchmark, by path in `results/`."""
     files = [path for key in PAPERS for path in sorted((RESULTS / key).rglob("*.json"))]
     return [path.relative_to(RESULTS).as_posix() for path in [*files, *sorted((RESULTS / "nb201").glob("*.json"))]]
 

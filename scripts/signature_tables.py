@@ -1,4 +1,4 @@
-"""Write the tables of signatures in docs/extend.md from the code.
+"""Write the signature tables in docs/extend.md from the code.
 
 python scripts/signature_tables.py
 """
@@ -18,7 +18,7 @@ CLASSES = (Space, Method)
 
 
 def table(cls: type) -> str:
-    """Markdown rows of the public methods and properties that a class defines, abstract ones first."""
+    """Markdown rows for the public methods and properties of a class, abstract ones first."""
     members = [(name, member) for name, member in vars(cls).items() if not name.startswith("_")]
     shown = [(name, member) for name, member in members if _is_callable(member) or isinstance(member, property)]
     shown.sort(key=lambda item: not _is_abstract(item[1]))  # stable: otherwise in the order of the code
@@ -47,14 +47,14 @@ def _signature(name: str, member: Any) -> str:
 
 
 def _summary(member: Any) -> str:
-    """The first paragraph of the docstring; nothing where there is none."""
+    """The first paragraph of the docstring, or an empty string."""
     function = member.fget if isinstance(member, property) else member
     text = inspect.cleandoc(getattr(function, "__doc__", None) or "").partition("\n\n")[0]
     return text.replace("\n", " ").replace("|", "\\|")
 
 
 def written(page: str) -> str:
-    """The page with every table made again between its two markers."""
+    """The page with the table between each pair of markers regenerated."""
     for cls in CLASSES:
         begin, end = (f"<!-- {word} of {cls.__name__} -->" for word in ("signatures", "end"))
         before, found, rest = page.partition(begin)

@@ -1,1 +1,1 @@
-"""Longer experiments whose records lie in `results/`; each runs by one command, which resumes where it stopped."""
+"""Longer experiments with records in `results/`; each is one command, which resumes where it stopped."""

@@ -1,7 +1,7 @@
-"""`python -m studies.demo`: what does `softcell demo` claim with each seed, and in which time?
+"""`python -m studies.demo`: what does `softcell demo` claim for each seed, and how long does it take?
 
-Runs the demo as a user does, one process per seed, and gathers what it printed and measured. A seed that is finished in
-`--runs` is not run again.
+Runs the demo as a user would, one process per seed, and collects its output and measurements. A seed that is already
+finished in `--runs` is not run again.
 
 python -m studies.demo --runs DIR --seeds 0 1 2 3 4 --record results/demo/fresh.json
 """

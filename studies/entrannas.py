@@ -2,9 +2,9 @@
 
 For each: wall-clock time and GPU-days, parameters and multiply-adds of the network that would be trained, and on the
 validation split the accuracies of the supernet and of the derived network with the supernet's weights. Both are
-measured with the running statistics of BatchNorm that training left behind, and both with recalibrated ones: the gap is
-a difference on one basis (`studies.gap`). Drawings and a record go to `results/entrannas/`. Stop it at any time (or
-with --minutes); the same command resumes. What is unfinished is recorded as not measured.
+measured with BatchNorm's running statistics from training, and both with recalibrated ones, so that the gap compares
+like with like (`studies.gap`). Drawings and a record go to `results/entrannas/`. Stop it at any time (or
+with --minutes); the same command resumes. Unfinished searches are recorded as not measured.
 
 python -m studies.entrannas --data-root DIR                      # CIFAR-10, 50 epochs
 python -m studies.entrannas --data-root DIR --minutes 9          # one piece of it
@@ -39,7 +39,7 @@ from studies.runs import (
 
 METHODS = ("entrannas", "entrannas-dst", "darts")
 SHARED_SETTING = ("batch_size", "weights", "architecture", "epochs", "split")
-"""What DARTS takes over from EnTranNAS's recipe, so that they differ in method alone."""
+"""Settings that DARTS shares with EnTranNAS's recipe, so that they differ only in the method."""
 
 CURVE = ("epoch", "train_accuracy", "val_accuracy", "child_accuracy", "connections_normal", "connections_reduce")
 
@@ -64,7 +64,7 @@ def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchReci
 
 
 def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> dict[str, Any]:
-    """The numbers of one finished search; `gap` is that with stale statistics, `gap_bn` that with recalibrated ones."""
+    """The numbers of one finished search; `gap` uses stale statistics, `gap_bn` recalibrated ones."""
     results, genotype = manifest["results"], Genotype.load(folder)
     cost = evaluation_cost(genotype, options.data, options.data_root)
     gpus = manifest["hardware"]["gpus"] or []

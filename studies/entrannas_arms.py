@@ -1,8 +1,8 @@
-"""Searches by EnTranNAS or EnTranNAS-DST that differ in settings of the method alone: run, measure, record, print.
+"""EnTranNAS or EnTranNAS-DST searches that differ only in settings of the method: run, measure, record, print.
 
-Per epoch a row has temperature, accuracies, entropy and, for DST, connections per node, thresholds and the size of the
-network that would be derived; at the end parameters and multiply-adds of the evaluation network (20 cells and 36
-channels on CIFAR), accuracies of supernet and derived network on one basis (`studies.gap`), and the seconds.
+For each epoch a row has temperature, accuracies, entropy and, for DST, connections per node, thresholds and the size of
+the network that would be derived; at the end parameters and multiply-adds of the evaluation network (20 cells and 36
+channels on CIFAR), accuracies of supernet and derived network on the same basis (`studies.gap`), and the seconds.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ SIZE_EVERY = 5
 
 
 def arms_parser(module: str, doc: str | None, data: str) -> argparse.ArgumentParser:
-    """The options of such studies, which add their own --arms; data: the default dataset."""
+    """The common options of these studies, which add --arms; data: the default dataset."""
     names = ("seeds", "epochs", "batch_size", "scale", "precision", "engine", "set", "at_once")
     return study_parser(module, doc, *names, one_file=True, data=data)
 
 
 def recipe_of(method: str, settings: Mapping[str, Any], seed: int, options: argparse.Namespace) -> SearchRecipe:
     given = recipe_settings(options)
-    # The derived network is measured at the end alone.
+    # The derived network is measured only at the end.
     given |= {"method": method, "seed": seed, "child_every": 1000, "method_settings": dict(settings)}
     return resolve(layered(given, assignments(options.set)))
 
@@ -70,9 +70,9 @@ def recipe_of(method: str, settings: Mapping[str, Any], seed: int, options: argp
 def run_arms(
     module: str, method: str, arms: Mapping[str, Mapping[str, Any]], name: str, options: argparse.Namespace
 ) -> None:
-    """Runs what is left of all searches, in turns where they share a GPU, and writes and prints the record.
+    """Runs all unfinished searches, interleaved if they share a GPU, and writes and prints the record.
 
-    arms: settings of the method by the name of the arm. name: of the record, unless --out names another.
+    arms: settings of the method by name of the arm. name: of the record, unless --out names another.
     """
     stem = Path(options.data).stem
     options.out = options.out or Path(f"results/entrannas/{name}-{stem}.json")
@@ -107,7 +107,7 @@ def run_arms(
 
 
 def _progress(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The epochs that are done, with the size of the derived network in some of them."""
+    """The completed epochs, with the size of the derived network for some of them."""
     epochs, file = epochs_of(folder), folder / ARCHITECTURES
     derived = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     curve = []
@@ -122,7 +122,7 @@ def _progress(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _result(folder: Path, last: Mapping[str, Any], deadline: Deadline, options: argparse.Namespace) -> dict[str, Any]:
-    """What one finished search found."""
+    """The results of one finished search."""
     manifest, genotype = RunFolder.open(folder).manifest, Genotype.load(folder)
     results, cost = manifest["results"], evaluation_cost(genotype, options.data, options.data_root)
     counts = [len(cell.incoming(node)) for cell in genotype.cells.values() for node in cell.targets]
@@ -164,6 +164,6 @@ def _print(title: str, rows: list[dict[str, Any]], record: Path) -> None:
         )
     console = Console()
     longest = max((len(row["arm"]) for row in rows), default=0)
-    console.width = max(console.width, 90 + longest)  # a size that is cut off says nothing
+    console.width = max(console.width, 90 + longest)  # a truncated size is useless
     console.print(table)
     console.print(f"written: {record}")

@@ -1,8 +1,8 @@
 r"""`python -m studies.entrannas_dst`: which settings of EnTranNAS-DST find a network of a usable size.
 
-Every arm is EnTranNAS-DST with other settings of temperature, λ and thresholds; `studies.entrannas_arms` says what is
-recorded. Searches share one GPU. Stop it at any time (or with --minutes); the same command resumes. What is unfinished
-is recorded as not measured.
+Every arm is EnTranNAS-DST with different settings of temperature, λ and thresholds; see `studies.entrannas_arms` for
+the record. Searches share one GPU. Stop it at any time (or with --minutes); the same command resumes. Unfinished
+searches are recorded as not measured.
 
 python -m studies.entrannas_dst --data-root DIR --precision bfloat16 --arms exponential-0.1 exponential-0.3 \
     exponential-1 --seeds 3 --minutes 9           # settles the default's size on CIFAR-10; run it until all are done
@@ -18,7 +18,7 @@ from softcell.settings import assignments
 from studies.entrannas_arms import arms_parser, run_arms
 from studies.runs import entry
 
-# An arm writes out all settings that it is about, so that it means the same when a default changes.
+# An arm spells out its settings, so that it keeps its meaning when a default changes.
 ARMS: dict[str, dict[str, Any]] = {
     "constant-0.1": {"schedule": "constant", "sparsity": 0.1, "threshold_speed": 3.0},
     "constant-1": {"schedule": "constant", "sparsity": 1.0, "threshold_speed": 3.0},

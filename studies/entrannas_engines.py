@@ -1,8 +1,8 @@
 """`python -m studies.entrannas_engines`: which cells of EnTranNAS should be engines (the paper's Table 1 ablates this).
 
-Arms: the first or the last cell of each kind, all normal cells with the first reduction cell, all cells (a DARTS
-supernet with shared features and an annealed temperature), or cell numbers. `studies.entrannas_arms` says what is
-recorded. Stop it at any time (or with --minutes); the same command resumes.
+Arms: the first or the last cell of each type, all normal cells with the first reduction cell, all cells (a DARTS
+supernet with shared features and an annealed temperature), or cell numbers. See `studies.entrannas_arms` for the
+record. Stop it at any time (or with --minutes); the same command resumes.
 
 python -m studies.entrannas_engines --seeds 3                                               # digits, on a CPU
 python -m studies.entrannas_engines --data cifar10 --data-root DIR --precision bfloat16 --seeds 3 --minutes 9
@@ -21,7 +21,7 @@ ARMS = ("first", "last", "normal", "all")
 
 
 def engines_of(arm: str, sites: tuple[str, ...]) -> dict[str, Any]:
-    """The method's setting of an arm; sites: the kind of every cell, in order."""
+    """The method's setting for an arm; sites: the type of every cell, in order."""
     if arm in ("first", "last", "all"):
         return {"engines": arm}
     if arm == "normal":

@@ -1,7 +1,7 @@
 """`python -m studies.entrannas_sparsity`: how λ of EnTranNAS-DST controls the number of connections (Eq 11).
 
-Searches every λ with every seed, by default with the small recipe on digits, side by side on a GPU; thresholds,
-connections per node, sizes of the derived networks and accuracies with recalibrated BatchNorm go to a record. Stop it
+Runs a search for every λ and seed, by default with the small recipe on digits, concurrently on a GPU; thresholds,
+connections per node, sizes of the derived networks and accuracies with recalibrated BatchNorm are recorded. Stop it
 at any time (or with --minutes); the same command resumes.
 
 python -m studies.entrannas_sparsity --seeds 4
@@ -40,7 +40,7 @@ SUMMARY = ("connections_per_node", "mean_threshold", "parameters", "supernet_acc
 
 
 def measured(folder: Path, manifest: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> dict[str, Any]:
-    """What one finished search says about its topology, and the size of the network that would be trained."""
+    """The topology found by one finished search, and the size of the network that would be trained."""
     last, genotype = epochs_of(folder)[-1], Genotype.load(folder)
     cells, cost = genotype.cells, evaluation_cost(genotype, options.data, options.data_root)
     connections = {name: {str(node): len(cell.incoming(node)) for node in cell.targets} for name, cell in cells.items()}
@@ -82,7 +82,7 @@ def main() -> None:
     for weight in WEIGHTS:
         for seed in range(options.seeds):
             given: dict[str, Any] = {"method": "entrannas-dst", "seed": seed, "threads": 1}
-            given["child_every"] = 1000  # the derived network is measured at the end alone
+            given["child_every"] = 1000  # the derived network is measured only at the end
             given |= recipe_settings(options)
             if options.space is not None:
                 given["space"] = options.space

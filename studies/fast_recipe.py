@@ -1,8 +1,8 @@
-"""`python -m studies.fast_recipe`: which settings are best for short trainings, judged by held-out training images?
+"""`python -m studies.fast_recipe`: which settings are best for short training, judged by held-out training images?
 
-Each arm is the recipe `fast` with some settings changed, trained for the same number of epochs. Its images are the
-first `--images` of a random order of the dataset's training images, its accuracy that on the next `--held`; the
-dataset's test images are never read. Results are appended to a file of JSON lines; arms in it are not trained again.
+Each arm is the recipe `fast` with some settings changed, trained for the same number of epochs on the
+first `--images` of a random order of the dataset's training images and evaluated on the next `--held`; the
+dataset's test images are never read. Results are appended to a JSON lines file; arms in it are not trained again.
 
 python -m studies.fast_recipe --data cifar10 --data-root DIR --images 4000 --held 2000 --side 16 --epochs 8 \
     --arm base --arm "sgd optimiser=sgd lr=0.1 weight_decay=5e-4"
@@ -34,7 +34,7 @@ CELLS = {
     "residual": RESIDUAL,
     "found": "|nor_conv_3x3~0|+|nor_conv_1x1~0|nor_conv_3x3~1|+|skip_connect~0|nor_conv_3x3~1|avg_pool_3x3~2|",
 }
-"""The plain residual block, and a cell as searches find them."""
+"""The plain residual block, and a typical searched cell."""
 
 
 def write_subset(options: argparse.Namespace, file: Path) -> None:
@@ -63,7 +63,7 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
         "epochs": options.epochs,
         "holdout": 0.0,
         "flip": load(options.data, options.data_root).augment.flip,
-        "cutout": 0,  # arms name their own; the rule by epochs is what they are compared for
+        "cutout": 0,  # arms set their own cutout; the rule by epochs is what is being studied
         "seed": seed,
         "threads": 1,
         "space_settings": sizes,
@@ -88,7 +88,7 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
 
 
 def subset_parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options of studies on a part of a training set; doc: the docstring of the study."""
+    """The options of studies on part of a training set; doc: the docstring of the study."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="digits")
     parser.add_argument("--data-root")

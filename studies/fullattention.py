@@ -1,11 +1,11 @@
 """`python -m studies.fullattention`: does context auto-regression help the search? (Figure 6 a, b; Table VII)
 
-Arms at equal total cost on one dataset: `both` searches by context auto-regression for --first epochs without labels
+Arms at equal total cost on one dataset: `both` searches with context auto-regression for --first epochs without labels
 and then for --epochs on the target task; `alone` searches for --first + --epochs on the target task from random logits,
-`tied` does so in the space of cells. What each finds is trained equally long and measured on the test set. All of them
-run side by side on one GPU. Curves and record go to `results/fullattention/`. Stop it at any time (or with --minutes);
-the same command resumes. What is unfinished is recorded as not measured. Where the runs are gone, --searched takes
-finished searches from a record that is left and trains what they found.
+`tied` does so in the space of cells. All derived networks are trained for the same number of epochs and evaluated on
+the test set. All arms run concurrently on one GPU. Curves and record go to `results/fullattention/`. Stop it at any
+time (or with --minutes); the same command resumes. Unfinished runs are recorded as not measured. If the run folders are
+gone, --searched reads finished searches from a record and trains their networks.
 
 python -m studies.fullattention --data-root DIR --first 8 --epochs 12 --train-epochs 15 --channels 80 --minutes 9
 python -m studies.fullattention --data-root DIR --first 4 --epochs 7 --train-epochs 10 --channels 80 \\
@@ -70,7 +70,7 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
 
 
 def training_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What is set of the training of what was found."""
+    """Training settings of the derived network."""
     own: dict[str, Any] = {**common(options, seed), "epochs": options.train_epochs, "space_settings": {}}
     if options.channels is not None:
         own["space_settings"] = {"channels": options.channels}
@@ -88,7 +88,7 @@ def record_of(options: argparse.Namespace) -> Path:
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Runs or resumes all unfinished runs side by side until they are finished or the time is over."""
+    """Runs or resumes all unfinished runs concurrently until they are finished or the time is up."""
     deadline, starts = Deadline(options.minutes), []
     for seed in range(options.seeds):
         own = training_of(seed, options)
@@ -102,7 +102,7 @@ def run_all(options: argparse.Namespace) -> None:
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What one search and its training gave, or how far they have come."""
+    """The results of one search and its training run, or their progress."""
     row, place = (
         options.known.get((arm, seed)) or searched(arm, seed, options),
         folder_of(arm, seed, options) / "training",
@@ -116,7 +116,7 @@ def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def searched(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What one search gave, or how far it has come."""
+    """The results of one search, or its progress."""
     folder = folder_of(arm, seed, options)
     rows, before = epochs_of(folder), epochs_of(folder / FIRST)
     row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": [len(before), len(rows), 0]}
@@ -152,7 +152,7 @@ def summarise(rows: list[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]
 def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """Loss and accuracy of the searches on the target task, as means over finished seeds.
 
-    By epochs on that task (Figure 6 a, b), and by all epochs that were spent, those of phase 1 included.
+    By epochs on that task (Figure 6 a, b), and by all epochs, including those of phase 1.
     """
     for key in ("train_loss", "train_accuracy", "val_accuracy"):
         for name, counted in ((key, False), (f"{key}-by-cost", True)):
@@ -173,7 +173,7 @@ def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The arguments, each checked by itself."""
+    """The arguments, each checked separately."""
     parser = study_parser(
         "studies.fullattention",
         __doc__,
@@ -189,7 +189,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--channels", type=int, help="width of the trained networks; the recipe's by default")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["both", "alone"], help="what is compared")
     parser.add_argument(
-        "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all trainings"
+        "--set-training", action="append", default=[], metavar="KEY=VALUE", help="settings of all training runs"
     )
     parser.add_argument("--searched", type=Path, metavar="FILE", help="train what searches of this record found")
     options = parser.parse_args(arguments)
@@ -201,17 +201,17 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parsed(arguments)
-    # Read at once: the record that is written in the end may be the same file.
+    # Read now: the record written at the end may be the same file.
     options.known = {} if options.searched is None else known_of(options)
     try:
         run_all(options)
-    finally:  # what has been done is recorded, whatever the rest came to
+    finally:  # record finished runs even if others failed
         if options.known or any(options.runs.glob("*/run.json")):
             record(options)
 
 
 def record(options: argparse.Namespace) -> None:
-    """Writes and shows what there is so far."""
+    """Writes and prints the results so far."""
     options.out.mkdir(parents=True, exist_ok=True)
     rows = [measured(arm, seed, options) for seed in range(options.seeds) for arm in options.arms]
     summary = summarise(rows, options.arms)

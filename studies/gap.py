@@ -1,8 +1,8 @@
-"""A supernet and its derived network measured on one basis: same images, same precision, norms recalibrated for both.
+"""Measures a supernet and its derived network on the same basis: same images and precision, both norms recalibrated.
 
-A run's own `val_accuracy` uses the running statistics that training left behind, unless its method trains many cells,
-and `child_accuracy_bn` recalibrated ones. Their difference can mix two effects, so a study that reports a gap measures
-both networks here.
+A run's `val_accuracy` uses the running statistics from training, unless its method trains many cells,
+and `child_accuracy_bn` recalibrated ones. Their difference can mix two effects, so studies that report a gap measure
+both networks with this module.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FILE = "one-basis.json"
 def measure_gap(folder: Path, device: str, data_root: str | None) -> dict[str, float]:
     """Accuracies of a finished search on its validation split; BatchNorm is averaged over one epoch of training images.
 
-    Keys: `supernet_accuracy_bn`, `derived_accuracy_bn` and their difference `gap_bn`. The result is kept in the run's
-    folder, so that a study that is run again does not measure again.
+    Keys: `supernet_accuracy_bn`, `derived_accuracy_bn` and their difference `gap_bn`. The result is stored in the run's
+    folder, so that repeating a study does not repeat the measurement.
     """
     kept, finished = folder / FILE, RunFolder.open(folder).manifest["results"]["child_accuracy_bn"]
     if kept.is_file():
@@ -54,7 +54,7 @@ def measure_gap(folder: Path, device: str, data_root: str | None) -> dict[str, f
 
 
 def gap_or_not_measured(folder: Path, deadline: Deadline, device: str, data_root: str | None) -> dict[str, Any]:
-    """The same, or that it is not measured where no time is left: a run's own numbers are not on one basis."""
+    """The same, or 'not measured' if there is no time left: a run's own numbers are not comparable."""
     if deadline.passed:
         return dict.fromkeys(("supernet_accuracy_bn", "derived_accuracy_bn", "gap_bn"), NOT_MEASURED)
     return dict(measure_gap(folder, device, data_root))

@@ -1,8 +1,8 @@
-"""`python -m studies.inherit`: does a found network learn more if it starts from the weights of the supernet?
+"""`python -m studies.inherit`: does a derived network train better if it starts from the supernet's weights?
 
-A cell is searched, then trained with the recipe `fast`: once from random weights, once from those of the supernet
-(`softcell train --from SEARCH`), with the same width as the supernet. Searches and trainings see the first `--images`
-of a random order of the dataset's training images; accuracies are those on the next `--held`, which neither has seen.
+A search finds a cell, which is trained with the recipe `fast`: once from random weights, once from the supernet's
+(`softcell train --from SEARCH`), with the same width as the supernet. Searching and training use the first `--images`
+of a random order of the dataset's training images; accuracies are measured on the next `--held`, which neither uses.
 The dataset's test images are never read.
 
 python -m studies.inherit --data cifar10 --data-root DIR --images 1500 --held 2000 --side 16 --record inherit.jsonl
@@ -27,11 +27,11 @@ from softcell.spaces import build_space
 from studies.fast_recipe import subset_parser, write_subset
 
 ARMS: dict[str, dict[str, Any]] = {"random": {}, "supernet": {}, "supernet, half the rate": {"lr": 0.05}}
-"""Settings over those of the recipe; all but the first arm start from the supernet."""
+"""Settings that override the recipe; all arms except the first start from the supernet."""
 
 
 def found_by_search(options: argparse.Namespace, subset: Path, folder: Path, seed: int) -> dict[str, Any]:
-    """Searches as `softcell run` does on a CPU: SNAS in NAS-Bench-201's space without `none`."""
+    """Searches like `softcell run` on a CPU: SNAS in the NAS-Bench-201 space without `none`."""
     candidates = [op for op in build_space("nb201").candidates if op != "none"]  # type: ignore[attr-defined]
     sizes = {"cells_per_stage": 1, "channels": options.channels, "candidates": candidates}
     given = {
@@ -82,7 +82,7 @@ def main() -> None:
     parser = subset_parser(__doc__)
     parser.add_argument("--channels", type=int, default=8)
     parser.add_argument("--search", type=int, default=20, help="epochs of the search")
-    parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20], help="epochs of the trainings")
+    parser.add_argument("--epochs", type=int, nargs="+", default=[5, 20], help="epochs of the training runs")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()

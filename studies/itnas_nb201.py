@@ -1,12 +1,12 @@
 """`python -m studies.itnas_nb201`: NAS-Bench-201 searches by several methods in one setting, looked up and ranked.
 
 IT-NAS, SNAS, DARTS (first order) and EnTranNAS search with the same supernet, data, batch size and weight optimiser, 50
-epochs on CIFAR-10, all side by side on one GPU. What they found is looked up in the table of trained architectures
-(IT-NAS, Table 5), and so is the cell of every epoch (Figure 2). On each supernet of IT-NAS and DARTS attention, alpha
-and perturbation are compared with the table by Kendall's tau-b per edge (Figures 3, 6-8), beside Zero-Cost-PT.
+epochs on CIFAR-10, all concurrently on one GPU. Their cells are looked up in the table of trained architectures
+(IT-NAS, Table 5), and so is the cell of every epoch (Figure 2). On each IT-NAS and DARTS supernet, attention, alpha
+and perturbation are compared with the table by Kendall's tau-b per edge (Figures 3, 6-8), along with Zero-Cost-PT.
 
-Stop it at any time (or with --minutes); the same command resumes. Methods and seeds may come in several commands: the
-record keeps what earlier ones finished, also where their run folders are gone. It is written when the searches end and
+Stop it at any time (or with --minutes); the same command resumes. Methods and seeds may be split over commands: the
+record keeps earlier results, even if their run folders are gone. It is written when the searches end and
 after every supernet that was measured, so that nothing is lost. What is unfinished is not measured.
 
 python -m studies.itnas_nb201 --data-root DIR --table nb201_200epochs.csv.gz --minutes 9
@@ -52,11 +52,11 @@ from studies.runs import (
 
 METHODS = ("itnas", "snas", "darts", "entrannas")
 AT_ONCE = 4
-"""Searches that share a GPU: eight would make a tenth more steps a second, but none of them would end before all do."""
+"""Searches that share a GPU: eight would run 10 % more steps per second, but all would finish only at the end."""
 RANKED = ("itnas", "darts")
 """The methods on whose supernets indicators are compared."""
 SHARED = ("batch_size", "weights", "epochs", "split", "drop_path", "child_every", "resource", "validate_every")
-"""What all methods take from IT-NAS's recipe, so that they differ in method and in nothing else."""
+"""Settings of IT-NAS's recipe that all methods share, so that they differ only in the method."""
 OWN = ("device", "threads", "precision", "engine", "data_root", "seed")
 """What may differ between searches that are compared."""
 PUBLISHED = {
@@ -65,18 +65,18 @@ PUBLISHED = {
     "darts": "39.77±0.00 54.30±0.00 15.03±0.00 15.61±0.00 16.43±0.00 16.32±0.00",
     "optimum": "91.61 94.37 73.49 73.51 46.77 47.31",
 }
-"""As Table 5 of IT-NAS prints them (six runs), in the order of `COLUMNS`; never ours."""
+"""As printed in Table 5 of IT-NAS (six runs), in the order of `COLUMNS`; never ours."""
 
 
 def recipe_of(method: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     given = layered({**recipe_settings(options), "space": "nb201", "seed": seed}, assignments(options.set))
     same = resolve({**given, "method": "itnas"}).to_dict()
     given |= {key: same[key] for key in SHARED}
-    if method == "itnas":  # memory is not what is studied
+    if method == "itnas":  # memory is not studied here
         given["method_settings"] = {"recompute": False, **given.get("method_settings", {})}
     else:
         given.pop("method_settings", None)  # --set method.…: IT-NAS's own
-        # What they derive does not come from a pass over the validation half: one now and then shows their progress.
+        # They do not derive from a pass over the validation half: an occasional pass shows their progress.
         given["validate_every"] = max(same["validate_every"], 10)
     return resolve({**given, "method": method})
 
@@ -86,7 +86,7 @@ def folder_of(method: str, seed: int, options: argparse.Namespace) -> Path:
 
 
 def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], options: argparse.Namespace) -> Any:
-    """One search: what it found and what the table says of it and of each epoch's cell; or how far it has come."""
+    """One search: its cell and the table's accuracies for it and for each epoch's cell; or its progress."""
     folder = folder_of(method, seed, options)
     epochs = epochs_of(folder)
     if not finished(folder):
@@ -108,7 +108,7 @@ def measured(method: str, seed: int, table: Nb201Table, before: dict[str, Any], 
 
 
 def readings(method: str, seed: int, table: Nb201Table, options: argparse.Namespace) -> dict[str, Any]:
-    """What other readings of the attention select; the rows of all cells and passes are kept beside the record."""
+    """The cells selected by other aggregates; the rows of all cells and passes are stored next to the record."""
     file = folder_of(method, seed, options) / READINGS
     if not file.is_file():
         return {}
@@ -119,7 +119,7 @@ def readings(method: str, seed: int, table: Nb201Table, options: argparse.Namesp
 
 
 def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, options: argparse.Namespace) -> Any:
-    """What indicators say on the supernet of a finished search [6][5] by name; computed once, kept in its folder."""
+    """Indicators on the supernet of a finished search [6][5] by name; computed once, stored in its folder."""
     folder = folder_of(method, seed, options)
     file = folder / "indicators.json"
     if "recipe" not in row or method not in RANKED:
@@ -127,7 +127,7 @@ def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, 
     if not file.is_file():
         if not (folder / "checkpoint.bin").is_file() or deadline.passed:
             return row.get("indicators", NOT_MEASURED)
-        # Own alpha or attention is there already; the other is trained on the frozen supernet.
+        # The method's own alpha or attention exists already; the other is trained on the frozen supernet.
         deadline.log(f"{folder.name}: indicators")
         found = compare_indicators(
             folder, NAMES, epochs=options.indicator_epochs, device=options.device, data_root=options.data_root
@@ -140,7 +140,7 @@ def indicators(method: str, seed: int, row: dict[str, Any], deadline: Deadline, 
 def read_before(
     record: Path, options: argparse.Namespace
 ) -> tuple[dict[tuple[str, int], dict[str, Any]], dict[str, Any]]:
-    """The finished rows of an earlier record, and what it knows of Zero-Cost-PT; they must come from one setting."""
+    """The finished rows of an earlier record, and its Zero-Cost-PT results; they must come from one setting."""
     if not record.is_file():
         return {}, {}
     try:
@@ -151,7 +151,7 @@ def read_before(
         if "recipe" not in row:
             continue
         wanted = recipe_of(row["method"], row["seed"], options).to_dict()
-        # Settings that are newer than the record have their defaults there, as in a run that is resumed.
+        # Settings newer than the record have their defaults, as in a resumed run.
         known = resolve(row["recipe"]).to_dict()
         other = [k for k, v in wanted.items() if k not in OWN and without_folders(v) != without_folders(known[k])]
         if other:
@@ -204,7 +204,7 @@ def _record(options: argparse.Namespace) -> Path:
 def write(
     table: Nb201Table, rows: list[dict[str, Any]], zero_cost: dict[str, Any], options: argparse.Namespace
 ) -> tuple[dict[str, Any], list[bench201.Benched]]:
-    """The record and the drawings of what there is; gives its summary and the finished searches."""
+    """Writes the record and the drawings; returns its summary and the finished searches."""
     runs = [bench201.from_dict(table, f"{row['method']}-{row['seed']}", row) for row in rows if "recipe" in row]
     methods = list(dict.fromkeys([*(row["method"] for row in rows), *options.methods]))
     summary = {
@@ -261,7 +261,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check_candidates(recipe: SearchRecipe) -> None:
-    """Raises where a search has other candidates than the table."""
+    """Raises if a search has different candidates from the table."""
     candidates = recipe.space_settings.get("candidates")
     if list(candidates or OPERATIONS) != list(OPERATIONS):
         raise UserError(f"the table has the candidates {', '.join(OPERATIONS)} in this order, got {candidates}")

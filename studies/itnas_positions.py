@@ -1,12 +1,12 @@
-"""`python -m studies.itnas_positions`: how much of IT-NAS's ranking position encodings alone explain.
+"""`python -m studies.itnas_positions`: how much of IT-NAS's ranking is explained by position encodings alone?
 
-After a search on NAS-Bench-201 cells the indicator is read three times from the same supernet and images: as it is,
-with all maps zeroed inside the attention (positions alone), and with every position replaced by their mean (content
-alone). Each search is repeated with the candidates in reverse order, so that a preference for a slot and one for a
-candidate can be told apart; how often winners agree over seeds says what agreement over orders could be at best.
+After a search on NAS-Bench-201 cells the indicator is read three times from the same supernet and images: unchanged,
+with all maps zeroed inside the attention (positions only), and with every position replaced by their mean (content
+only). Each search is repeated with the candidates in reverse order, to distinguish a preference for a slot from one for
+a candidate; how often winners agree over seeds is an upper bound for agreement over orders.
 
-Two variants have known answers. `noise`: on each of the six edges noise stands beside two useful operations, and must
-not be chosen. `planted`: one edge per cell, three candidates of noise and one that passes the image on.
+Two variants have known answers. `noise`: on each of the six edges, noise competes with two useful operations, and must
+not be chosen. `planted`: one edge per cell, three noise candidates and one that passes the image through.
 
 python -m studies.itnas_positions                            # digits, on a CPU: minutes
 python -m studies.itnas_positions --data cifar10 --data-root DIR --scale paper --seeds 3
@@ -46,7 +46,7 @@ class _Noise(nn.Module):
 
 
 class Read(ItMix):
-    """Runs the supernet as it is and notes the attention that one part of the tokens alone would give."""
+    """Runs the supernet unchanged and records the attention that one part of the tokens alone would give."""
 
     def __init__(self, method: ItNas, kind: str) -> None:
         super().__init__(method, method.selection.clear())
@@ -76,7 +76,7 @@ class Read(ItMix):
 
 @torch.no_grad()
 def read(folder: Path, device: str) -> tuple[dict[str, Tensor], float]:
-    """Indicators [choices, width] of the cell by kind, and how much of the spread of attention is between images."""
+    """Indicators [choices, width] of the cell by kind, and how much of the variance of attention is between images."""
     found = restore(folder, device=device)
     assert isinstance(found.method, ItNas)
     result, between = {}, 0.0
@@ -98,7 +98,7 @@ def read(folder: Path, device: str) -> tuple[dict[str, Tensor], float]:
 
 
 def compare(rows: dict[str, Tensor]) -> dict[str, float]:
-    """Mean tau-b over edges of each part with the whole, and the share of edges with the same winner."""
+    """Mean tau-b over edges between each part and the whole, and the fraction of edges with the same winner."""
     whole, result = rows["whole"], {}
     for kind in KINDS[1:]:
         taus = [float(kendalltau(a, b).statistic) for a, b in zip(whole, rows[kind], strict=True)]
@@ -146,7 +146,7 @@ def main() -> None:
 def study(
     task: str, names: tuple[str, ...], seed: int, order: str, options: argparse.Namespace, deadline: Deadline
 ) -> dict[str, Any]:
-    """One search and what its three readings say."""
+    """One search and its three readings."""
     space: dict[str, Any] = {"candidates": list(names)}
     if task == "planted":
         space["nodes"] = 2

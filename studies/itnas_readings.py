@@ -1,8 +1,8 @@
-"""`python -m studies.itnas_readings`: what other readings of the same attention would have selected in NAS-Bench-201.
+"""`python -m studies.itnas_readings`: cells that other aggregates of the same attention select in NAS-Bench-201.
 
-A search with IT-NAS writes the indicator token's rows of every cell to `attention.jsonl`, one line per pass over the
-validation half. Here each aggregate (`softcell.methods.itnas.attention`), of the last pass and of the mean over
-the passes of the last ten epochs, derives a cell, which is looked up and ranked against the table.
+An IT-NAS search writes the indicator token's rows of every cell to `attention.jsonl`, one line per pass over the
+validation half. Each aggregate (`softcell.methods.itnas.attention`), of the last pass and of the mean over
+the passes of the last ten epochs, derives a cell, which is looked up in the table.
 
 python -m studies.itnas_readings --table nb201_200epochs.csv.gz results/itnas/attention-cifar10-*.jsonl
 """
@@ -36,7 +36,7 @@ WHEN = ("last pass", f"last {WINDOW} epochs")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The passes that are in a file; one that was cut short while it was written is left out."""
+    """The passes in a file; an incomplete last line is skipped."""
     try:
         return [json.loads(line) for line in file.read_text("utf-8").split("\n")[:-1]]
     except (OSError, ValueError) as error:
@@ -51,7 +51,7 @@ def site_rows(lines: Sequence[Mapping[str, Any]]) -> SiteRows:
 
 
 def selected(table: Nb201Table, lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By aggregate and passes: the cell, its accuracies, its lead on the weakest edge, tau-b with the best cells."""
+    """By aggregate and passes: the cell, its accuracies, its smallest margin, tau-b with the best cells."""
     if not lines:
         return {}
     layout = build_space("nb201", {"candidates": OPERATIONS}).layout()

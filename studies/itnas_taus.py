@@ -1,4 +1,4 @@
-"""Indicators of one supernet set beside the table of NAS-Bench-201, for `studies.itnas_nb201`."""
+"""Compares the indicators of one supernet with the NAS-Bench-201 table, for `studies.itnas_nb201`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RANKED_BY = ("cifar10_valid", "cifar10_test")
 
 
 def rank(table: Nb201Table, found: Any) -> Any:
-    """Tau-b per edge of each indicator [6][5], by name, column and ranking; None where one tells nothing apart."""
+    """Tau-b per edge of each indicator [6][5], by name, column and ranking; None if one of them is constant."""
     if not isinstance(found, Mapping):
         return found
     layout = build_space("nb201", {"candidates": OPERATIONS}).layout()

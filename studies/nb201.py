@@ -2,18 +2,18 @@
 
 All searches use the supernet, data, batch size, weight optimiser and length of one recipe (IT-NAS's: 50 epochs, first
 order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
-look-up, but for those in `ON_REQUEST`. `random` trains cells by themselves and keeps the best on the validation half;
-beside every other arm is what `random` had found after the same number of seconds. `random cell` and `optimum` come
-from the table. GPU memory is that of one search, also where several share the GPU; its seconds are then divided by the
-number of searches at once. Kendall's tau per edge compares indicators with the table: the method's own, that of a
+look-up, except those in `ON_REQUEST`. `random` trains individual cells and keeps the best on the validation half; every
+other arm is compared with the result of `random` after the same number of seconds. `random cell` and `optimum` come
+from the table. GPU memory is that of one search, even if several share the GPU; its seconds are then divided by the
+number of concurrent searches. Kendall's tau per edge compares indicators with the table: the method's own, that of a
 selection by perturbation, with --indicators perturbation and discretisation on every trained supernet, and with
 --proxies Zero-Cost-PT on untrained ones.
 
-Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that a table can be collected by any number of
-commands on any number of machines. Stop a command at any time (or with --minutes); the same command resumes.
+Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that several commands and machines can fill the table
+together. Stop a command at any time (or with --minutes); the same command resumes.
 
 python -m studies.nb201 --data-root DIR --table nb201_200epochs.csv.gz --arms snas gdas --seeds 0 1 --minutes 9
-python -m studies.nb201 --table FILE --seeds        # the table of what there is, no search
+python -m studies.nb201 --table FILE --seeds        # only the table, no search
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "darts-partial-100": {"method": "darts", "epochs": 100, "space_settings": {"partial_channels": 4}},
     "itnas-fixed-values": {"method": "itnas", "method_settings": {"learned_values": False, "feed_forward": False}},
 }
-"""What differs between arms; the method is called as the arm where it is not named."""
+"""The settings of each arm; the method has the name of the arm unless it is given."""
 
 AUTHORS = ("gdas-released", "gdas-250", "beta-darts-100", "pc-darts-256", "darts-partial-100")
-"""Arms with what authors' code has in place of the common recipe.
+"""Arms that follow the authors' code instead of the common recipe.
 
 They were added after the look-up of seeds 0 and 1, where GDAS (75.3), PC-DARTS (88.4) and β-DARTS (93.7) were below
-their published means, to find out what explains it. Nothing in them was chosen by the table: GDAS's released gradient
+their published means, to find out why. Nothing in them was chosen using the table: GDAS's released gradient
 and its 250 epochs, β-DARTS's 100 epochs (λ grows half as fast), PC-DARTS's batches, and the partial channels without
 edge normalisation of DrNAS's repository, the one public form of PC-DARTS for this space.
 """
@@ -103,7 +103,7 @@ READINGS = ("itnas-fixed-values",)
 """Arms that test why IT-NAS is below its published mean; each has its prediction on IT-NAS's page."""
 
 ON_REQUEST = (*AUTHORS, *READINGS)
-"""Arms that run only where --arms names them."""
+"""Arms that run only if named by --arms."""
 
 RANKED_BY = "cifar10_test"
 """The accuracies that indicators are compared with, and those over the seconds of a search."""
@@ -135,7 +135,7 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     if own["method"] == "itnas":  # recomputing saves memory, which is not scarce here
         own["method_settings"] = {"recompute": False, **own.get("method_settings", {})}
     elif arm not in SEPARATE:
-        # Validation does not decide what these methods derive: a pass now and then shows their progress.
+        # Validation does not affect what these methods derive: an occasional pass shows their progress.
         shared["validate_every"] = max(common["validate_every"], 10)
     return resolve(layered(given, shared, own, assignments(options.set)))
 
@@ -147,7 +147,7 @@ def label(arm: str, seed: int, options: argparse.Namespace) -> str:
 def row_of(
     arm: str, seed: int, table: Nb201Table, options: argparse.Namespace, at_once: int = 1, memory: int | None = None
 ) -> dict[str, Any]:
-    """What a finished search found, with all that the table needs once its folder is gone.
+    """The results of a finished search, with everything the table needs once its folder is gone.
 
     Args:
         at_once: how many searches shared the device.
@@ -192,7 +192,7 @@ def _removals(selection: Mapping[str, Any] | None) -> list[list[float]] | None:
 
 
 def add_indicators(file: Path, folder: Path, deadline: Deadline, options: argparse.Namespace) -> None:
-    """Adds what perturbation and discretisation say of a search's supernet to its row, once."""
+    """Adds perturbation and discretisation on a search's supernet to its row, once."""
     row = json.loads(file.read_text("utf-8"))
     if row["arm"] in SEPARATE or "indicators" in row or deadline.passed or not (folder / "checkpoint.bin").is_file():
         return
@@ -204,14 +204,14 @@ def add_indicators(file: Path, folder: Path, deadline: Deadline, options: argpar
 
 
 def indicators_in(row: Mapping[str, Any]) -> dict[str, Any]:
-    """All indicators [6][5] of a row by name; rows of earlier versions have their method's alone."""
+    """All indicators [6][5] of a row by name; rows of earlier versions have only their method's."""
     selected = {"selection by perturbation": row.get("perturbation")}
     found = {"own": row["indicator"], **selected, **row.get("indicators", {})}
     return {name: values for name, values in found.items() if values is not None}
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """All rows that were ever measured, in the order of the arms and seeds."""
+    """All measured rows, ordered by arm and seed."""
     rows = [json.loads(file.read_text("utf-8")) for file in sorted(folder.glob("*.json"))]
     unknown = sorted({row["arm"] for row in rows} - {*ARMS})
     if unknown:
@@ -222,7 +222,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Per dataset and arm, over seeds: accuracies, device seconds, GPU memory, the mean Kendall's tau of its indicator.
 
-    `random`: what random search had found in the same seconds.
+    `random`: the result of random search after the same number of seconds.
     """
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -338,7 +338,7 @@ def main(arguments: list[str] | None = None) -> None:
     peaks: dict[Path, PeakMemory] = {}
     try:
         run_searches(jobs, deadline, options.device, at_once, peaks)
-    finally:  # whatever stops the searches, those that are done are kept
+    finally:  # keep finished searches, whatever stops the others
         for pair in left:
             folder = options.runs / label(*pair, options)
             if finished(folder):
@@ -384,7 +384,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _known_proxies(out: Path) -> dict[str, Any]:
-    """What an earlier command measured on untrained supernets."""
+    """Earlier measurements on untrained supernets."""
     file = out / "nb201.json"
     found: dict[str, Any] = json.loads(file.read_text("utf-8")).get("zero_cost", {}) if file.is_file() else {}
     return {name: one for name, one in found.items() if one != NOT_MEASURED}

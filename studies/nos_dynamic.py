@@ -1,6 +1,6 @@
 """`python -m studies.nos_dynamic`: why does a NOS search rarely pick dynamic convolutions?
 
-Searches that differ in the two dynamic candidates or in where the logits start:
+Searches that differ in the two dynamic candidates or in the initial logits:
 
     paper      Appendix A.1 as printed; logits start with deviation 1e-3
     box        the kernel is a mean over its k² taps, whatever the image: nothing of the generator is left
@@ -44,7 +44,7 @@ from studies.runs import NOT_MEASURED, Deadline, entry, finished, run_searches, 
 
 ARMS = ("paper", "box", "identity", "normal")
 IDENTITY = 6.0
-"""How far the centre tap starts above the others: e^6 / (e^6 + k² - 1) is 98% of a 3×3 and 94% of a 5×5 kernel."""
+"""Initial lead of the centre tap over the others: e^6 / (e^6 + k² - 1) is 98% of a 3×3 and 94% of a 5×5 kernel."""
 IMAGES = 32
 
 
@@ -98,7 +98,7 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
 
 
 def mean_by(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """The mean of the numbers that share a name."""
+    """The mean of the numbers with the same name."""
     found: dict[str, list[float]] = defaultdict(list)
     for name, value in pairs:
         found[name].append(value)
@@ -122,7 +122,7 @@ def unevenness(supernet: Supernet, weights: Mapping[str, Tensor], images: Tensor
 
 
 def at_start(recipe: SearchRecipe) -> dict[str, Any]:
-    """What a supernet of this recipe is like before its first step, on the first images of the training set."""
+    """The state of a supernet of this recipe before its first step, on the first images of the training set."""
     dataset = load(recipe.data, recipe.data_root, recipe.image_size)
     first = torch.arange(min(IMAGES, len(dataset.train)))
     images = normalise(dataset.train.fetch(first).cpu(), dataset.mean, dataset.std, torch.float32)
@@ -161,7 +161,7 @@ def at_start(recipe: SearchRecipe) -> dict[str, Any]:
 
 
 def _part(supernet: nn.Module, name: str) -> str:
-    """To which part of which kind of candidate a weight belongs."""
+    """The part and kind of candidate that a weight belongs to."""
     owner, layer, _ = name.rsplit(".", 2)
     module = supernet.get_submodule(owner)
     if isinstance(module, DynamicKernel):
@@ -172,7 +172,7 @@ def _part(supernet: nn.Module, name: str) -> str:
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What one search came to, or that it is not finished."""
+    """The results of one search, or that it is not finished."""
     folder = folder_of(arm, seed, options)
     if not finished(folder):
         return {"arm": arm, "seed": seed, "search": NOT_MEASURED}

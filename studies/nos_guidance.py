@@ -1,10 +1,9 @@
 """`python -m studies.nos_guidance`: guided against unguided search (NOS, Figure 5 and Table 4).
 
-One teacher is trained; with it and without, NOS searches with the same seeds for the same epochs, and every derived
-network is trained equally long. Searches and trainings run side by side on one GPU. Record and curves go to
-`results/nos/`. Stop it at any time (or with --minutes); the same command resumes. What is unfinished is recorded as not
-measured. Where the runs are gone, --searched takes finished searches from a record that is left and trains what they
-found.
+One teacher is trained; NOS searches with and without it, with the same seeds and epochs, and every derived
+network is trained for the same number of epochs. Runs share one GPU. Record and curves go to
+`results/nos/`. Stop it at any time (or with --minutes); the same command resumes. Unfinished runs are recorded as not
+measured. If the run folders are gone, --searched reads finished searches from a record and trains their networks.
 
 python -m studies.nos_guidance --data-root DIR --teacher resnet18 --teacher-epochs 30 --train-epochs 30 --minutes 9
 python -m studies.nos_guidance --data digits --teacher resnet18 --teacher-epochs 1 --search-epochs 1 --train-epochs 1
@@ -73,7 +72,7 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
 
 
 def teaching_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What is set of the teacher's training."""
+    """Training settings of the teacher."""
     own: dict[str, Any] = {"seed": 0}
     if options.teacher_epochs is not None:
         # The learning rate is divided by 10 twice. The paper does it nine times in 300 epochs; in a few epochs that
@@ -83,14 +82,14 @@ def teaching_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def training_of(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What is set of the training of a derived network."""
+    """Training settings of a derived network."""
     own: dict[str, Any] = {**common(options), "seed": seed}
     own |= {} if options.train_epochs is None else {"epochs": options.train_epochs}
     return layered(own, assignments(options.train_set))
 
 
 def teach(options: argparse.Namespace, deadline: Deadline) -> bool:
-    """Whether the teacher is there in the end."""
+    """Trains the teacher if necessary; whether it is available."""
     folder, given = teacher_of(options), teaching_of(options)
     if not finished(folder) and not deadline.passed:
         begun = (folder / "run.json").is_file()
@@ -100,9 +99,9 @@ def teach(options: argparse.Namespace, deadline: Deadline) -> bool:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises what any of the runs would raise for its settings: before the first, not after hours.
+    """Raises any error in the settings of the runs before the first one starts, not after hours.
 
-    Runs that are there already must be those of this study, even where there is no time to resume them.
+    Existing runs must belong to this study, even if there is no time to resume them.
     """
     resolve_teacher(options.teacher, teaching_of(options))
     if (teacher_of(options) / "run.json").is_file():
@@ -128,7 +127,7 @@ def all_taught(options: argparse.Namespace) -> bool:
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Runs or resumes all unfinished runs side by side until they are finished or the time is over."""
+    """Runs or resumes all unfinished runs concurrently until they are finished or the time is up."""
     check(options)
     deadline, starts = Deadline(options.minutes), []
     if not (all_taught(options) or teach(options, deadline)) or deadline.passed:
@@ -142,7 +141,7 @@ def run_all(options: argparse.Namespace) -> None:
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What one search and its training gave, or how far they have come."""
+    """The results of one search and its training run, or their progress."""
     row, folder = options.known.get((arm, seed)) or searched(arm, seed, options), folder_of(arm, seed, options)
     kept = ("accuracy", "split", "parameters", "multiply_adds", "seconds")
     drawing, title = options.out / f"{folder.name}.svg", f"{arm} on {options.data}, seed {seed}"
@@ -150,7 +149,7 @@ def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def searched(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What one search gave, or how far it has come."""
+    """The results of one search, or its progress."""
     folder = folder_of(arm, seed, options)
     rows = epochs_of(folder)
     row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs_done": [len(rows), 0]}
@@ -192,7 +191,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Guided less unguided at the same seed (Table 4's direction), for seeds of which both are measured."""
+    """Guided minus unguided for the same seed (cf. Table 4), for seeds with both measured."""
     found: dict[str, Any] = {}
     for name in MEASURES:
         by_seed = {(row["arm"], row["seed"]): value_of(row, name) for row in rows}
@@ -203,14 +202,14 @@ def differences(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def value_of(row: dict[str, Any], name: str) -> float | None:
-    """An accuracy of one row, None where it is not measured."""
+    """An accuracy of one row, or None if it is not measured."""
     part, key = MEASURES[name]
     value: float | None = None if row[part] == NOT_MEASURED else row[part][key]
     return value
 
 
 def draw(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Accuracy of the proxy network over the epochs (Figure 5), means over the seeds that have come so far."""
+    """Accuracy of the proxy network over the epochs (Figure 5), averaged over the seeds so far."""
     history: list[dict[str, Any]] = []
     labels = []
     for arm in ARMS:
@@ -237,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         runs=Path("runs/nos-study"),
         out=Path("results/nos"),
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of searches and trainings")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of searches and training runs")
     parser.add_argument("--scale", choices=("paper", "small"), help="by default the one that fits the data")
     parser.add_argument("--teacher", default="pyramidnet", help="pyramidnet or resnet18")
     parser.add_argument("--teacher-epochs", type=int, help="else the recipe's")

@@ -1,4 +1,4 @@
-"""Command-line options that studies share. Each study names those it uses and gives its own defaults."""
+"""Command-line options shared by the studies. Each study names the ones it uses and sets its defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def minutes(text: str) -> float:
-    """The value of --minutes; 0 records what there is and runs nothing."""
+    """The value of --minutes; 0 only writes the record and runs nothing."""
     try:
         found = float(text)
     except ValueError:
@@ -24,7 +24,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"default": "cifar10", "help": "dataset"},
     "data_root": {"help": "folder of named datasets"},
     "epochs": {"type": int, "help": "epochs of each search; the recipe's by default"},
-    "seeds": {"type": int, "default": 1, "help": "searches per arm; one alone is no result"},
+    "seeds": {"type": int, "default": 1, "help": "searches per arm; one is not a result"},
     "batch_size": {"type": int, "help": "batch size of each search; the recipe's by default"},
     "scale": {"help": "small or paper; by default the one that fits the data"},
     "device": {"default": "auto", "help": "auto, cpu or cuda"},
@@ -32,7 +32,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "engine": {"help": "auto, eager or graph: how steps are run"},
     "set": {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "settings of all searches"},
     "at_once": {"type": int, "help": "runs that share the device; all of them on a GPU, one elsewhere"},
-    "minutes": {"type": minutes, "help": "stop after this time (0: at once); the same command resumes"},
+    "minutes": {"type": minutes, "help": "stop after this time (0: immediately); the same command resumes"},
     "runs": {"type": Path, "help": "folder of the runs"},
     "out": {"type": Path, "help": "folder of the record and the drawings"},
 }

@@ -1,4 +1,4 @@
-"""Searches of an earlier record: what they found can be trained even where their run folders are gone.
+"""Searches from an earlier record: their networks can be trained even if the run folders are gone.
 
 A row of such a record has an `arm`, a `seed`, a `search` with its `recipe` and `genotype`, and `trained` with its
 `recipe`; each of the two last may be 'not measured'.
@@ -40,12 +40,12 @@ def recorded_searches(
     training_of: Callable[[int], Mapping[str, Any]],
     target: Path,
 ) -> Rows:
-    """The rows of a record whose search is finished; one that was not searched by these recipes is refused.
+    """The rows of a record with a finished search; searches with other recipes are rejected.
 
     Args:
-        recipes: what would be searched, by arm and seed; other rows of the record are left away.
-        training_of: the settings of the training for a seed. One by other settings counts as not measured.
-        target: where the new record goes; nothing that the old one has may be lost by it.
+        recipes: the requested searches, by arm and seed; other rows of the record are ignored.
+        training_of: the training settings for a seed. Training with other settings counts as not measured.
+        target: where the new record goes; it must not lose anything from the old one.
     """
     try:
         rows = {(row["arm"], row["seed"]): dict(row) for row in json.loads(file.read_text())["rows"]}
@@ -54,7 +54,7 @@ def recorded_searches(
         for (arm, seed), row in found.items():
             row["epochs_done"] = [int(number) for number in row["epochs_done"]]
             own, genotype = row["search"]["recipe"], Genotype.from_dict(row["search"]["genotype"])
-            # As the settings of a run that is resumed: those that came later have their defaults.
+            # As in a resumed run: newer settings have their defaults.
             if other := differing(resolve(own).to_dict(), recipes[arm, seed].to_dict()):
                 raise UserError(
                     f"{file} has {arm} with seed {seed} by another recipe: {', '.join(other)} differ; give the same "
@@ -79,13 +79,13 @@ def recorded_searches(
 
 
 def differing(recorded: Mapping[str, Any], recipe: Mapping[str, Any]) -> list[str]:
-    """The settings that differ from a record's, but for those that say where a run takes place."""
+    """The settings that differ from a record's, except those that say where a run takes place."""
     was, now = (_comparable(settings) for settings in (recorded, recipe))
     return sorted(key for key in {*was, *now} if was.get(key) != now.get(key))
 
 
 def _comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe without places; of a teacher the name of its folder or file is kept."""
+    """A recipe without locations; for a teacher, the name of its folder or file is kept."""
     found = {key: value for key, value in without_folders(recipe).items() if key not in WHERE}
     if (found.get("guide") or {}).get("teacher"):
         found["guide"] = {**found["guide"], "teacher": Path(found["guide"]["teacher"]).name}
@@ -93,10 +93,10 @@ def _comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_training(row: dict[str, Any], place: Path, kept: Sequence[str], drawing: Path, title: str) -> dict[str, Any]:
-    """A search's row with what its training in `place` gave, or how far that has come; what was found is drawn.
+    """A search's row with the results or progress of its training run in `place`; draws the architecture.
 
     Args:
-        kept: results of the training that are recorded.
+        kept: results of the training run to record.
     """
     if row["search"] == NOT_MEASURED:
         return row
@@ -122,11 +122,11 @@ def check_resumable(
 def remaining_steps(
     row: Mapping[str, Any] | None, recipe: SearchRecipe, folder: Path, given: Mapping[str, Any], deadline: Deadline
 ) -> Running[None]:
-    """What is left to do of a search and the training of what it finds, in `folder` and `folder/training`.
+    """The remaining work of a search and its training run, in `folder` and `folder/training`.
 
     Args:
-        row: the search, where a record has it.
-        given: settings of the training.
+        row: the search, if it is in a record.
+        given: training settings.
     """
     if row is None:
         yield from search_and_train(recipe, folder, folder / "training", given, deadline)

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """Asks a run to stop, as Ctrl-C would, once `minutes` have passed since it was made; None: never.
+    """Asks a run to stop, like Ctrl-C, once `minutes` have passed since it was created; None: never.
 
     `watching` a run also prints its progress to standard error.
     """
@@ -80,7 +80,7 @@ class Deadline:
 
 
 def run_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> dict[str, Any] | None:
-    """Runs a search, or what is left of it, in `folder`; gives its manifest once it is finished, else None."""
+    """Runs or resumes a search in `folder`; returns its manifest once it is finished, otherwise None."""
     drain(search_or_resume(recipe, folder, deadline))
     return RunFolder.open(folder).manifest if finished(folder) else None
 
@@ -92,12 +92,12 @@ def run_searches(
     at_once: int | None = None,
     peaks: dict[Path, PeakMemory] | None = None,
 ) -> None:
-    """Runs all searches that are not finished, or what is left of them, until they are or the time is over.
+    """Runs or resumes all unfinished searches until they are finished or the time is up.
 
     peaks: receives the GPU memory of each search by its folder; on a CPU it stays empty.
     """
     for recipe, folder in jobs:
-        matching_recipe(recipe, folder)  # all before the first, so that runs without time left are checked too
+        matching_recipe(recipe, folder)  # all before the first, so that runs without time left are also checked
     where = resolve_device(device)
     starts: list[Callable[[], Running[Any]]] = []
     for recipe, folder in jobs:
@@ -141,7 +141,7 @@ def _allocated_on(device: torch.device, reset: bool) -> tuple[int, int]:
 
 
 def in_turns(start: Callable[[], Running[T]], turn: AbstractContextManager[None]) -> Running[T]:
-    """A run with `turn` entered around everything that it does."""
+    """A run with `turn` entered around each of its turns."""
     running = start()
     advance: Callable[[], Steps[Any]] = partial(next, running)
     while True:
@@ -152,12 +152,12 @@ def in_turns(start: Callable[[], Running[T]], turn: AbstractContextManager[None]
             result: T = stop.value
             return result
         try:
-            advance = partial(running.send, (yield _steps_in_turns(steps, turn)))
+            advance = partial(running.send, (yield _interleaved_steps(steps, turn)))
         except BaseException as error:  # of a step: the run decides what becomes of it
             advance = partial(running.throw, error)
 
 
-def _steps_in_turns(steps: Steps[T], turn: AbstractContextManager[None]) -> Steps[T]:
+def _interleaved_steps(steps: Steps[T], turn: AbstractContextManager[None]) -> Steps[T]:
     while True:
         try:
             with turn:
@@ -169,7 +169,7 @@ def _steps_in_turns(steps: Steps[T], turn: AbstractContextManager[None]) -> Step
 
 
 def run_interleaved(starts: Sequence[Callable[[], Running[Any]]], device: str, at_once: int | None = None) -> None:
-    """Runs generators in turns. at_once: how many share the device; None: all of them on a GPU, one elsewhere."""
+    """Interleaves generators. at_once: how many share the device; None: all on a GPU, otherwise one."""
     where = resolve_device(device)
     with Interrupt(), loaded_once():
         found = interleave(starts, where, at_once or (len(starts) if where.type == "cuda" else 1))
@@ -183,14 +183,14 @@ def finished(folder: Path) -> bool:
 
 
 def matching_recipe(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
-    """The recipe that the search in `folder` was begun with, where there is one; another than `recipe` is refused."""
+    """The recipe that the search in `folder` was started with, if any; it must equal `recipe`."""
     if not (folder / "run.json").is_file():
         return recipe
     return stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
 
 
 def search_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[None]:
-    """A search, or what is left of it."""
+    """Runs or resumes a search."""
     begun, recipe = (folder / "run.json").is_file(), matching_recipe(recipe, folder)
     if not finished(folder) and not deadline.passed:
         yield from search_steps(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
@@ -199,21 +199,21 @@ def search_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> 
 def search_and_train(
     recipe: SearchRecipe, folder: Path, place: Path, given: Mapping[str, Any], deadline: Deadline
 ) -> Running[None]:
-    """A search in `folder` and, by the settings `given`, the training of what it finds in `place`."""
+    """A search in `folder` and, with the settings `given`, the training of its result in `place`."""
     yield from search_or_resume(recipe, folder, deadline)
     if finished(folder):
         yield from trained(Genotype.load(folder), place, given, deadline, folder.name)
 
 
 def matching_training(place: Path, given: Mapping[str, Any]) -> tuple[Genotype, TrainRecipe] | None:
-    """What is trained in `place` and how, None where nothing is; settings that contradict it are refused."""
+    """The architecture and recipe trained in `place`, or None; conflicting settings are rejected."""
     return stored_training(place, given) if (place / "run.json").is_file() else None
 
 
 def trained(genotype: Genotype, place: Path, given: Mapping[str, Any], deadline: Deadline, name: str) -> Running[None]:
-    """The training of an architecture, or what is left of it, in `place`, by the settings `given`."""
+    """Trains an architecture, or resumes its training, in `place`, with the settings `given`."""
     begun = matching_training(place, given)
-    # The recipe that was begun with is kept; another one, or another architecture, in the same place is refused.
+    # The recipe of the first start is kept; another recipe or architecture in the same place is rejected.
     kept, how = begun or (genotype, resolve_training(genotype, dict(given)))
     if (kept.space, kept.cells) != (genotype.space, genotype.cells):
         raise UserError(f"{place} holds the training of another architecture; take another folder by --runs")
@@ -233,7 +233,7 @@ def entry(main: Callable[[], None]) -> None:
 
 
 def training_results(place: Path, kept: Sequence[str]) -> dict[str, Any] | str:
-    """What is kept of a finished training, with its recipe and where it ran; else that it is not measured."""
+    """The recorded results of a finished training run, with its recipe and device; otherwise 'not measured'."""
     if not finished(place):
         return NOT_MEASURED
     manifest = RunFolder.open(place).manifest
@@ -242,7 +242,7 @@ def training_results(place: Path, kept: Sequence[str]) -> dict[str, Any] | str:
 
 
 def epochs_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of the epochs that are done."""
+    """The metrics of the completed epochs."""
     file = folder / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -263,7 +263,7 @@ def spread(values: list[float]) -> dict[str, float | int | None]:
 
 
 def write_record(path: Path, module: str, **content: Any) -> None:
-    """A record with date, versions, hardware, commit and the command that makes it; places are called DIR."""
+    """A record with date, versions, hardware, commit and the command that produces it; folders are called DIR."""
     command = ["python", "-m", module, *sys.argv[1:]]
     record = {"date": now(), **collect(), "command": command, **content}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def write_record(path: Path, module: str, **content: Any) -> None:
 
 
 def print_arms(title: str, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], record: Path) -> None:
-    """Searches and the trainings of what they found, arm by arm."""
+    """Searches and their training runs, arm by arm."""
     table = Table(title=title)
     for column in ("arm", "epochs done", "search, validation", "trained, test"):
         table.add_column(column, justify="right")

@@ -1,13 +1,13 @@
-"""`python -m studies.snas`: does a derived network need training? SNAS at three levels beside DARTS (Table 1).
+"""`python -m studies.snas`: does a derived network need training? SNAS at three levels compared with DARTS (Table 1).
 
-DARTS runs in three ways: first order (`darts`), second order (`darts-second-order`, the paper's) and on one level
-(`darts-single-level`), which learns from the same images and by the same steps as SNAS: what then differs is sampling.
+DARTS runs in three variants: first order (`darts`), second order (`darts-second-order`, the paper's) and single level
+(`darts-single-level`), which uses the same images and steps as SNAS, so that only sampling differs.
 
-The searches of a seed leave out the same 5,000 training images, on which they and their children are measured: derived
-networks with the supernet's weights and batch-norm statistics, as they are. Beside them, children after their
-statistics were recalibrated, and the parameters of the network that would be trained. All searches run side by side on
-one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes); the same command resumes it.
-What is unfinished is recorded as not measured.
+All searches with the same seed hold out the same 5,000 training images, on which they and their children are measured:
+derived networks with the supernet's weights and BatchNorm statistics unchanged. Also recorded: children with
+recalibrated statistics, and the parameters of the network that would be trained. All searches run concurrently on
+one GPU. Record and curves go to `results/snas/`. Stop it at any time (or with --minutes); the same command resumes.
+Unfinished searches are recorded as not measured.
 
 python -m studies.snas --data-root DIR --epochs 25 --minutes 9
 python -m studies.snas --data digits --epochs 2 --held 100 --scale small --seeds 1 --levels mild      # a rehearsal
@@ -58,7 +58,7 @@ def folder_of(arm: str, seed: int, options: argparse.Namespace) -> Path:
 
 
 def run_all(arms: list[str], options: argparse.Namespace) -> None:
-    """Runs or resumes all unfinished searches side by side until they are finished or the time is over."""
+    """Runs or resumes all unfinished searches concurrently until they are finished or the time is up."""
     jobs = [
         (recipe_of(arm, seed, options), folder_of(arm, seed, options)) for seed in range(options.seeds) for arm in arms
     ]
@@ -66,7 +66,7 @@ def run_all(arms: list[str], options: argparse.Namespace) -> None:
 
 
 def measured(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """What one search gave, or how far it has come."""
+    """The results of one search, or its progress."""
     folder = folder_of(arm, seed, options)
     rows = epochs_of(folder)
     row: dict[str, Any] = {"arm": arm, "seed": seed, "epochs": options.epochs, "epochs_done": len(rows)}

@@ -1,9 +1,9 @@
-"""`python -m studies.snas_levels`: how large are the cells that SNAS derives under each weight of the resource penalty?
+"""`python -m studies.snas_levels`: how large are the cells that SNAS derives for each weight of the resource penalty?
 
 The paper names three levels (Table 2: mild 2.9M, moderate 2.8M, aggressive 2.3M parameters) and prints no weights. Each
 arm is a search with one weight and one estimator. The table has the parameters of the evaluation network (20 cells, 36
 channels on CIFAR), the edges that end as `none` in each cell, and the accuracies of search and child. Searches share a
-GPU. Stop the study at any time (or with --minutes); the same command resumes. A search that is not finished shows the
+GPU. Stop the study at any time (or with --minutes); the same command resumes. An unfinished search shows the
 cells of its last epoch.
 
 python -m studies.snas_levels --data-root DIR --precision bfloat16 --epochs 15 --set architecture.lr=0.003 --minutes 9
@@ -51,7 +51,7 @@ def folder_of(weight: float, seed: int, options: argparse.Namespace) -> Path:
 
 
 def measured(weight: float, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The cells of a search's last epoch, and what they cost when trained."""
+    """The cells of a search's last epoch, and their cost at training size."""
     folder = folder_of(weight, seed, options)
     rows = epochs_of(folder)
     found: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
     python -m studies.zero_cost --table nb201.csv.gz --data cifar10 --data-root ~/data --cells 200
 
-Cells are drawn at random (seeds 0, 1, ...); networks have the benchmark's size. Nothing is chosen by the table.
+Cells are sampled at random (seeds 0, 1, ...); networks have the benchmark's size. Nothing is chosen using the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One thread per test process, since tensors here are small; the longest files first; the same start for every test."""
+"""One thread per test process, since tensors are small; the longest files first; equal initial state for every test."""
 
 import atexit
 import gc

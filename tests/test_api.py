@@ -44,7 +44,7 @@ def images_in_memory(count: int = 80) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Made(typing.NamedTuple):
-    """A search on images in memory with a training of its result, and the events of the search."""
+    """A search on images in memory with a training run of its result, and the events of the search."""
 
     found: api.SearchResult
     trained: api.TrainResult
@@ -90,7 +90,7 @@ def test_every_public_name_exists() -> None:
         assert getattr(api, name) is not None
 
 
-def test_images_in_memory_are_kept_beside_the_run_and_a_resumed_run_needs_no_arrays(made: Made) -> None:
+def test_images_in_memory_are_kept_next_to_the_run_and_a_resumed_run_needs_no_arrays(made: Made) -> None:
     recipe, images = made.found.recipe, images_in_memory()
     kept = list(made.found.folder.parent.glob("*.npz"))
     assert [Path(recipe.data_root or "") / recipe.data] == kept
@@ -176,7 +176,7 @@ def test_objects_replace_a_part_and_mappings_change_it() -> None:
         (TrainSettings, TrainRecipe, train_command, {"recipe", "data"}),
     ],
 )
-def test_typed_settings_are_those_of_recipe_and_command(typed: Any, recipe: Any, command: Any, own: set[str]) -> None:
+def test_typed_settings_match_recipe_and_command(typed: Any, recipe: Any, command: Any, own: set[str]) -> None:
     """`own` and the parameters of the functions that are no settings are declared in the functions themselves."""
     known = set(typed.__annotations__)
     for base in typing.get_type_hints(typed):

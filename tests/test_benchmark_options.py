@@ -1,4 +1,4 @@
-"""Wrong options of `python -m benchmarks`: said at once and with exit code 2, before anything is measured."""
+"""Wrong options of `python -m benchmarks`: reported with exit code 2 before anything is measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas", "methods", "sweep"])
-def test_so_are_those_of_every_benchmark(
+def test_options_of_every_benchmark_are_checked(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["benchmark", "--device", "tpu"])

@@ -1,4 +1,4 @@
-"""The model of several GPUs: its formula by hand, what it counts against the sizes of the tensors, its label."""
+"""The model of several GPUs: its formula by hand-computed values, its counts against tensor sizes, its label."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_ring_sends_twice_all_but_one_part_and_waits_at_every_hop() -> None:
     assert ring_seconds(0, Link("two", 2, 1e9, 1e-5)) == pytest.approx(2e-5)
 
 
-def test_efficiency_by_hand_without_and_with_overlap() -> None:
+def test_efficiency_matches_hand_computed_values_without_and_with_overlap() -> None:
     """12.06 ms are sent during the backward pass, 6.06 ms after it, 0.06 ms are statistics; a step takes 100 ms."""
     step = [Collective(8_000_000, "gradients", True), Collective(4_000_000, "gradients"), Collective(0, "norms")]
     assert efficiency(step, 0.1, 0.05, FOUR, overlap=False) == pytest.approx(100 / 118.18)
@@ -51,7 +51,7 @@ def test_two_machines_are_one_ring_over_the_network() -> None:
 
 
 @pytest.mark.parametrize("norms", ["local", "shared"])
-def test_counted_bytes_are_those_of_weights_architecture_and_statistics(norms: scaling.Norms) -> None:
+def test_counted_bytes_match_weights_architecture_and_statistics(norms: scaling.Norms) -> None:
     found = counted(SMALL, norms, 1000)
     state = step_state(SMALL, torch.device("cpu"), plain=False)
     tensors = [*state.supernet.parameters(), *state.method.parameters()]
@@ -65,7 +65,7 @@ def test_counted_bytes_are_those_of_weights_architecture_and_statistics(norms: s
 
 
 @pytest.mark.parametrize("norms", ["local", "shared"])
-def test_counted_bytes_of_a_training_are_those_of_weights_and_statistics(norms: scaling.Norms) -> None:
+def test_counted_bytes_of_a_training_run_match_weights_and_statistics(norms: scaling.Norms) -> None:
     sizes = {"cells": 3, "channels": 4}
     found = counted_training(sizes, norms, 2**30)
     network = build_space("darts", sizes).network(notation.parse(DARTS_V2), (3, 32, 32), 10, auxiliary=True)
@@ -86,7 +86,7 @@ def test_counted_bytes_of_a_training_are_those_of_weights_and_statistics(norms: 
     assert sum(statistics) == 4 * (6 * inside + 2 * groups + 8 * sum(outside) + 4 * len(outside))
 
 
-def test_default_times_are_those_of_the_records() -> None:
+def test_default_times_match_the_records() -> None:
     rows = json.loads((scaling.RECORDS / "methods-h200-2026-11-16.json").read_text())["rows"]
     (ms,) = [row["ways"]["recorded bf16"]["ms"] for row in rows if (row["method"], row["space"]) == ("snas", "darts")]
     assert recorded_ms("snas", "darts") == (ms, "methods-h200-2026-11-16.json")

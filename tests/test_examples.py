@@ -1,4 +1,4 @@
-"""The examples of own space, own candidate and own method: short, conforming, and they search."""
+"""The example space, candidate and method: short, conforming, and usable in a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that anybody may have written are read within limits, as plain data, or refused in one sentence."""
+"""Untrusted files are read within limits, as plain data, or refused in one sentence."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from softcell.errors import UserError
 from softcell.files import atomic_write_bytes, atomic_write_text
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_without_leftover_files(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     atomic_write_text(path, "old")
     atomic_write_text(str(path), "größer\r\n\n")

@@ -1,4 +1,4 @@
-"""No import points the wrong way: a layer knows those below it and nothing else."""
+"""No import points the wrong way: a layer imports only from the layers below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a test end with it: by its fixture, and when the test's own process is killed."""
+"""Processes of a test end with it: through its fixture, and when the test process itself is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ time.sleep(60)
 
 
 def has_ended(process: int) -> bool:
-    """Within ten seconds; a zombie, which nobody has waited for, has ended."""
+    """Within ten seconds; a zombie counts as ended."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         try:

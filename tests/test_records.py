@@ -1,4 +1,4 @@
-"""Records that ship can be repeated elsewhere: commands, no places of the machine they were made on."""
+"""Published records can be repeated elsewhere: they contain commands, and no paths of the original machine."""
 
 from __future__ import annotations
 

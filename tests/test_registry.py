@@ -1,4 +1,4 @@
-"""Names to classes, and users' files."""
+"""The registry of names and classes, and plugin files."""
 
 from __future__ import annotations
 

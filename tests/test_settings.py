@@ -1,4 +1,4 @@
-"""Settings: strict in, plain out."""
+"""Settings: strict input, plain output."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_longer_name_with_the_same_words_is_meant_before_a_similar_one() -> No
             build(Sizes, {key: 1})
 
 
-def test_a_name_that_is_no_text_has_a_hint_too() -> None:
+def test_a_name_that_is_not_text_has_a_hint_too() -> None:
     assert nearest(5, ["five", "six"]) == "known: five, six"
 
 

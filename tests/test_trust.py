@@ -1,4 +1,4 @@
-"""What may run code: the store of agreements, the prompt, and plugins as they are loaded."""
+"""Trust in files that run code: the store, the prompt, and loading plugins."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_to_agree_to_programs_is_not_to_agree_to_plugins(plugin: Path) -> None:
             load_plugins([plugin])
 
 
-def test_a_copy_stands_for_a_file_that_is_not_here(plugin: Path) -> None:
+def test_a_copy_replaces_a_missing_file(plugin: Path) -> None:
     gone = Path("/another/machine/marking.py")
     with pytest.raises(UserError, match=r"no such file here; name your copy with --plugin marking.py"):
         load_plugins([gone], "the run in foreign")
@@ -137,7 +137,7 @@ def test_a_copy_stands_for_a_file_that_is_not_here(plugin: Path) -> None:
     assert refused([gone, plugin]) == []
 
 
-def test_a_plugin_is_compiled_as_a_module_of_its_own(plugin: Path) -> None:
+def test_a_plugin_is_compiled_as_a_separate_module(plugin: Path) -> None:
     """And not with the `from __future__` imports of the file that compiles it."""
     plugin.write_text("def f(x: int): ...\n")
     load_plugin(plugin)
@@ -166,7 +166,7 @@ def test_jobs_trust_what_their_sweep_was_allowed(plugin: Path, monkeypatch: pyte
     assert ran(plugin) and not store().exists()
 
 
-def test_a_compiled_file_beside_the_source_is_not_run(plugin: Path) -> None:
+def test_a_compiled_file_next_to_the_source_is_not_run(plugin: Path) -> None:
     evil = plugin.parent / "evil.py"
     evil.write_text(f"open({str(plugin.parent / 'evil-ran')!r}, 'w')\n")
     cached = plugin.parent / "__pycache__" / f"marking.{sys.implementation.cache_tag}.pyc"
@@ -213,7 +213,7 @@ def test_a_store_that_cannot_be_written_is_said_and_stops_nothing(plugin: Path, 
     assert ran(plugin)
 
 
-def test_the_store_lies_where_xdg_says_and_never_below_the_present_folder(
+def test_the_store_follows_xdg_and_is_never_in_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SOFTCELL_STATE")

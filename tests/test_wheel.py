@@ -1,4 +1,4 @@
-"""The wheel holds the whole package, the data that ships with it and its type marker."""
+"""The wheel contains the whole package, its data and its type marker."""
 
 import subprocess
 import sys

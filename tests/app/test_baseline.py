@@ -1,4 +1,4 @@
-"""What several found cells beside several random ones allow to claim."""
+"""The claims supported by comparing several found cells with several random ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ numbers = st.lists(st.integers(0, 9), min_size=2, max_size=4)
         ([0.905, 0.96, 0.97], RANDOM, 4 / 455),  # one of them below one random cell: a second way is as good
     ],
 )
-def test_the_rank_sum_counts_ways_by_hand(found: list[float], random: list[float], p: float) -> None:
+def test_the_rank_sum_matches_hand_counted_cases(found: list[float], random: list[float], p: float) -> None:
     assert rank_sum(found, random) == pytest.approx(p)
 
 
@@ -55,7 +55,7 @@ def test_a_claim_is_made_from_the_level_on_and_in_the_right_direction() -> None:
     assert "no difference can be claimed" in claim(short, RANDOM)
 
 
-def test_a_claim_follows_ranks_where_means_point_the_other_way() -> None:
+def test_a_claim_follows_ranks_even_if_means_disagree() -> None:
     one_far_off = [0.95] * 6 + [0.0]
     assert sum(one_far_off) / 7 < 0.855
     assert "are better than" in claim(one_far_off, RANDOM)

@@ -1,4 +1,4 @@
-"""The time of a job, measured on its own first steps."""
+"""The time of a job, measured on its first steps."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def chosen(epochs: float, num_train: int = 50_000, steps: float = 0.0) -> list[t
 
 @pytest.mark.parametrize(("channels", "depth"), [(1, 1), (12, 1), (40, 3)])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 27, 27)])
-def test_costs_are_those_of_real_networks(channels: int, depth: int, shape: tuple[int, int, int]) -> None:
+def test_costs_match_real_networks(channels: int, depth: int, shape: tuple[int, int, int]) -> None:
     space = build_space("nb201", {"cells_per_stage": depth, "channels": channels})
     assert plain_costs(shape, 7)(channels, depth) == count_genotype(space, plain_cell(), shape, 7)
 

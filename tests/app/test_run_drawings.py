@@ -34,7 +34,7 @@ def test_a_long_search_is_shown_by_epochs_spread_evenly() -> None:
     assert spread == sorted(set(spread))
 
 
-def test_children_and_temperature_are_drawn_where_they_were_measured(tmp_path: Path) -> None:
+def test_children_and_temperature_are_drawn_if_measured(tmp_path: Path) -> None:
     rows = [
         {"epoch": e, "train_accuracy": 0.5, "val_accuracy": 0.4, "val_split": "validation", "train_loss": 1.0}
         for e in range(2)

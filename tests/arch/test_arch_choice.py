@@ -1,4 +1,4 @@
-"""Choices, tables and layouts against values written by hand."""
+"""Choices, tables and layouts against hand-written values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_ragged_table_is_as_wide_as_its_widest_choice_and_masks_the_rest() -> 
     assert RAGGED.mask().tolist() == [[True, True, True], [True, False, False], [True, True, False]]
 
 
-def test_columns_find_a_candidate_wherever_it_stands_and_never_in_padding() -> None:
+def test_columns_find_a_candidate_at_any_position_and_never_in_padding() -> None:
     assert RAGGED.columns("a").tolist() == [[True, False, False], [False, False, False], [False, True, False]]
     assert RAGGED.columns("b").tolist() == [[False, True, False], [True, False, False], [False, False, False]]
     assert not RAGGED.columns("none").any()

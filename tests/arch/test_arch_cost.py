@@ -1,4 +1,4 @@
-"""Appendix F of SNAS by hand, and three ways to one expectation."""
+"""Appendix F of SNAS by hand-computed values, and three estimators of one expectation."""
 
 from __future__ import annotations
 

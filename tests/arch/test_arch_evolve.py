@@ -1,4 +1,4 @@
-"""Evolution: it stays within rule and limits, finds planted optima and repeats itself."""
+"""Evolution stays within rule and limits, finds planted optima and is reproducible."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_space_that_is_exhausted_ends_the_evolution() -> None:
     assert len(found.scored) == 2 and ops(found.best) == ["b"]
 
 
-def test_where_random_architectures_break_the_limits_mutation_leads_on_from_a_given_one() -> None:
+def test_mutation_continues_from_a_given_architecture_if_random_ones_exceed_the_limits() -> None:
     cheapest = derive(CHAIN, {"chain": torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(8, 4)})
 
     def allowed(genotype: Genotype) -> bool:

@@ -1,4 +1,4 @@
-"""The rule of NOS against brute force, and what it asks of architectures that other rules derive."""
+"""The rule of NOS against brute force, and its requirements on architectures derived by other rules."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_derivation_is_the_best_of_all_architectures() -> None:
         assert RULE(TABLE, padded) == best
 
 
-def test_enumeration_and_count_agree_with_what_is_written_down_by_hand() -> None:
+def test_enumeration_and_count_match_a_manual_list() -> None:
     listed = list(RULE.enumerate(TABLE))
     assert sorted(map(str, listed)) == sorted(map(str, every()))
     assert RULE.count(TABLE) == len(listed)
@@ -77,7 +77,7 @@ def test_sampling_is_uniform() -> None:
     assert sum((n - expected) ** 2 / expected for n in drawn.values()) < 40  # χ² with 11 degrees of freedom
 
 
-def test_a_pair_of_attentions_gives_way_to_the_best_pair_with_a_feature() -> None:
+def test_a_pair_of_attentions_is_replaced_by_the_best_pair_with_a_feature() -> None:
     """Both edges prefer an attention; the exchange that loses less wins, and the second tier is free."""
     strengths = torch.tensor([[0.1, 0.9, 0.0], [0.5, 0.8, 0.0], [0.1, 0.2, 0.7]])
     small = Table("cell", TABLE.choices[:3], output=(3,))
@@ -109,7 +109,7 @@ def test_architectures_of_other_rules_get_a_feature_where_they_lack_one(seed: in
     assert [p for p in completed if p.target in (3, 5)] == [p for p in plain if p.target in (3, 5)]
 
 
-def test_an_architecture_that_has_its_features_is_left_alone() -> None:
+def test_an_architecture_that_has_its_features_is_unchanged() -> None:
     layout = Layout("toy", (TABLE,), ("cell",), RULE)
     strengths = torch.rand(TABLE.shape) + TABLE.columns("f") + TABLE.columns("g")
     derived = derive(layout, {"cell": strengths}, StrongestEach())

@@ -51,7 +51,7 @@ def test_version_1_files_are_read_as_they_were_written() -> None:
     assert Genotype.loads(text) == GENOTYPE
 
 
-def test_where_a_genotype_came_from_takes_no_part_in_equality_but_settings_do() -> None:
+def test_the_origin_of_a_genotype_does_not_affect_equality_but_settings_do() -> None:
     assert Genotype("toy", {"cell": CELL}, {"tiers": 1}, {"seed": 3}) == GENOTYPE
     assert Genotype("toy", {"cell": CELL}, {"tiers": 2}) != GENOTYPE
 

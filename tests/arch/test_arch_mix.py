@@ -49,7 +49,7 @@ def test_a_detached_mix_has_equal_weights_and_no_gradient() -> None:
     assert mix.weights(0).requires_grad
 
 
-def test_softmax_gives_padding_exactly_nothing_by_hand() -> None:
+def test_softmax_gives_padding_exactly_zero() -> None:
     logits = torch.tensor([[0.0, math.log(3.0), 50.0], [1.0, 1.0, 1.0]], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     p = masked_softmax(logits, mask)

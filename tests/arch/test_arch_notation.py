@@ -193,7 +193,7 @@ def test_cells_with_two_real_inputs_per_node_are_written_with_two_edges(name: st
     assert alive_cells[0] == alive_cells[1]
 
 
-def test_a_node_with_fewer_inputs_is_written_with_none_where_the_genotype_has_it() -> None:
+def test_a_node_with_fewer_inputs_is_written_with_the_none_of_its_genotype() -> None:
     whole = parse(snas_cells.EDGE_ALL["aggressive"])
     written = from_darts(to_darts(whole))
     assert [str(pick) for pick in written.cells["reduce"].incoming(2)] == ["sep_conv_5x5(0->2)", "none(1->2)"]
@@ -202,7 +202,7 @@ def test_a_node_with_fewer_inputs_is_written_with_none_where_the_genotype_has_it
     }
 
 
-def test_fourteen_edges_are_seven_nodes_where_the_concat_says_so() -> None:
+def test_fourteen_edges_are_seven_nodes_if_the_concat_says_so() -> None:
     """Sources that would also be all edges between four nodes, once with four outputs and once with seven."""
     edges = [("skip_connect", source) for target in range(2, 6) for source in range(target)]
     four, seven = (

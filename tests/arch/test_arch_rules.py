@@ -1,4 +1,4 @@
-"""Derivation rules against values computed by hand and against brute force."""
+"""Derivation rules against hand-computed values and brute force."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_padding_of_a_ragged_table_is_never_looked_at() -> None:
         assert picks(StrongestEach(), RAGGED, rows) == ["none(0->2)", "conv(1->2)", "none(0->3)"]
 
 
-def test_where_only_excluded_candidates_stand_they_stay() -> None:
+def test_excluded_candidates_stay_if_there_are_no_others() -> None:
     table = Table("cell", (Choice(0, 2, ("none",)), Choice(1, 2, ("conv",))), (2,))
     assert picks(TopInputs(2), table, [[0.9], [0.1]]) == ["none(0->2)", "conv(1->2)"]
 
@@ -172,7 +172,7 @@ def test_every_positive_candidate_is_derived_as_brute_force_does(table: Table) -
 @pytest.mark.parametrize(
     "rule", [TopInputs(1), TopInputs(2), StrongestEach(), Positive()], ids=["top-1", "top-2", "each", "positive"]
 )
-def test_sampling_is_uniform_also_where_edges_have_more_or_fewer_candidates(rule: Rule) -> None:
+def test_sampling_is_uniform_even_if_edges_have_different_numbers_of_candidates(rule: Rule) -> None:
     architectures, rng = list(rule.enumerate(DEEP)), random.Random(0)
     seen = Counter(rule.sample(DEEP, rng) for _ in range(300 * len(architectures)))
     assert set(seen) == set(architectures)
@@ -207,7 +207,7 @@ def layout(rule: Rule) -> Layout:
     return Layout("toy", (RAGGED, Table("other", NODE.choices, (3,))), ("cell", "other"), rule, {"tiers": 2})
 
 
-def test_a_genotype_is_derived_table_by_table_and_says_where_it_came_from() -> None:
+def test_a_genotype_is_derived_table_by_table_and_records_its_origin() -> None:
     strengths = {"cell": torch.rand(3, 3), "other": torch.rand(3, 3)}
     genotype = derive(layout(TopInputs(1)), strengths, about={"method": "hand"})
     assert genotype.space == "toy"

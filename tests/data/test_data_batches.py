@@ -103,7 +103,7 @@ def test_batches_carry_the_right_pixels_and_labels():
     assert sorted(torch.cat([b.index for b in loader.epoch(0)]).tolist()) == sorted(indices.tolist())
 
 
-def test_the_order_says_nothing_about_the_crops():
+def test_crops_do_not_depend_on_the_order():
     """Both come from one seed: with one hash for both, early images would be cropped high and late ones low."""
     num = 2_000
     ramp = (torch.arange(4, dtype=torch.uint8) + 1).view(1, 1, 4, 1).expand(num, 1, 4, 4)
@@ -207,7 +207,7 @@ def test_workers_leave_the_global_generator_alone(files):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_more_ranks_than_samples_give_empty_batches_from_files_too(files):
+def test_more_ranks_than_samples_give_empty_batches_from_files(files):
     for images in files:
         parts = [
             list(

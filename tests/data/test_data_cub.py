@@ -1,4 +1,4 @@
-"""CUB-200-2011 in its official layout, in small."""
+"""A small CUB-200-2011 in its official layout."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def squared(file: Path, side: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("limit", [0, 10**9])
-def test_whole_images_are_scaled_whatever_their_aspect(root: Path, limit: int) -> None:
+def test_whole_images_are_scaled_for_any_aspect_ratio(root: Path, limit: int) -> None:
     """Full-attention NAS, §IV-E: each image is resized; §IV-F: resized, and a part of it seen."""
     files = noise(root)
     plain = load("cub200", root, image_size=14, memory_limit=limit)

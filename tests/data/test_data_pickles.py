@@ -1,4 +1,4 @@
-"""Pickles are read as data: whatever they name beyond arrays is refused and never run."""
+"""Pickles are read as data: anything but arrays is refused and never run."""
 
 import io
 import pickle

@@ -79,7 +79,7 @@ def test_class_names_are_in_the_order_of_their_labels():
     assert list(fine) == sorted(fine) and fine[0] == "apple" and fine[71] == "sea" and fine[99] == "worm"
 
 
-def test_mean_and_std_are_those_of_the_training_images(tmp_path, small_cifar):
+def test_mean_and_std_match_the_training_images(tmp_path, small_cifar):
     _, written = write_cifar(tmp_path, "cifar10", "binary")
     pixels = np.concatenate([p for _, p, _ in written[:-1]]) / 255
     found = load("cifar10", tmp_path)

@@ -1,4 +1,4 @@
-"""Laws of splits: disjoint, complete, stratified, seeded, and the same for ever."""
+"""Laws of splits: disjoint, complete, stratified, seeded, and stable across versions."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_counts_are_exact_and_the_rest_is_left_out(labels, data):
 
 @given(st.lists(st.integers(2, 60), min_size=2, max_size=8), st.sampled_from([0.2, 0.5, 0.9]))
 @settings(deadline=None)
-def test_every_class_is_on_each_side_where_it_can_be(sizes, share):
+def test_every_class_is_on_each_side_if_possible(sizes, share):
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     small = round(share * len(labels))
     parts = split(labels, {"a": small, "b": len(labels) - small}, 1)

@@ -1,4 +1,4 @@
-"""Some classes of a dataset, drawn by a seed: against loops over single images."""
+"""A seeded subset of the classes of a dataset, against loops over single images."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_seed_draws_its_own_classes_and_always_the_same() -> None:
     assert draws[7] == SomeClasses(100, 7).draw(names, "imagenet")
     assert all(len(set(one)) == 100 and one == sorted(one) for one in draws)
     assert len({tuple(one) for one in draws}) == 20
-    # 20 draws of a tenth: a class is drawn by 2 of them in the mean, by binomial(20, 1/10).
+    # 20 draws of a tenth: a class is in 2 of them on average, distributed as binomial(20, 1/10).
     often = np.bincount(np.concatenate(draws), minlength=1000)
     assert often.sum() == 2000 and abs(float(often.var()) - 1.8) < 0.5
 

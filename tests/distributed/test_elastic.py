@@ -1,4 +1,4 @@
-"""What a run does when one of its processes is killed, hangs or fails, and when torchrun restarts them all."""
+"""Runs with a process that is killed, hangs or fails, and runs restarted by torchrun."""
 
 from __future__ import annotations
 

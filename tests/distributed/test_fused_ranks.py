@@ -83,7 +83,7 @@ def test_local_norms_send_nothing(ranks: list[dict[str, Any]]) -> None:
 # --- buckets ---
 
 
-def test_means_of_gradients_are_those_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_means_of_gradients_match_all_ranks(ranks: list[dict[str, Any]]) -> None:
     own = []
     for rank in range(2):
         weights, loss, watched = toy(rank)
@@ -109,7 +109,7 @@ def test_buckets_start_during_the_backward_pass_and_have_one_dtype(ranks: list[d
     assert found["hooks"][1:] == [0] * 5, "no hook stays on a weight"
 
 
-def test_means_lie_in_memory_as_their_weights_do(ranks: list[dict[str, Any]]) -> None:
+def test_means_have_the_memory_layout_of_their_weights(ranks: list[dict[str, Any]]) -> None:
     assert all(ranks[0]["buckets"]["layouts"])
 
 
@@ -193,7 +193,7 @@ def test_local_norms_leave_all_ranks_equal_and_differ_from_shared_ones(ranks: li
     assert any(not torch.allclose(first[name], shared[name]) for name in first)
 
 
-def test_trainings_with_local_norms_equal_distributed_data_parallel(ranks: list[dict[str, Any]]) -> None:
+def test_training_with_local_norms_equals_distributed_data_parallel(ranks: list[dict[str, Any]]) -> None:
     """But for running statistics: ours are the means over the ranks, where that one keeps or copies a rank's own."""
     theirs = [rank["training"]["theirs"] for rank in ranks]
     for rank in ranks:

@@ -82,7 +82,7 @@ class Twice:
         self.seconds = time.perf_counter() - began
 
     def start(self, folder: Path, options: dict[int, Any] | None = None, size: int = 2) -> list[Any]:
-        """Rank 1 is given a folder of its own, in which it must never write."""
+        """Rank 1 is given a separate folder, to which it must never write."""
 
         def arguments(rank: int) -> tuple[Any, ...]:
             out = folder if rank == 0 else self.not_for_writing(folder)
@@ -162,7 +162,7 @@ def test_fused_cells_on_two_ranks_equal_modules_on_one(name: str, data: Path, tm
 
 
 @pytest.mark.parametrize(("method", "space"), PAIRS)
-def test_every_method_in_every_space_gives_on_two_ranks_what_it_gives_on_one(
+def test_every_method_in_every_space_gives_the_same_on_two_ranks_as_on_one(
     method: str, space: str, data: Path, tmp_path: Path
 ) -> None:
     check_close(Twice(forks(), tmp_path, "search", tiny_settings(method, space, data)))

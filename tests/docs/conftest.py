@@ -1,4 +1,4 @@
-"""Examples on digits run unchanged, but on the first 240 of them: what they show does not need all."""
+"""Examples on digits run unchanged, but only on the first 240 images."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_every_term_is_defined_where_the_glossary_says(term: tuple[str, str]) ->
         assert (base / path).exists(), f"{term[0]}: {path}"
 
 
-def test_the_tables_of_signatures_are_those_of_the_code() -> None:
+def test_the_tables_of_signatures_match_the_code() -> None:
     page = signature_tables.PAGE.read_text(encoding="utf-8")
     assert "| `Space` |" in page and "| `Method` |" in page
     same = signature_tables.written(page) == page
@@ -96,13 +96,13 @@ def test_the_walk_through_a_search_is_the_stack_of_its_first_step(
     assert len(stack) < 10, "from the command line to the step in at most 10 calls"
 
 
-def test_the_walk_through_a_training_is_the_stack_of_its_first_step(
+def test_the_walk_through_a_training_run_is_the_stack_of_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ["train", CELL, "--epochs", "1", "--quiet"]
     stack = called(arguments, lambda step: monkeypatch.setattr(TrainTask, "step", step))
-    assert walk("A walk through a training") == [*stack, "evaluate/task.py::TrainTask.step"]
+    assert walk("A walk through a training run") == [*stack, "evaluate/task.py::TrainTask.step"]
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([\w/]+\.py::[\w.]+)`", PAGE))))

@@ -1,4 +1,4 @@
-"""What the repository says about itself is true: versions, badges, the workflow and the first commands."""
+"""The repository's metadata is correct: versions, badges, the workflow and the first commands."""
 
 from __future__ import annotations
 

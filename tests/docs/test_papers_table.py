@@ -1,4 +1,4 @@
-"""The table of all papers: every file and every test that it names exists, and every row says what was measured."""
+"""The table of all papers: every file and test it names exists, and every row says what was measured."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: Path) -> None:
-    """A folder and registries of its own, since examples write files and register names."""
+    """A separate folder and registries, since examples write files and register names."""
     shutil.copytree(runs, tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(candidates, "_REGISTRY", dict(candidates._REGISTRY))

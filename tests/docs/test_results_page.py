@@ -28,7 +28,7 @@ def test_the_page_links_every_record_of_the_papers() -> None:
     assert records == set(re.findall(r"\.\./(results/[\w/.-]+\.json)", page))
 
 
-def test_numbers_of_the_page_are_those_of_a_record() -> None:
+def test_numbers_on_the_page_match_a_record() -> None:
     """Read independently of the script: SNAS's children, and the networks of full-attention NAS."""
     page = results_page.PAGE.read_text(encoding="utf-8")
     children = json.loads((ROOT / "results/snas/children-cifar10.json").read_text())["summary"]["snas-mild"]

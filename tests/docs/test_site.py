@@ -1,4 +1,4 @@
-"""`make docs` fails on dead links and on pages outside the menu."""
+"""`make docs` fails on dead links and on pages outside the navigation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--device mps` where torch has it. No Apple GPU is at hand: its limits are imitated on the CPU."""
+"""`--device mps` if torch supports it. There is no Apple GPU: its limits are simulated on the CPU."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def steps_without_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
     return watch
 
 
-def test_no_step_and_no_measurement_of_a_training_needs_float64(
+def test_no_step_and_no_measurement_of_a_training_run_needs_float64(
     tmp_path: Path, steps_without_float64: Callable[..., None]
 ) -> None:
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA itself is replaced by a stand-in."""
+"""When a step runs eagerly, is recorded and is replayed, key by key; CUDA is replaced by a stand-in."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_every_key_is_tried_eagerly_before_it_is_recorded() -> None:
         assert how == ("eager" if i < 3 or seen[key] <= EAGER_STEPS_PER_KEY else "replayed")
 
 
-def test_a_key_that_never_comes_back_is_never_recorded() -> None:
+def test_a_key_that_never_repeats_is_never_recorded() -> None:
     subject = Subject(warmup=1)
     assert [subject(key, 0.0)[1] for key in range(50)] == ["eager"] * 50
 
@@ -248,7 +248,7 @@ def test_a_run_that_records_nothing_says_why_once(
 
 
 @pytest.mark.parametrize(("backend", "divides"), [("nccl", False), ("nccl", True), ("gloo", True)])
-def test_steps_of_several_processes_are_recorded_where_their_collectives_can_be(
+def test_steps_of_several_processes_are_recorded_if_their_collectives_can_be(
     backend: str, divides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
@@ -285,7 +285,7 @@ class Divided:
         return list(self.done)
 
 
-def test_a_recording_is_divided_where_the_host_is_called() -> None:
+def test_a_recording_is_divided_at_host_calls() -> None:
     subject = Divided()
     for value in range(EAGER_STEPS_PER_KEY + 3):
         expected = [f"first {value}", f"host {value}", f"second {value}"]

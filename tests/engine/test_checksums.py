@@ -1,4 +1,4 @@
-"""The files of a finished run are verified when they are read: no changed file passes for its result."""
+"""The files of a finished run are verified when they are read: a changed file is never accepted as its result."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_slow_saving_keeps_within_its_share_of_the_time(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_run_ended_after_an_epoch_resumes_from_there(
+def test_a_run_stopped_after_an_epoch_resumes_from_it(
     slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if slow:

@@ -1,4 +1,4 @@
-"""Accuracies against sorting by hand; the first non-finite loss is kept."""
+"""Accuracies against explicit sorting; the first non-finite loss is kept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_equal_and_undefined_logits_do_not_count_as_answers() -> None:
     assert not in_top(torch.full((10, 10), torch.nan), labels).any()
 
 
-def test_a_meter_counts_top_5_where_there_are_more_classes() -> None:
+def test_a_meter_counts_top_5_with_more_than_five_classes() -> None:
     generator = torch.Generator().manual_seed(1)
     meter, expected = Meter(), []
     for size in (7, 3):

@@ -61,7 +61,7 @@ def test_parameters_may_join_late_on_a_gpu_and_after_a_resume() -> None:
             torch.testing.assert_close(a.detach().cpu(), b.detach())
 
 
-def test_gradients_are_copied_only_where_they_share_memory() -> None:
+def test_gradients_are_copied_only_if_they_share_memory() -> None:
     buffer = torch.arange(12.0)
     apart = [buffer[4:8].view(2, 2), buffer[:4], None, buffer[8:]]
     assert [a is b for a, b in zip(_owned(apart), apart, strict=True)] == [True] * 4

@@ -1,4 +1,4 @@
-"""The table of NAS-Bench-201: reading, looking up, ranking, converting; on a made one, and the real one where it is."""
+"""The NAS-Bench-201 table: reading, look-up, ranking, converting; with synthetic and, if available, real data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_architecture_is_found_by_its_operations(table: Nb201Table) -> None:
     assert table.lookup(Genotype("nb201", {"cell": Cell(tuple(without_none), (3,))})) == table.lookup(from_nb201(ARCH))
 
 
-def test_optimum_and_chance_are_those_of_the_whole_table(table: Nb201Table) -> None:
+def test_optimum_and_chance_match_the_whole_table(table: Nb201Table) -> None:
     values = [row["cifar100_test"] for row in made_rows().values()]
     mean = sum(values) / len(values)
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))

@@ -1,4 +1,4 @@
-"""Costs against sums made by hand."""
+"""Costs against hand-computed sums."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the recipe `fast` chooses by the length of a training, and times that do not include the start."""
+"""Settings that the recipe `fast` chooses by the length of a training run, and times without start-up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp("data") / "data.npz", train=96)
 
 
-def test_only_long_trainings_on_many_images_have_cutout() -> None:
+def test_only_long_training_runs_on_many_images_have_cutout() -> None:
     assert cutout_side(LONG_EPOCHS, MANY_IMAGES, 32) == 8 and cutout_side(math.inf, 10 * MANY_IMAGES, 28) == 7
     assert cutout_side(LONG_EPOCHS - 1, MANY_IMAGES, 32) == 0
     assert cutout_side(math.inf, MANY_IMAGES - 1, 32) == 0
@@ -106,7 +106,7 @@ def test_the_length_is_known_from_epochs_or_from_timed_steps(
     assert cutout_of(data, tmp_path / "run", **length) == used[-1] == (side // 4 if is_long else 0)
 
 
-def test_trainings_on_few_images_time_no_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_runs_on_few_images_time_no_steps(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TRAIN, "seconds_per_step", lambda *_: pytest.fail("the answer is known"))
     assert cutout_of(data, tmp_path / "run", time=1e6) == 0
 
@@ -152,7 +152,7 @@ def test_a_budget_does_not_count_the_start_up_to_a_limit() -> None:
         assert resumed.progress == pytest.approx((60.0 - preparing) / (seconds - 0.5 - preparing))
 
 
-def test_trainings_with_different_starts_have_equal_times_for_steps(
+def test_training_runs_with_different_start_up_times_have_equal_times_for_steps(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, prepare = [1000.0], TRAIN.prepare

@@ -1,4 +1,4 @@
-"""What a training keeps of its answers on the test set, and Grad-CAM against its definition."""
+"""Stored test predictions of a training run, and Grad-CAM against its definition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_answers_of_a_training_are_those_of_its_network(trained: Path) -> None:
+def test_the_predictions_of_a_training_run_match_its_network(trained: Path) -> None:
     found, data = read_predictions(trained), load("digits")
     assert found is not None and data.test is not None
     pixels = data.test.fetch(torch.arange(len(data.test))).float() / 255
@@ -126,7 +126,7 @@ def test_large_images_are_kept_small() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_answers_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+def test_answers_on_a_gpu_match_the_cpu(tmp_path: Path) -> None:
     network = SPACE.network(sample(SPACE.layout(), 3), (3, 16, 16), 5).eval()
     images, labels = torch.randn(40, 3, 16, 16), torch.arange(40) % 5
     found = []

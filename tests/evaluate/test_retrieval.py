@@ -1,4 +1,4 @@
-"""Zero-shot retrieval: Proxy-NCA against its equation, Recall@k against brute force, and whole trainings."""
+"""Zero-shot retrieval: Proxy-NCA against its equation, Recall@k against brute force, and whole training runs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_recall_equals_brute_force(n: int, classes: int, seed: int) -> None:
         assert share == pytest.approx(brute_force(embeddings, labels, k))
 
 
-def test_recall_by_hand() -> None:
+def test_recall_matches_hand_computed_values() -> None:
     """Two pairs: in the first both are nearest to each other, in the second a stranger lies between."""
     angles = torch.tensor([0.0, 0.01, 1.0, 1.5, 1.2])
     embeddings = torch.stack([angles.cos(), angles.sin()], 1)

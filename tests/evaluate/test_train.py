@@ -1,4 +1,4 @@
-"""Training from scratch: schedules, what a run leaves, and that the test set is read once, at the end."""
+"""Training from scratch: schedules, the files of a run, and that the test set is read once, at the end."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_the_network_sees_the_schedules_of_rate_and_drop_path(data: Path) -> Non
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_validation_is_fused_where_training_is(fused: bool, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_is_fused_if_training_is(fused: bool, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = build_space("darts", TINY["darts"]).network(genotype_of("darts"), (1, 8, 8), 3)
     found = load(str(data))
     feeds = Feeds(found, 16, 0, torch.device("cpu"), torch.float32)
@@ -148,7 +148,7 @@ def test_a_training_step_is_the_plain_one(clip: float, smoothing: float, weight:
         assert extra is not None
         main = F.cross_entropy(out, y, label_smoothing=smoothing)
         (main + weight * F.cross_entropy(extra, y, label_smoothing=smoothing)).backward()
-        if weight == 0:  # then the tower takes no part at all: no gradient, no decay
+        if weight == 0:  # then the tower is ignored: no gradient, no decay
             for p in twin.auxiliary.parameters():
                 p.grad = None
         if clip:
@@ -214,7 +214,7 @@ def test_a_loaded_network_is_the_trained_one(finished: TrainResult) -> None:
         torch.testing.assert_close(loaded(x), finished.network(x), rtol=0, atol=1e-5)
 
 
-def test_the_weights_file_leaves_the_tower_out(finished: TrainResult) -> None:
+def test_the_weights_file_omits_the_tower(finished: TrainResult) -> None:
     with safe_open(finished.folder / "model.safetensors", framework="pt") as file:
         names = set(file.keys())
         count = sum(file.get_tensor(name).numel() for name in names)
@@ -243,12 +243,12 @@ def test_a_stored_training_keeps_its_recipe(finished: TrainResult) -> None:
         stored_training(finished.folder, {"epochs": 13})
 
 
-def test_a_training_refuses_a_folder_in_use(finished: TrainResult) -> None:
+def test_a_training_run_refuses_a_folder_in_use(finished: TrainResult) -> None:
     with pytest.raises(UserError, match="empty folder"):
         train(finished.genotype, finished.recipe, finished.folder)
 
 
-def test_a_training_that_diverges_keeps_its_last_good_state(data: Path, tmp_path: Path) -> None:
+def test_a_training_run_that_diverges_keeps_its_last_good_state(data: Path, tmp_path: Path) -> None:
     recipe = recipe_of("nb201", data, lr=0.01, clip=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -43,7 +43,7 @@ def test_a_recipe_has_what_the_genotype_has(space: str, settings: dict[str, Any]
         resolve(genotype, {"space": {name: other}})
 
 
-def test_what_a_genotype_does_not_decide_is_left_alone() -> None:
+def test_parts_that_a_genotype_does_not_decide_are_unchanged() -> None:
     genotype = sample(build_space("nos", {"attentions": (), "dynamics": (), "nodes": 2}).layout(), 1)
     assert fixed_by(genotype, build_space("nos", {})) == {}, "a space of two tiers cannot describe one"
     assert fixed_by(genotype, build_space("nos", {"attentions": (), "dynamics": ()})) == {"nodes": 2}

@@ -1,4 +1,4 @@
-"""Trainings with a time instead of epochs, averaged weights, and the recipe for short budgets.
+"""Training with a time limit instead of epochs, averaged weights, and the recipe for short budgets.
 
 The clock is a fake: it moves when a test says so, so nothing here depends on the speed of a machine.
 """
@@ -78,7 +78,7 @@ def rows(result: TrainResult) -> list[dict[str, Any]]:
 # --- the time of a training ---
 
 
-def test_a_training_ends_with_its_time_within_an_epoch(
+def test_a_training_run_stops_on_time_within_an_epoch(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
@@ -95,9 +95,7 @@ def test_a_training_ends_with_its_time_within_an_epoch(
     assert left[0] == 33 and left[-1] == pytest.approx(33 - clock.steps + 1)
 
 
-def test_a_load_that_changes_under_way_does_not_overrun_the_time(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changing_load_does_not_exceed_the_time(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, lambda number: 0.5 if number < 40 else 2.0)
     began = clock.now
     train(GENOTYPE, recipe_of(data, time=60.0), tmp_path / "run", on_event=clock)
@@ -244,7 +242,7 @@ class Threaded(Toy):
 
 
 @pytest.mark.parametrize(("with_all", "expected"), [(0.4, 3), (0.95, 1), (7.0, 1)])
-def test_threads_are_those_of_the_faster_steps(monkeypatch: pytest.MonkeyPatch, with_all: float, expected: int) -> None:
+def test_the_faster_number_of_threads_is_used(monkeypatch: pytest.MonkeyPatch, with_all: float, expected: int) -> None:
     """All three cores must be clearly faster than one."""
     clock, notes = Clock(monkeypatch), []
     task = Threaded(clock, monkeypatch, with_all)
@@ -266,7 +264,7 @@ def test_on_a_busy_machine_all_threads_are_not_even_tried(monkeypatch: pytest.Mo
     assert clock.now == 1001 and "other programs use the CPU cores" in notes[0]
 
 
-def test_only_trainings_with_a_time_choose_their_threads(
+def test_only_training_runs_with_a_time_limit_choose_their_threads(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding depends on the number of threads; a training of epochs must not depend on the clock."""
@@ -279,7 +277,7 @@ def test_only_trainings_with_a_time_choose_their_threads(
         assert result.recipe.threads == expected
 
 
-def test_threads_are_chosen_where_an_epoch_has_fewer_steps_than_are_timed(
+def test_threads_are_chosen_even_if_an_epoch_has_fewer_steps_than_are_timed(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "BUSY", math.inf)
@@ -382,7 +380,7 @@ def test_schedules_of_epochs_can_follow_steps(data: Path, tmp_path: Path, monkey
 # --- averaged weights ---
 
 
-def test_averages_are_those_of_their_definition() -> None:
+def test_averages_match_their_definition() -> None:
     """By the literal recursion, also for the running statistics of batch normalisation."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3)).double()
@@ -447,7 +445,7 @@ nesterov optimiser plugins precision recipe schedule seed space_settings task th
 """
 FIRST_SETTINGS = set(FIRST_TEXT.split())
 FIRST_SIZES = {"bottleneck", "candidates", "cells_per_stage", "channels", "nodes", "share_features"}
-"""The settings of a training in NAS-Bench-201's space before trainings had a time. Later ones need a default in
+"""The settings of a training run in the NAS-Bench-201 space before time limits existed. Later ones need a default in
 `softcell.engine.checkpoint`."""
 
 

@@ -1,4 +1,4 @@
-"""The workshop of the fuzz suite: made once, with a finished search, a finished training and a stopped training."""
+"""The workshop of the fuzz suite: made once, with a finished search, a finished training run and an interrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged runs, checkpoints, genotypes, recipes, datasets and command-line values: no traceback, no hang, no lie."""
+"""Damaged runs, checkpoints, genotypes, recipes, datasets and options: no traceback, no hang, no wrong result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both phases of a full-attention search on a CUDA device: recorded, never waiting, and side by side as alone."""
+"""Both phases of a full-attention search on a CUDA device: recorded, never waiting, unaffected by other searches."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_non_local_attention_never_goes_by_cudnn(monkeypatch: pytest.MonkeyPatch
     assert allowed == [(False, True)] and torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_two_phases_side_by_side_equal_those_alone(tmp_path: Path) -> None:
+def test_concurrent_two_phase_searches_equal_separate_ones(tmp_path: Path) -> None:
     given = {**GIVEN, "epochs": 1, "pretrain": {"epochs": 1}, "deterministic": True, "precision": "float32"}
     result = search_seeds(resolve(given), tmp_path / "all", [0, 1])
     assert not result.errors

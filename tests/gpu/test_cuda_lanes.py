@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
-def test_searches_side_by_side_equal_those_alone(engine: str, tmp_path: Path) -> None:
+def test_concurrent_searches_equal_separate_ones(engine: str, tmp_path: Path) -> None:
     given = {
         "method": "snas",
         "space": "nb201",

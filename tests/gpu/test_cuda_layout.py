@@ -1,4 +1,4 @@
-"""Networks stay channels-last on a GPU, backward too: other layouts take kernels that are several times slower."""
+"""Networks stay channels-last on a GPU, backward too: other layouts use kernels that are several times slower."""
 
 from __future__ import annotations
 

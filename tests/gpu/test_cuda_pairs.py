@@ -1,4 +1,4 @@
-"""Every method in every space on a CUDA device: steps never wait and are recorded; which may not be is listed here."""
+"""Every method in every space on a CUDA device: steps never wait and are recorded; exceptions are listed here."""
 
 import dataclasses
 from typing import Any

@@ -28,7 +28,7 @@ Softcell = Callable[..., Answer]
 
 
 def process(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    """`softcell ...` as a process of its own."""
+    """`softcell ...` as a separate process."""
     source = str(Path(softcell.__file__).parents[1])
     return subprocess.Popen(
         [sys.executable, "-m", "softcell", *map(str, arguments)],

@@ -28,7 +28,7 @@ WIDTHS = (7, 9)
 
 
 def edges_of_one_size(size: int) -> list[tuple[int, int, str]]:
-    """Edges whose windows all have one size, some of them dilated, beside pools and identities."""
+    """Edges whose windows all have one size, some of them dilated, with pools and identities."""
     plain, dilated = f"sep_conv_{size}x{size}", f"dil_conv_{size}x{size}"
     return [
         (0, 2, plain),

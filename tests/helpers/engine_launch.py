@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def start_ranks(size: int, module: str, function: str, folder: Path) -> list[subprocess.Popen[str]]:
-    """Start `function(world, folder)` of `<module>.py` beside this file, in `size` processes."""
+    """Start `function(world, folder)` of `<module>.py` next to this file, in `size` processes."""
     port = str(free_port())
     return [
         subprocess.Popen(

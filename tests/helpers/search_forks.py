@@ -90,7 +90,7 @@ class Forks:
         self._server.wait()
 
     def start(self, scratch: Path, function: str, *arguments: Any, environment: dict[str, str] | None = None) -> Job:
-        """Call `function` of `search_jobs.py` in a process of its own; `scratch` takes its result and output."""
+        """Call `function` of `search_jobs.py` in a separate process; `scratch` takes its result and output."""
         self._count += 1
         scratch.mkdir(parents=True, exist_ok=True)
         result = scratch / f"job{self._count}.json"

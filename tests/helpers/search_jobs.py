@@ -1,4 +1,4 @@
-"""What runs inside the processes of `search_forks.py`: searches and trainings in a folder, started or resumed."""
+"""What runs inside the processes of `search_forks.py`: searches and training runs in a folder, started or resumed."""
 
 import gc
 import importlib

@@ -49,7 +49,7 @@ def outcome(given: list[Tensor | None], dilation: int, pull: Tensor, *, plain: b
 @pytest.mark.parametrize("case", CASES if INTERPRETED else CASES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
-def test_outputs_and_gradients_are_those_of_the_twin(
+def test_outputs_and_gradients_match_the_twin(
     case: tuple[tuple[int, ...], int, int, bool, bool], dtype: torch.dtype, turned: bool
 ) -> None:
     given, dilation = made(case)
@@ -76,7 +76,7 @@ def test_kernels_may_be_more_exact_than_maps() -> None:
     torch.testing.assert_close(y.float(), true, rtol=1e-2, atol=1e-2)
 
 
-def test_second_derivatives_are_those_of_the_twin() -> None:
+def test_second_derivatives_match_the_twin() -> None:
     given, dilation = made(CASES[0])
     found = []
     for function in (calibrate, calibrate_reference):

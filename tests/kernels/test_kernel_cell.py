@@ -97,7 +97,7 @@ def test_the_function_equals_its_twin_in_both_orders(apart: bool) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("used", [[0, 3], [5], []])
-def test_outputs_apart_that_nobody_uses_give_no_gradient(used: list[int], training: bool) -> None:
+def test_unused_separate_outputs_give_no_gradient(used: list[int], training: bool) -> None:
     """Each output by itself, of the batch's statistics and of the running ones: the twin's gradients, to the last."""
     fused = leaving("darts", 1, 0, apart=True, nodes=1, channels=2)
     program = fused.program
@@ -132,7 +132,7 @@ class _Ignored(torch.autograd.Function):
         return (None,) * ctx.count
 
 
-def test_sums_for_the_gradient_of_a_norm_are_float32_whatever_is_summed() -> None:
+def test_sums_for_the_gradient_of_a_norm_are_float32_for_any_input() -> None:
     """Large terms that nearly cancel: products rounded to bfloat16 would leave nothing of their sum."""
     generator = torch.Generator().manual_seed(0)
     y, dy = (torch.randn(3, 2, 13, 11, 5, generator=generator).bfloat16() for _ in range(2))
@@ -178,7 +178,9 @@ def test_weight_gradients_are_formed_only_when_asked_for(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("space", "number", "channels"), [("darts", 0, 8), ("darts", 1, 5), ("shared", 1, 4), ("nb201", 0, 8)]
 )
-def test_bfloat16_errs_as_it_makes_modules_err(space: str, number: int, channels: int, training: bool) -> None:
+def test_bfloat16_errors_are_no_larger_than_those_of_modules(
+    space: str, number: int, channels: int, training: bool
+) -> None:
     cell = build_cell(space, number, channels=channels).train(training)
     require_rounding_only(*short_outcomes(cell, (9, 8), 4))
 

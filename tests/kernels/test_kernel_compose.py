@@ -105,7 +105,7 @@ def test_a_composed_kernel_convolves_as_the_module_does(name: str, channels: int
         torch.testing.assert_close(as_weight, torch.zeros_like(weight) if own is None else own, rtol=1e-12, atol=1e-12)
 
 
-def test_the_recipes_here_are_those_of_cells() -> None:
+def test_these_recipes_match_those_of_cells() -> None:
     """Kinds and taps that the comparison below covers are all that planning makes."""
     found = {
         (recipe.kind, recipe.taps)

@@ -249,7 +249,7 @@ class TestNetworks:
     pytestmark = MARKS
 
     def test_a_fused_network_equals_its_modules(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """DARTS_V2 in float32 beside the same modules in float64: all gradients and running statistics."""
+        """DARTS_V2 in float32 against the same modules in float64: all gradients and running statistics."""
         torch.manual_seed(0)
         # The interpreter's tensors are on a CPU.
         monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())

@@ -20,7 +20,7 @@ pytestmark = MARKS
 Sizes = tuple[int, int, int, int, tuple[int, ...]]
 # images, places, channels, compressed to, taps of each module
 CASES: list[Sizes] = [(2, 40, 16, 2, (9, 25)), (3, 35, 5, 1, (9, 9, 25)), (2, 64, 64, 8, (25,)), (1, 3, 33, 4, (1, 9))]
-# The three stages of a NOS search: five edges that leave a node, at the paper's batch size.
+# The three stages of a NOS search: five outgoing edges of a node, at the paper's batch size.
 LARGE: list[Sizes] = [(64, side * side, c, c // 8, (9,) * 5 + (25,) * 5) for c, side in ((16, 32), (32, 16), (64, 8))]
 
 
@@ -48,7 +48,7 @@ def error(found: Tensor, true: Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES if INTERPRETED else CASES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
-def test_kernels_and_gradients_are_those_of_the_twin(case: Sizes, dtype: torch.dtype) -> None:
+def test_kernels_and_gradients_match_the_twin(case: Sizes, dtype: torch.dtype) -> None:
     taps = case[-1]
     low = [one.to(DEVICE, dtype) for one in made(case)]
     assert fits(low[0], low[1], taps)
@@ -75,7 +75,7 @@ def test_what_is_compressed_may_be_part_of_something_wider() -> None:
     assert torch.equal(*both)
 
 
-def test_gradients_of_weights_are_made_only_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_weights_are_computed_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, asked = triton_kernels("dynamic"), []
 
     def backward(*given: Any) -> Any:
@@ -109,14 +109,14 @@ def test_what_is_compressed_may_be_made_from_the_map_in_second_derivatives_too()
         torch.testing.assert_close(mine, true, rtol=1e-3, atol=1e-3 * float(true.abs().max()))
 
 
-def test_float32_runs_plainly_where_a_program_has_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_uses_the_plain_form_if_shared_memory_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [one.to(DEVICE, torch.float32) for one in made((2, 64, 64, 8, (25,)))]
     assert fits(given[0], given[1], (25,))
     monkeypatch.setattr(dynamic, "shared_memory", lambda device: 88_195)  # it takes 88,196 bytes
     assert not fits(given[0], given[1], (25,))
 
 
-def test_second_derivatives_are_those_of_the_twin() -> None:
+def test_second_derivatives_match_the_twin() -> None:
     found = []
     for function in (dynamic_kernels, dynamic_kernels_reference):
         own = [one.to(DEVICE, torch.float32).requires_grad_() for one in made(CASES[0])]

@@ -104,9 +104,7 @@ if not INTERPRETED:  # it has no bfloat16, and would take minutes for large maps
 @pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("row", [True, False])
 @pytest.mark.parametrize("token_norm", [True, False])
-def test_outputs_and_gradients_are_those_of_the_twin(
-    case: Sizes, dtype: torch.dtype, row: bool, token_norm: bool
-) -> None:
+def test_outputs_and_gradients_match_the_twin(case: Sizes, dtype: torch.dtype, row: bool, token_norm: bool) -> None:
     # In bfloat16 the sign of a value near the kink of a ReLU is a matter of rounding: there are none.
     x, laid, form = made(case, decided=dtype == torch.bfloat16, token_norm=token_norm)
     x, laid = (
@@ -131,7 +129,7 @@ def test_outputs_and_gradients_are_those_of_the_twin(
     assert all(torch.equal(first, second) for first, second in zip(mine, again, strict=True))
 
 
-def test_nothing_is_kept_where_no_gradient_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_if_no_gradient_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, sizes = triton_kernels("indicator"), []
 
     def forward(*given: Any) -> Any:
@@ -151,7 +149,7 @@ def test_nothing_is_kept_where_no_gradient_is_asked_for(monkeypatch: pytest.Monk
     assert all(sizes[0]) and sizes[1] == [0, 0, 0]
 
 
-def test_second_derivatives_are_those_of_the_twin() -> None:
+def test_second_derivatives_match_the_twin() -> None:
     x, laid, form = made((2, 2, 1, 2, (4, 4), 3, 2, (2, 2)))
     x, leaves = of_type(x, laid, torch.float32, DEVICE)
     both = torch.cat([leaves.itself, leaves.zeros], 1).detach().requires_grad_()
@@ -185,7 +183,7 @@ def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "with create_graph"])
 @pytest.mark.parametrize("zeros", [(), (0,), (1, 3)])
 @pytest.mark.parametrize("token_norm", [True, False])
-def test_an_ensemble_on_the_kernels_gives_what_each_gives_alone(
+def test_an_ensemble_on_the_kernels_matches_separate_runs(
     zeros: tuple[int, ...], again: bool, token_norm: bool
 ) -> None:
     torch.manual_seed(0)
@@ -222,7 +220,7 @@ def test_an_ensemble_on_the_kernels_gives_what_each_gives_alone(
         ((4, 4, 256), torch.bfloat16, 143_360),
     ],
 )
-def test_maps_run_plainly_where_a_program_has_too_little_memory(
+def test_maps_use_the_plain_form_if_shared_memory_is_too_small(
     shape: tuple[int, ...], dtype: torch.dtype, needed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """needed: bytes of shared memory of the largest kernel, as Triton 3.6 compiles it for sm_86."""

@@ -59,7 +59,7 @@ def test_positions_are_summed_over_many_tiles(monkeypatch: pytest.MonkeyPatch) -
             assert float((a.detach().double().cpu() - b.detach()).norm()) <= 1e-5 * float(b.detach().norm())
 
 
-def test_second_derivatives_are_those_of_the_twin() -> None:
+def test_second_derivatives_match_the_twin() -> None:
     torch.manual_seed(0)
     found = []
     packed = torch.randn(1, 12, 3, 4, device=DEVICE, requires_grad=True)
@@ -71,7 +71,7 @@ def test_second_derivatives_are_those_of_the_twin() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_of_positions_are_made_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_positions_are_computed_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bool] = []
     backward = triton_kernels("local").backward
 

@@ -49,7 +49,7 @@ def test_channels_last_inputs_mix_with_others() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_small_sums_equal_the_twin_in_both_orders_where_copies_are_cheap(
+def test_small_sums_equal_the_twin_in_both_orders_if_copies_are_cheap(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mix, "copies_cheaply", lambda x: True)
@@ -174,7 +174,7 @@ def test_sums_of_stacked_inputs_equal_the_twin_in_both_orders(number: int, learn
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_stacked_inputs_are_kept_only_where_weights_learn_and_get_gradients_as_they_lie() -> None:
+def test_stacked_inputs_are_kept_only_if_weights_learn_and_get_gradients_in_their_layout() -> None:
     rows = torch.randn(2, 5, 6, 4, 3)  # as maps made side by side lie in memory
     for learns, kept in ((True, 2), (False, 1)):
         x = rows.permute(0, 3, 4, 1, 2).detach().requires_grad_()

@@ -18,7 +18,7 @@ def given(rows: int, added: int | None) -> list[Tensor]:
 
 @pytest.mark.parametrize("rows", [128, 7, 96])
 @pytest.mark.parametrize("added", [None, "one", "all"])
-def test_values_and_gradients_of_both_orders_are_those_of_torch(rows: int, added: str | None) -> None:
+def test_values_and_gradients_of_both_orders_match_torch(rows: int, added: str | None) -> None:
     leaves = given(rows, {None: None, "one": 1, "all": rows}[added])
     found = []
     for own in (True, False):
@@ -31,7 +31,7 @@ def test_values_and_gradients_of_both_orders_are_those_of_torch(rows: int, added
         torch.testing.assert_close(mine, theirs)
 
 
-def test_rows_of_strides_of_their_own() -> None:
+def test_rows_may_have_different_strides() -> None:
     x = torch.randn(64, 2, 3, dtype=torch.float64).transpose(0, 1).requires_grad_()
     weight = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
     pull = torch.randn(64, 2, 5, dtype=torch.float64).transpose(0, 1)
@@ -41,7 +41,7 @@ def test_rows_of_strides_of_their_own() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_gradients_that_nobody_asks_for_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrequested_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     inner = products._of_rows
 

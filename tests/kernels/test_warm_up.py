@@ -88,7 +88,7 @@ def test_a_warm_up_compiles_what_a_step_launches(training: bool, probability: fl
     assert set(planned) == launched(net, training=training)
 
 
-def test_kernels_are_compiled_once_for_a_device_that_is_not_here(
+def test_kernels_are_compiled_once_for_an_absent_device(
     no_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Lite-Transformers side by side give what each gives alone."""
+"""Lite-Transformers that run together match separate ones."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def together(modules: list[LiteTransformer], outputs: list[Outputs], sizes: list
 @pytest.mark.parametrize("pool", [4, None])
 @pytest.mark.parametrize(("zeros", "left_out"), [((), ()), ((0,), ()), ((1, 3), (0,)), ((), (2, 4))])
 @pytest.mark.parametrize("token_norm", [True, False])
-def test_outputs_attention_and_gradients_are_those_of_each_alone(
+def test_outputs_attention_and_gradients_match_separate_transformers(
     shape: tuple[int, int, int], pool: int | None, zeros: tuple[int, ...], left_out: tuple[int, ...], token_norm: bool
 ) -> None:
     modules = make(shape, 6, pool, token_norm=token_norm)

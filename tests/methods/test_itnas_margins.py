@@ -1,4 +1,4 @@
-"""Rows of many sites become one per choice: each aggregate against values by hand."""
+"""Rows of many sites are aggregated to one per choice: each aggregate against hand-computed values."""
 
 import math
 
@@ -30,7 +30,7 @@ def rows(values: list[list[float]] = ROWS) -> SiteRows:
         ("last-stage", [0.15, 0.30, 0.30]),
     ],
 )
-def test_aggregates_by_hand(how: Aggregate, expected: list[float]) -> None:
+def test_aggregates_match_hand_computed_values(how: Aggregate, expected: list[float]) -> None:
     torch.testing.assert_close(aggregate(rows(), how)[0], torch.tensor(expected, dtype=torch.float64))
 
 
@@ -40,7 +40,7 @@ def test_one_saturated_site_elects_its_candidate_by_the_mean_and_by_no_vote() ->
     assert first["vote"] == first["last"] == 1
 
 
-def test_sites_without_a_row_take_no_part() -> None:
+def test_sites_without_a_row_are_ignored() -> None:
     own = rows()
     own.present[:2] = False
     shorter = rows(ROWS[2:])

@@ -33,7 +33,7 @@ def maps(shape: tuple[int, int, int], tokens: int = 4, n: int = 2, zero: int | N
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("pool", [4, 2, None])
 @pytest.mark.parametrize("token_norm", [True, False])
-def test_the_indicators_row_and_output_are_those_of_the_whole_transformer(
+def test_the_indicators_row_and_output_match_the_whole_transformer(
     shape: tuple[int, int, int], pool: int | None, token_norm: bool
 ) -> None:
     module, outputs = make(shape, pool=pool, width=8, token_norm=token_norm), maps(shape)
@@ -46,7 +46,7 @@ def test_the_indicators_row_and_output_are_those_of_the_whole_transformer(
 
 
 @pytest.mark.parametrize("token_norm", [True, False])
-def test_gradients_are_those_of_the_whole_transformer(token_norm: bool) -> None:
+def test_gradients_match_the_whole_transformer(token_norm: bool) -> None:
     module, outputs = make((3, 4, 6), width=8, token_norm=token_norm), maps((3, 4, 6))
     inputs = [x.requires_grad_() for x in outputs.values() if x is not None]
     wanted = [*inputs, *module.parameters()]
@@ -90,7 +90,7 @@ def test_without_values_and_feed_forward_an_edge_is_two_norms_of_what_is_attende
     assert frozen == {"value.weight", "ffn.0.weight", "ffn.0.bias", "ffn.2.weight", "ffn.2.bias"}
 
 
-def test_absent_candidates_take_no_part() -> None:
+def test_absent_candidates_are_ignored() -> None:
     module, outputs = make(), maps((3, 8, 8))
     some = {k: outputs[k] for k in (0, 3)}
     output, attention = module(some)
@@ -125,7 +125,7 @@ def test_pooling_by_products_is_adaptive_average_pooling(size: int, wanted: int)
     torch.testing.assert_close(a @ x @ b.T, F.adaptive_avg_pool2d(x, wanted))
 
 
-def test_attention_is_exact_also_where_maps_are_short() -> None:
+def test_attention_is_exact_for_short_maps() -> None:
     """Attention of bfloat16 maps under autocast is that of the same numbers in float32, to float32's last places."""
     torch.manual_seed(0)
     module = LiteTransformer((4, 8, 8), 3)
@@ -144,7 +144,7 @@ def test_every_gradient_agrees_with_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("written_out", [True, False])
-def test_norms_of_tokens_that_lie_channels_last_are_group_norms(written_out: bool) -> None:
+def test_norms_of_channels_last_tokens_are_group_norms(written_out: bool) -> None:
     norm, x = torch.nn.GroupNorm(1, 3).double(), torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         norm.weight.normal_()

@@ -1,4 +1,4 @@
-"""A method stays small: what one paper alone needs is a part, not a hook of every method."""
+"""The method interface stays small: behaviour needed by one paper is a part, not a hook of every method."""
 
 import copy
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_methods_have_the_parts_that_their_paper_needs(name: str) -> None:
     assert has == expected.get(name, set())
 
 
-def test_a_copied_method_has_parts_of_its_own() -> None:
+def test_a_copied_method_has_separate_parts() -> None:
     kind: Any = METHODS.get("spos")
     torch.manual_seed(0)
     method = kind(tiny_space("nb201").layout(), kind.Settings())

@@ -56,7 +56,7 @@ def test_the_gradient_of_beta_decay_is_the_softmax_and_leaves_padding_alone() ->
 
 
 def test_edges_that_compete_count_as_one_softmax_over_their_links() -> None:
-    # Odds of the links 3:5 in one contest; their `none` takes no part. The first edge stands alone with odds 1:1:2.
+    # Odds of the links 3:5 in one softmax, without their `none`. The first edge is separate, with odds 1:1:2.
     logits = torch.tensor([[0, 0, math.log(2)], [7, math.log(3), 9], [7, math.log(5), 9]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True], [True, True, False], [True, True, False]])
     logits.requires_grad_()

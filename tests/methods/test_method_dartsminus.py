@@ -58,7 +58,7 @@ def test_beta_is_added_to_the_skip_candidate_alone_and_falls_linearly_from_1_to_
 
 
 def test_an_edge_is_beta_x_plus_the_softmax_mixture_forward_and_in_the_gradient_of_alpha() -> None:
-    """The mixture with a skip connection of its own, differentiated by itself, is what the cell computes."""
+    """The cell computes the mixture with a separate skip connection, values and gradients."""
     torch.manual_seed(0)
     method = DartsMinus(Layout("toy", (FULL,), ("cell",), StrongestEach()), DartsMinusSettings(init_scale=1.0)).double()
     method.begin_epoch(0.3)

@@ -1,4 +1,4 @@
-"""DrNAS: samples by their known moments, gradients by closed forms and the Beta distribution, the rest by hand."""
+"""DrNAS: samples by their moments, gradients by closed forms and the Beta distribution, hand-computed values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_samples_have_the_mean_and_covariance_of_the_distribution() -> None:
     assert within_5_errors(centred[:, :, None] * centred[:, None, :], covariance)
 
 
-def test_the_gradient_of_the_mean_and_of_the_second_moment_are_those_of_the_closed_forms() -> None:
+def test_the_gradients_of_the_mean_and_second_moment_match_the_closed_forms() -> None:
     """E θ_0 = c_0 / C and E θ_0² = c_0 (c_0 + 1) / (C (C + 1)), by pathwise gradients of single samples."""
     total = float(C.sum())
     for power in (1, 2):
@@ -104,7 +104,7 @@ def test_the_gradient_equals_that_of_torch_s_dirichlet() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_padding_and_single_candidates_take_no_part() -> None:
+def test_padding_and_single_candidates_are_ignored() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     c = torch.tensor([[1.5, 0.7, 99.0], [2.0, 99.0, 99.0]], dtype=torch.float64, requires_grad=True)
     gammas = torch.tensor([[3.0, 1.0, 50.0], [2.0, 50.0, 50.0]])
@@ -198,7 +198,7 @@ def test_the_candidate_with_the_largest_mean_is_derived() -> None:
     ("scale", "space", "epochs", "rates"),
     [("paper", "darts", 50, (0.1, 0.0, 6e-4)), ("nb201", "nb201", 100, (0.025, 0.001, 3e-4))],
 )
-def test_recipes_are_those_of_the_released_code(
+def test_recipes_match_the_released_code(
     scale: str, space: str, epochs: int, rates: tuple[float, float, float]
 ) -> None:
     recipe = resolve({"method": "drnas", "space": space, "data": "cifar10", "scale": scale})

@@ -1,4 +1,4 @@
-"""EnTranNAS and EnTranNAS-DST against their equations: literal twins, laws over random numbers, values by hand."""
+"""EnTranNAS and EnTranNAS-DST against their equations: literal twins, random trials, hand-computed values."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_laws_of_the_coefficients(
     )
 
 
-def test_coefficients_by_hand() -> None:
+def test_coefficients_match_hand_computed_values() -> None:
     """One node, two edges: p = (.5, .5) and (.8, .2); p̂ = (.625, .625) and (1, .25); t = .5."""
     table = Table("cell", (Choice(0, 2, ("a", "b")), Choice(1, 2, ("a", "b"))), (2,))
     method = EnTranNasDst(Layout("toy", (table,), ("cell", "cell"), Positive()), EnTranNasDstSettings()).double()
@@ -427,7 +427,7 @@ def test_annealing_thins_a_topology_that_thresholds_alone_leave_dense() -> None:
     assert 2 < counts[1.0] < 4
 
 
-def test_thresholds_have_an_optimiser_group_of_their_own_without_weight_decay() -> None:
+def test_thresholds_have_a_separate_optimiser_group_without_weight_decay() -> None:
     method = dst(dict.fromkeys(KEYS, 0.0), {2: 0.0, 3: 0.0}, threshold_speed=5.0)
     logits, bounds = method.parameter_groups(0.01, 1e-3)
     assert (logits["lr"], logits["weight_decay"]) == (0.01, 1e-3)
@@ -444,7 +444,7 @@ def test_gauges_report_every_threshold_and_the_connections_per_node() -> None:
     assert found["connections_cell"] == len(method.derive().cells["cell"].picks) / 2
 
 
-def test_costs_of_dst_are_those_of_what_is_derived() -> None:
+def test_costs_of_dst_match_the_derived_network() -> None:
     """Several candidates on one edge cost as much as they do in the derived network, and thresholds feel it."""
     method = dst({key: 0.3 * n for n, key in enumerate(KEYS)}, {2: -1.0, 3: 0.0})
     found = method.occupancy(method.relax())["cell"]
@@ -459,7 +459,7 @@ def test_costs_of_dst_are_those_of_what_is_derived() -> None:
     assert bool((mine[1] < 0).all()), "a higher threshold costs less"
 
 
-def test_dst_leaves_none_out_wherever_there_is_something_else() -> None:
+def test_dst_omits_none_if_there_is_another_candidate() -> None:
     table = Table(
         "cell", (Choice(0, 1, ("none", "skip_connect")), Choice(0, 2, ("none",)), Choice(1, 2, CANDIDATES)), (2,)
     )
@@ -473,7 +473,7 @@ def test_dst_leaves_none_out_wherever_there_is_something_else() -> None:
 
 
 @pytest.mark.parametrize("cut", ["none", "noise"])
-def test_transit_cells_stay_whole_where_nothing_or_noise_would_cut_them(cut: str) -> None:
+def test_transit_cells_stay_connected_if_none_or_noise_would_cut_them(cut: str) -> None:
     """NAS-Bench-201's rule may pick `none` everywhere, S4's noise; such transit cells would end all learning."""
     table = Table(
         "cell", tuple(Choice(s, t, (cut, "skip_connect", "nor_conv_1x1")) for t in (1, 2) for s in range(t)), (2,)

@@ -1,4 +1,4 @@
-"""Regularised evolution: Algorithm 1 to the letter, ageing, tournaments, and what it finds beside random search."""
+"""Regularised evolution: a literal Algorithm 1, ageing, tournaments, and a comparison with random search."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def algorithm_1(seed: int, population_size: int, sample_size: int, cycles: int) 
 
 
 @pytest.mark.parametrize(("population", "tournament"), [(1, 1), (4, 2), (10, 3), (5, 12)])
-def test_proposals_are_those_of_algorithm_1(population: int, tournament: int) -> None:
+def test_proposals_match_algorithm_1(population: int, tournament: int) -> None:
     for seed in range(3):
         found, _ = run(RegularisedEvolution(LAYOUT, EvolutionSettings(population, tournament, 40), seed))
         assert found == algorithm_1(seed, population, tournament, 40)

@@ -1,4 +1,4 @@
-"""GDAS: samples and gradients by hand, by statistics with a stated confidence, or written out literally."""
+"""GDAS: samples and gradients by hand-computed values, statistics with a stated confidence, or literal twins."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_link_wins_a_contest_and_the_others_get_none() -> None:
     assert harden(relaxed, mask, members).tolist() == [[1, 0], [0, 1], [1, 0]]
 
 
-def test_the_gradient_matches_the_relaxed_sample_at_the_sampled_operation_alone() -> None:
+def test_the_gradient_matches_the_relaxed_sample_only_at_the_sampled_operation() -> None:
     """s = (1/4, 3/4) at τ = 2: ∂h_1/∂A_0 = -s_1 s_0 / τ, ∂h_1/∂A_1 = s_1 (1 - s_1) / τ, and nothing from h_0."""
     alpha = torch.tensor([[0.0, 2 * math.log(3)]], dtype=torch.float64, requires_grad=True)
     relaxed = torch.softmax(alpha / 2.0, -1)
@@ -92,7 +92,7 @@ def test_operations_are_sampled_as_often_as_the_softmax_says(temperature: float)
     torch.testing.assert_close(method.probabilities()["cell"][0].detach(), odds / odds.sum())
 
 
-def test_the_gradient_of_a_cell_computed_by_hand() -> None:
+def test_the_gradient_of_a_cell_matches_hand_computed_values() -> None:
     """One edge, x of ones [1, 1, 2, 2], L = sum of the node: 4 where x is passed on, and nothing where it is not."""
     table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "avg_pool_3x3")),), (1,))
     cell = MixedCell(table, 1, lambda source: Spec(1, 1, affine=False, pool_norm=False)).double()
@@ -267,7 +267,7 @@ def test_the_strongest_operation_of_each_edge_is_derived() -> None:
 
 
 @pytest.mark.parametrize(("scale", "space", "size"), [("paper", "darts", 256), ("nb201", "nb201", 64)])
-def test_recipes_are_those_of_the_released_configurations(scale: str, space: str, size: int) -> None:
+def test_recipes_match_the_released_configurations(scale: str, space: str, size: int) -> None:
     recipe = resolve({"method": "gdas", "space": space, "data": "cifar10", "scale": scale})
     assert (recipe.regime, recipe.epochs, recipe.batch_size) == ("bilevel", 250, size)
     w, a = recipe.weights, recipe.architecture

@@ -1,4 +1,4 @@
-"""IT-NAS: attention against the literal twin, what takes part, selection from moments, margins, recomputation."""
+"""IT-NAS: attention against the literal twin, which candidates are tokens, selection, margins, recomputation."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_weight_steps_of_a_bilevel_search_leave_lite_transformers_alone(monkeypa
     assert all(g is None for g in gradients[len(list(supernet.parameters())) :])
 
 
-def test_a_kept_mix_takes_new_lite_transformers_where_a_recording_reads_the_old(
+def test_a_kept_mix_uses_new_lite_transformers_although_a_recording_reads_the_old(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     supernet, method = make()
@@ -145,9 +145,7 @@ def test_a_kept_mix_takes_new_lite_transformers_where_a_recording_reads_the_old(
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 @pytest.mark.parametrize("tokens", ["pooled", "flat"])
 @pytest.mark.parametrize("settings", [{}, {"token_norm": False}, {"shared": True}], ids=str)
-def test_network_and_indicator_are_those_of_the_literal_twin(
-    space: str, tokens: str, settings: dict[str, bool]
-) -> None:
+def test_network_and_indicator_match_the_literal_twin(space: str, tokens: str, settings: dict[str, bool]) -> None:
     supernet, method = make(space, tokens=tokens, **settings)
     x, literal = images(5), Literal(method)
     with torch.no_grad():
@@ -209,7 +207,7 @@ def test_every_aggregate_matches_the_literal_rows(space: str, how: Aggregate) ->
             assert margin.standard_error == pytest.approx((margin.image_error**2 + spread**2) ** 0.5)
 
 
-def test_cells_of_one_shape_share_lite_transformers_where_they_are_shared() -> None:
+def test_cells_of_one_shape_share_lite_transformers_with_the_setting() -> None:
     """NAS-Bench-201 with two cells a stage: as many as edges and stages, and each learns from both of its cells."""
     sizes = {"cells_per_stage": 2, "channels": 4}
     torch.manual_seed(0)
@@ -267,7 +265,7 @@ def test_a_checkpoint_from_before_sums_by_site_is_read() -> None:
     assert all(m.site_error == 0.0 and m.sites is None for m in again.selection.margins().edges["cell"])
 
 
-def test_none_takes_part_where_it_can_be_derived_and_nowhere_else() -> None:
+def test_none_is_a_candidate_only_if_it_can_be_derived() -> None:
     for space, takes_part in (("nb201", True), ("darts", False)):
         supernet, method = make(space)
         look(supernet, method, [images(3)])
@@ -329,7 +327,7 @@ def test_the_inputs_with_the_strongest_attention_stay() -> None:
     assert [(pick.source, pick.op) for pick in picks] == [(0, "sep_conv_3x3"), (2, "sep_conv_3x3")]
 
 
-def test_margins_and_their_errors_are_those_of_paired_differences() -> None:
+def test_margins_and_their_errors_match_paired_differences() -> None:
     table = build_space("nb201", SIZES["nb201"]).layout().tables[0]
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(50, *table.shape)) * 0.1 + rng.normal(size=(50, 1, 1))  # images differ in common
@@ -392,7 +390,7 @@ def test_attention_under_bfloat16_is_summed_exactly() -> None:
     assert bool(((own > 0) & (own < 1)).all())
 
 
-def test_a_mix_keeps_no_rows_that_nobody_reads() -> None:
+def test_a_mix_keeps_no_unused_rows() -> None:
     supernet, method = make()
     looking, plain = whole_pass(method), method.relax()
     assert isinstance(looking, ItMix) and isinstance(plain, ItMix)

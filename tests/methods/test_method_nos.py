@@ -1,4 +1,4 @@
-"""NOS: the relaxation of Eq 7 by hand, and the settings of §4 and Appendix A.2."""
+"""NOS: the relaxation of Eq 7 by hand-computed values, and the settings of §4 and Appendix A.2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PC-DARTS: edge normalisation by hand-computed values, partial channels beside a literal twin."""
+"""PC-DARTS: edge normalisation by hand-computed values, partial channels against a literal twin."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_edges_into_a_node_share_one_softmax_that_multiplies_their_candidates() 
 def test_the_gradient_of_an_edge_weight_matches_a_softmax() -> None:
     logits = torch.tensor([7.0, 0.0, math.log(2), math.log(5)], dtype=torch.float64, requires_grad=True)
     edge_weights(logits, edge_groups(TABLE))[2].backward()
-    # p = (1, 2, 5) / 8 into node 3: ∂p_2/∂β = p_2 (δ - p) at odds 2; the edge into node 2 takes no part.
+    # p = (1, 2, 5) / 8 into node 3: ∂p_2/∂β = p_2 (δ - p) at odds 2; the edge into node 2 has no effect.
     expected = torch.tensor([0, -2 / 64, 12 / 64, -10 / 64], dtype=torch.float64)
     torch.testing.assert_close(logits.grad, expected)
 
@@ -189,7 +189,7 @@ def test_impossible_ratios_are_refused(space: str, given: dict[str, int], messag
 # --- recipes ---
 
 
-def test_the_recipes_are_those_of_the_released_code() -> None:
+def test_the_recipes_match_the_released_code() -> None:
     cifar, imagenet = (resolve({"method": "pc-darts", "data": data}) for data in ("cifar10", "imagenet"))
     assert (cifar.space, cifar.epochs, cifar.batch_size, cifar.regime) == ("darts", 50, 256, "bilevel")
     assert (cifar.space_settings["partial_channels"], cifar.space_settings["channels"]) == (4, 16)

@@ -1,4 +1,4 @@
-"""Random search: as many architectures as asked for, all different from seed to seed."""
+"""Random search: the requested number of architectures, different for every seed."""
 
 from __future__ import annotations
 

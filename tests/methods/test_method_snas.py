@@ -1,4 +1,4 @@
-"""SNAS against its equations: written out literally, by statistics with a stated confidence, or by hand."""
+"""SNAS against its equations: literal twins, statistics with a stated confidence, or hand-computed values."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_sample_is_the_softmax_of_perturbed_logits_equation_5() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_padding_takes_no_part_in_a_sample() -> None:
+def test_padding_is_ignored_in_a_sample() -> None:
     log_alpha = torch.zeros(TABLE.shape, dtype=torch.float64)
     log_alpha[~MASK] = 99.0
     log_alpha.requires_grad_()
@@ -273,7 +273,7 @@ def test_equation_7_is_an_identity_for_a_linear_loss_and_off_by_2_for_a_square(p
 # --- credit ---
 
 
-def test_credit_on_a_cell_computed_by_hand() -> None:
+def test_credit_of_a_cell_matches_hand_computed_values() -> None:
     """One edge, x of ones [1, 1, 2, 2], L = sum of the node: a candidate that passes x on adds 4·Z, `none` nothing."""
     table = Table("cell", (Choice(0, 1, ("none", "skip_connect", "avg_pool_3x3")),), (1,))
     cell = MixedCell(table, 1, lambda source: Spec(1, 1, affine=False, pool_norm=False)).double()

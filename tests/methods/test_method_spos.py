@@ -32,7 +32,7 @@ def test_every_step_runs_one_candidate_per_layer_with_weight_one() -> None:
         assert all(weights[i, row[0]] == 1 for i, row in enumerate(live))
 
 
-def test_paths_depend_on_seed_and_step_alone() -> None:
+def test_paths_depend_only_on_seed_and_step() -> None:
     first, second, other = make(seed=1), make(seed=1), make(seed=2)
     drawn = [first.planner.draw(step) for step in range(20)]
     assert [second.planner.draw(step) for step in reversed(range(20))] == drawn[::-1]

@@ -1,4 +1,4 @@
-"""Zero-cost search as a sampler: it proposes what the evolution asks for, whatever the order of the calls."""
+"""Zero-cost search as a sampler: it proposes what the evolution requests, in any order of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms that local attention is measured beside do what it does."""
+"""The implementations that local attention is benchmarked against compute the same."""
 
 from __future__ import annotations
 

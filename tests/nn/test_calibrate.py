@@ -64,7 +64,7 @@ def test_one_grouped_convolution_is_a_loop_over_samples(size: int, dilation: int
 
 
 class Subtracts(DynamicKernel):
-    """A user's own, which applies what it makes in its own way."""
+    """A custom calibration with its own `applied`."""
 
     def applied(self, base: Tensor, made: Tensor) -> Tensor:
         return base - made.mean((2, 3), keepdim=True)
@@ -101,7 +101,7 @@ def test_what_is_summed_and_applied_once_is_what_every_module_applies(chosen: Se
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_behind_attentions_gradients_lie_in_memory_as_the_map_does() -> None:
+def test_gradients_after_attentions_have_the_memory_layout_of_the_map() -> None:
     base = data(2, 4, 6, 7).contiguous(memory_format=torch.channels_last).requires_grad_()
     made = [data(2, 4, 1, 1), data(2, 4, 3, 3), data(2, 1, 6, 7)]
     y = calibrated(base, list(zip([MODULES[0], MODULES[1], MODULES[3]], made, strict=True)))

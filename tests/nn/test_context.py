@@ -1,4 +1,4 @@
-"""Context auto-regression: laws of the masks, the loss by hand, and what a decoder must do."""
+"""Context auto-regression: laws of the masks, the loss by hand-computed values, and requirements on a decoder."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_images_too_small_to_hide_anything_are_refused() -> None:
         draw_masks(torch.zeros(1, 3, 2, 3))
 
 
-def test_the_loss_is_the_mean_over_hidden_values_alone() -> None:
+def test_the_loss_is_the_mean_over_hidden_values_only() -> None:
     images, predicted = torch.zeros(1, 2, 2, 2), torch.tensor([[[[1.0, 5.0], [9.0, 9.0]], [[3.0, -7.0], [9.0, 9.0]]]])
     hidden = torch.tensor([[[[True, True], [False, False]]]])
     assert missing_l1(predicted, images, hidden) == (1 + 5 + 3 + 7) / 4

@@ -1,4 +1,4 @@
-"""Attention transfer by hand, and a teacher that is frozen, shared and run once per batch."""
+"""Attention transfer by hand-computed values, and a teacher that is frozen, shared and run once per batch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_loss_is_equation_6(form: str) -> None:
     assert float(found) == pytest.approx(equation_6(students, teachers, form == "norm"))
 
 
-def test_equal_attention_costs_nothing_whatever_the_channels() -> None:
+def test_equal_attention_costs_nothing_for_any_number_of_channels() -> None:
     x = data(2, 3, 4, 4)
     twice = torch.cat([x, x, x], dim=1) * 5.0
     assert float(transfer_loss([attention_vector(x)], [attention_vector(twice)], "mean-square")) < 1e-30

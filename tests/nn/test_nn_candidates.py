@@ -83,7 +83,7 @@ def test_average_pooling_leaves_padding_out_of_the_mean(stride: int, size: tuple
     torch.testing.assert_close(pool(x), average_without_padding(x, stride))
 
 
-def test_pools_carry_a_norm_only_where_the_spec_says_so() -> None:
+def test_pools_have_a_norm_only_if_the_spec_says_so() -> None:
     for name in ("max_pool_3x3", "avg_pool_3x3"):
         for pool_norm in (True, False):
             module = get_candidate(name).build(Spec(4, 1, affine=False, pool_norm=pool_norm))

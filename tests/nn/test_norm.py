@@ -23,9 +23,7 @@ def close(mine: Tensor, whole: Tensor, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_of_both_orders_are_those_of_the_whole_batch(
-    ranks: list[dict[str, Any]], case: str
-) -> None:
+def test_values_and_gradients_of_both_orders_match_the_whole_batch(ranks: list[dict[str, Any]], case: str) -> None:
     whole = norm_case(CASES[case], nn.BatchNorm2d, None)
     for name in ("y", "gradient", "second", "evaluated"):
         close(torch.cat([rank[case][name] for rank in ranks]), whole[name], case)
@@ -51,7 +49,7 @@ def test_variance_keeps_its_digits_when_the_mean_is_large(ranks: list[dict[str, 
     torch.testing.assert_close(far, near, rtol=0, atol=1e-8)
 
 
-def test_half_precision_is_reduced_in_float32_and_returned_as_it_came(ranks: list[dict[str, Any]]) -> None:
+def test_half_precision_is_reduced_in_float32_and_returned_in_half_precision(ranks: list[dict[str, Any]]) -> None:
     for rank, sign in zip(ranks, (-1.0, 1.0), strict=True):
         assert rank["bfloat16"].dtype == torch.bfloat16
         assert torch.equal(rank["bfloat16"], torch.full((2, 1, 2, 2), sign, dtype=torch.bfloat16))

@@ -14,7 +14,7 @@ def made() -> tuple[MBConv, Tensor]:
     return MBConv(4, 4, 3, 1, 3).double(), torch.randn(3, 4, 5, 5, dtype=torch.float64, requires_grad=True)
 
 
-def test_value_gradients_and_statistics_are_those_of_the_module() -> None:
+def test_value_gradients_and_statistics_match_the_module() -> None:
     (plain, x), (again, y) = made(), made()
     expected, found = plain(x), recomputed(again, y)
     weight = torch.randn_like(expected)

@@ -41,7 +41,7 @@ def outcome(modules: list[ReLUConvBN], x: Tensor, stacked: bool) -> list[Tensor]
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
-def test_values_gradients_and_statistics_are_those_of_the_modules(
+def test_values_gradients_and_statistics_match_the_modules(
     training: bool, affine: bool, kernel: int, stride: int
 ) -> None:
     x = torch.randn(5, 4, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -58,9 +58,7 @@ def outcome(modules: list[nn.Module], x: Tensor, *, together: bool) -> list[Tens
     ids=["same", "widens", "shrinks"],
 )
 @pytest.mark.parametrize("names", [CANDIDATES, ("local_sa_k3_h8", "local_sa_k5_h4")], ids=["all", "two"])
-def test_values_gradients_and_statistics_are_those_of_the_blocks(
-    names: tuple[str, ...], spec: Spec, training: bool
-) -> None:
+def test_values_gradients_and_statistics_match_the_blocks(names: tuple[str, ...], spec: Spec, training: bool) -> None:
     x = torch.randn(2, 16, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x = x.to(memory_format=torch.channels_last)
     expected, found = (
@@ -71,7 +69,7 @@ def test_values_gradients_and_statistics_are_those_of_the_blocks(
         torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
 
 
-def test_what_differs_or_has_hooks_runs_alone() -> None:
+def test_modules_that_differ_or_have_hooks_run_separately() -> None:
     spec = Spec(16, 1, affine=False, channels_in=16)
     one, other = made(spec)[:2]
     assert block_key(None) is None and block_key(nn.Identity()) is None

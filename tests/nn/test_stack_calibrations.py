@@ -79,7 +79,7 @@ def outcome(modules: Sequence[Calibration], x: Tensor, together: bool) -> list[T
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("channels", [3, 33])
 @pytest.mark.parametrize("names", list(SETS))
-def test_values_gradients_and_statistics_are_those_of_the_modules(
+def test_values_gradients_and_statistics_match_the_modules(
     names: str, channels: int, stride: int, affine: bool, training: bool
 ) -> None:
     layout = torch.channels_last if channels == 16 else torch.contiguous_format
@@ -95,7 +95,7 @@ def test_values_gradients_and_statistics_are_those_of_the_modules(
 
 
 @pytest.mark.parametrize("names", list(SETS))
-def test_kernels_made_as_on_a_gpu_are_those_of_the_modules(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_made_as_on_a_gpu_match_the_modules(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
 
     def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
@@ -124,7 +124,7 @@ def test_norms_in_another_mode_go_their_own_way() -> None:
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
 
 
-def test_gradients_lie_as_their_parameters_do_each_in_memory_of_its_own() -> None:
+def test_gradients_have_the_layout_of_their_parameters_in_separate_memory() -> None:
     modules = [m.to(memory_format=torch.channels_last) for m in made(SETS["uneven"], 33)]  # type: ignore[call-overload]
     parameters = [p for module in modules for p in module.parameters()]
     outputs = outputs_of(modules, image(2, 33, 4, 4), True)
@@ -175,7 +175,7 @@ class Doubled(BatchNorm2d):
         return 2 * super().forward(input)
 
 
-def test_what_is_unknown_or_listened_to_runs_alone() -> None:
+def test_unknown_modules_and_modules_with_hooks_run_separately() -> None:
     x = image(2, 4, 4, 4)
     heard: list[str] = []
     modules = made(("3x3", "3x3", "spatial", "channel", "channel"), 4)

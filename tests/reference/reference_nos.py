@@ -63,7 +63,7 @@ def dynamic_kernel(x: Tensor, state: Mapping[str, Tensor], size: int) -> Tensor:
 
 
 def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
-    """F ⊛ D: a loop over samples, each convolved depthwise with kernels of its own."""
+    """F ⊛ D: a loop over samples, each convolved depthwise with separate kernels."""
     size = kernels.shape[-1]
     padding = dilation * (size - 1) // 2
     outputs = []

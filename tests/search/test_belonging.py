@@ -1,4 +1,4 @@
-"""A run is resumed only with the data, the recipe and the checkpoint it began with."""
+"""A run is resumed only with its original data, recipe and checkpoint."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write(file: Path, change: Callable[[dict[str, Any]], None] = lambda content:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A search and a training, each with one of two epochs done; not to be changed."""
+    """A search and a training run, each with one of two epochs done; not to be changed."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("stopped")

@@ -169,7 +169,7 @@ def test_recalibrated_norms_are_means_over_batches_and_everything_is_restored() 
 
 
 @pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
-def test_methods_of_many_cells_are_validated_with_norms_of_their_own(
+def test_methods_with_many_cells_are_validated_with_recalibrated_norms(
     method: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = METHODS.get(method)
@@ -198,7 +198,7 @@ def test_methods_of_many_cells_are_validated_with_norms_of_their_own(
 
 
 @pytest.mark.parametrize("paths", ["all", "single", "pairwise"])
-def test_the_indicator_token_learns_in_many_cells_where_steps_run_paths(paths: str, data: Path, tmp_path: Path) -> None:
+def test_the_indicator_token_learns_in_many_cells_if_steps_run_paths(paths: str, data: Path, tmp_path: Path) -> None:
     given = settings("nb201", data, method="itnas", epochs=1, method_settings={"paths": paths})
     result = search(resolve(given), tmp_path / "run")
     assert ("val_accuracy_bn" in result.metrics[-1]) == (paths != "all")

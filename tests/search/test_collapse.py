@@ -1,4 +1,4 @@
-"""What counts as a skip connection when a search is watched for its collapse."""
+"""What counts as a skip connection for collapse detection."""
 
 import pytest
 

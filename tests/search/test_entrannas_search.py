@@ -1,4 +1,4 @@
-"""Searches with EnTranNAS and what their architectures go through afterwards, any in-degree included."""
+"""EnTranNAS searches and the use of their architectures, including any in-degree."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_costs_of_narrow_candidates_are_counted_at_their_own_width() -> None:
 
 
 @pytest.mark.parametrize("method", ["entrannas", "entrannas-dst"])
-def test_recipes_are_those_of_the_paper_and_of_its_authors(method: str) -> None:
+def test_recipes_match_the_paper_and_its_authors_code(method: str) -> None:
     cifar = resolve({"method": method, "data": "cifar10"})
     assert (cifar.scale, cifar.epochs, cifar.batch_size, cifar.weights.lr) == ("paper", 50, 256, 0.1)
     assert cifar.architecture.lr == 6e-4

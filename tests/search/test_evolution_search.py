@@ -39,7 +39,7 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "architecture.jsonl").read_text().splitlines()]
 
 
-def test_a_search_trains_what_its_own_accuracies_propose(data: Path, tmp_path: Path) -> None:
+def test_a_search_trains_the_proposals_based_on_its_accuracies(data: Path, tmp_path: Path) -> None:
     result = search(recipe(data), tmp_path / "run")
     lines, scores = trained(tmp_path / "run"), [row["val_accuracy"] for row in result.metrics]
     fresh = RegularisedEvolution(SPACE.layout(), EvolutionSettings(**OWN), 3)

@@ -1,4 +1,4 @@
-"""Architectures for several budgets out of one search."""
+"""Architectures for several budgets from one search."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_budget_gets_an_architecture_that_meets_it(searched: Path, capsys:
     assert "already exists" in capsys.readouterr().err
 
 
-def test_accuracies_are_those_of_the_child_with_recalibrated_norms(searched: Path) -> None:
+def test_accuracies_match_the_child_with_recalibrated_norms(searched: Path) -> None:
     assert softcell(["derive", str(searched), "--max-flops", "700k", "--quiet", "--overwrite"]) == 0
     (point,) = json.loads((searched / "front.json").read_text())["points"]
     found = restore(searched, device="cpu")

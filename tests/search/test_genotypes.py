@@ -47,7 +47,7 @@ def test_every_epoch_has_its_architecture_and_the_last_is_the_one_found(searched
     assert said.items() <= first.about.items() and "epoch" not in Genotype.load(searched).about
 
 
-def test_a_genotype_records_what_was_set_beside_the_recipe(searched: Path, tmp_path: Path) -> None:
+def test_a_genotype_records_settings_that_differ_from_the_recipe(searched: Path, tmp_path: Path) -> None:
     expected = {"architecture.lr": 0.5, "batch_size": 256, "epochs": 2, "space_settings.channels": 2}
     assert Genotype.load(searched).about["settings"] == {**expected, "space_settings.nodes": 1}
     plain = resolve({"method": "nos", "data": "digits", "seed": 3, "threads": 2, "device": "cpu"}).to_dict()

@@ -1,4 +1,4 @@
-"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, misfits messages."""
+"""Guided searches: any method in any space, teachers from anywhere, resumed bit for bit, messages for mismatches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_guided_search_resumes_bit_for_bit(place: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", ["mean-square", "norm"])
-def test_the_gradient_norms_are_those_of_both_parts_over_four_batches(form: Any) -> None:
+def test_the_gradient_norms_are_measured_for_both_terms_over_four_batches(form: Any) -> None:
     """Each part differentiated by itself; and nothing is left behind: no statistics, no random numbers."""
     one = step_state("nb201")
     teacher = Tapped(ResNet18(width=2).build(1, 3).double())

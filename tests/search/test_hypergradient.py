@@ -1,4 +1,4 @@
-"""The gradient after one virtual weight step: against a closed form and against differences of the real thing."""
+"""The gradient after one virtual weight step: against a closed form and against finite differences."""
 
 import copy
 import itertools
@@ -150,7 +150,7 @@ def test_exact_hypergradient_is_the_derivative_of_the_loss_after_the_step() -> N
     torch.testing.assert_close(net.hypergradient(EXACT), expected, rtol=0, atol=1e-8)
 
 
-def test_the_papers_difference_comes_nearer_with_the_square_of_epsilon() -> None:
+def test_the_error_of_the_papers_difference_falls_with_the_square_of_epsilon() -> None:
     net = Net()
     expected = net.numeric()
     errors = [
@@ -166,7 +166,7 @@ def test_the_papers_difference_comes_nearer_with_the_square_of_epsilon() -> None
 
 
 @pytest.mark.parametrize("settings", [EXACT, Unrolling()], ids=["exact", "difference"])
-def test_unused_weights_and_logits_take_no_part(settings: Unrolling) -> None:
+def test_unused_weights_and_logits_are_ignored(settings: Unrolling) -> None:
     alpha, idle_alpha = randn(0, 3).requires_grad_(), randn(1, 2).requires_grad_()
     both, only_train, only_val, idle = (randn(seed, 3) for seed in (2, 3, 4, 5))
 
@@ -362,7 +362,7 @@ def test_the_next_step_draws_again(make: Callable[[], StepState], monkeypatch: p
     assert (first - second).abs().max() > 1e-6
 
 
-def test_images_of_another_batch_have_draws_of_their_own() -> None:
+def test_images_of_another_batch_have_separate_draws() -> None:
     """The sample of an architecture is one per step; what is dropped of the validation images is independent."""
     draws, cpu, found = SharedDraws(), torch.device("cpu"), {}
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Indicators on one supernet: what perturbation measures, attention on another method's supernet, ranks by hand."""
+"""Indicators on one supernet: perturbation, attention on another method's supernet, hand-computed ranks."""
 
 import itertools
 from collections.abc import Callable
@@ -129,7 +129,7 @@ def test_discretisation_is_the_accuracy_with_one_candidate_on_one_edge(runs: dic
     assert len(seen) > 1, "accuracies must differ to be messages apart"
 
 
-def test_an_edge_that_keeps_one_candidate_attends_to_it_alone(runs: dict[str, Path]) -> None:
+def test_an_edge_that_keeps_one_candidate_attends_only_to_it(runs: dict[str, Path]) -> None:
     found = restore(runs["itnas"], device="cpu")
     mix = found.mix()
     x = next(iter(found.feeds().plain(found.dataset.train, found.parts["validation"]).epoch(0))).images
@@ -144,7 +144,7 @@ def test_it_is_not_computed_unless_asked_for(runs: dict[str, Path]) -> None:
     assert "discretisation" not in compute(restore(runs["itnas"], device="cpu"), images=8, notify=silent).values
 
 
-def test_sampled_cells_are_perturbed_with_norms_of_their_own(runs: dict[str, Path]) -> None:
+def test_sampled_cells_are_perturbed_with_recalibrated_norms(runs: dict[str, Path]) -> None:
     found = restore(runs["snas"], device="cpu")
     spoil_norms(found)
     kept = {name: value.clone() for name, value in found.supernet.state_dict().items()}
@@ -223,7 +223,7 @@ def test_a_token_that_is_taken_out_gets_no_attention(runs: dict[str, Path]) -> N
     assert bool((rows[0] > 0).all()) and bool((rows[1, :3] > 0).all())
 
 
-def test_attention_is_trained_on_another_methods_supernet_and_leaves_it_alone(runs: dict[str, Path]) -> None:
+def test_attention_is_trained_on_another_methods_supernet_and_leaves_it_unchanged(runs: dict[str, Path]) -> None:
     found = restore(runs["darts"], device="cpu")
     before = {name: value.clone() for name, value in found.supernet.state_dict().items()}
     values = compute(found, ["alpha", "attention"], notify=silent).values
@@ -245,7 +245,9 @@ def test_attention_of_its_own_supernet_matches_the_search(runs: dict[str, Path])
     assert torch.equal(compute(found, ["attention"], notify=silent).values["attention"]["cell"], kept)
 
 
-def test_alpha_is_trained_on_the_supernet_of_a_method_without_and_leaves_it_alone(runs: dict[str, Path]) -> None:
+def test_alpha_is_trained_on_the_supernet_of_a_method_without_alpha_and_leaves_it_unchanged(
+    runs: dict[str, Path],
+) -> None:
     found = restore(runs["itnas"], device="cpu")
     before = {name: value.clone() for name, value in found.supernet.state_dict().items()}
     alpha = compute(found, ["alpha"], notify=silent).values["alpha"]["cell"]
@@ -286,7 +288,7 @@ def test_supernets_of_single_paths_are_looked_at_choice_by_choice(tmp_path: Path
     assert live is not None and len(live[2]) == 5 and all(len(row) <= 1 for i, row in enumerate(live) if i != 2)
 
 
-def test_ranks_and_taus_by_hand(runs: dict[str, Path]) -> None:
+def test_ranks_and_taus_match_hand_computed_values(runs: dict[str, Path]) -> None:
     layout = restore(runs["darts"], device="cpu").supernet.layout
     up, down = torch.arange(5.0).repeat(6, 1), torch.arange(5.0).flip(0).repeat(6, 1)
     mixed = up.clone()

@@ -85,7 +85,7 @@ def test_values_and_feed_forward_that_do_not_learn_stay_as_they_began(data: Path
     assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["selection"]["images"]
 
 
-def test_where_nothing_was_looked_at_nothing_is_recorded(data: Path, tmp_path: Path) -> None:
+def test_nothing_is_recorded_without_observation(data: Path, tmp_path: Path) -> None:
     search(recipe(data, epochs=3, validate_every=2), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "attention.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]
@@ -134,9 +134,7 @@ def test_a_broken_search_ends_as_if_it_never_was(data: Path, finished: Path, tmp
     assert same(state_of(tmp_path / "broken"), state_of(finished))
 
 
-def test_selection_stays_on_the_validation_half_where_accuracy_is_measured_elsewhere(
-    data: Path, tmp_path: Path
-) -> None:
+def test_selection_uses_the_validation_half_even_if_accuracy_is_measured_elsewhere(data: Path, tmp_path: Path) -> None:
     parts = {"weights": 32, "validation": 20, "held": 12}
     events: list[object] = []
     search(recipe(data, split=parts, epochs=1), tmp_path / "run", on_event=events.append)

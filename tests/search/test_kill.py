@@ -1,4 +1,4 @@
-"""Searches and trainings in real processes that are killed, interrupted, spoilt and resumed."""
+"""Searches and training runs in real processes that are killed, interrupted, damaged and resumed."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def case(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Case:
     return cases[request.param]
 
 
-def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(case: Case) -> None:
+def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(case: Case) -> None:
     kills, trial = 0, 0
     while kills < 2:
         folder = case.fresh(f"killed{trial}")
@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(damage: str
     case.check(folder)
 
 
-def test_two_spoilt_checkpoints_are_refused_with_a_way_out(cases: dict[str, Case]) -> None:
+def test_two_damaged_checkpoints_are_refused_with_a_fix(cases: dict[str, Case]) -> None:
     case = cases["darts-nb201"]
     folder = case.fresh("hopeless")
     shutil.copytree(case.whole, folder)

@@ -175,8 +175,8 @@ def test_phase_1_learns_from_any_folder_of_images(data: Path, tmp_path: Path) ->
     assert not (tmp_path / "none").exists()
 
 
-def test_phase_1_learns_from_some_classes_alone(tmp_path: Path) -> None:
-    """The classes are drawn by the seed and recorded; phase 2 has all of them."""
+def test_phase_1_learns_only_from_some_classes(tmp_path: Path) -> None:
+    """The classes are sampled from the seed and recorded; phase 2 uses all classes."""
     data = write_data(tmp_path / "five.npz", classes=5, train=40)
     both = recipe(data, pretrain={"epochs": 1, "classes": 2}, seed=1)
     assert (first_phase(both).classes, both.classes) == (2, None)
@@ -278,7 +278,7 @@ def failing(event: Event) -> None:
         raise RuntimeError("no power")
 
 
-def test_named_data_of_phase_1_lie_where_those_of_the_search_do() -> None:
+def test_named_data_of_phase_1_are_in_the_data_root_of_the_search() -> None:
     def root(**own: Any) -> str | None:
         given = {"method": "fullattention", "data": "cifar10", "data_root": "here"}
         return first_phase(resolve(given, {"pretrain": {"epochs": 1, **own}})).data_root

@@ -99,7 +99,7 @@ def test_a_resolved_recipe_resolves_to_itself_also_through_json(method: str, spa
         ({"image_size": 3}, "image_size >= 4"),
     ],
 )
-def test_bad_settings_are_refused_with_rule_and_way_out(given: dict[str, Any], message: str) -> None:
+def test_bad_settings_are_refused_with_rule_and_fix(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         resolve(given)
 

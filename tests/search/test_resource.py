@@ -1,4 +1,4 @@
-"""The resource penalty and budgets: by hand, on toys whose answer is known, and in whole searches of every method."""
+"""The resource penalty and budgets: hand-computed values, toys with known answers, and searches with every method."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def mix(weights: dict[str, Tensor] = P) -> WeightMix:
     return WeightMix(LAYOUT, weights)
 
 
-def test_the_log_form_by_hand() -> None:
+def test_the_log_form_matches_hand_computed_values() -> None:
     """Per kind: mean over the sites of a table, sum over tables; then the mean over kinds, times the weight."""
     parameters = (math.log(27.5) + math.log(82.5)) / 2 + math.log(30)
     flops = (math.log(250.25) + math.log(500.5)) / 2 + math.log(27.5)
@@ -402,7 +402,7 @@ def test_a_budget_that_is_missed_is_reported_with_the_gap(method: str, data: Pat
     assert json.loads((tmp_path / "run" / "run.json").read_text())["results"]["budget_met"] is False
 
 
-def test_the_smallest_network_matches_brute_force_where_none_can_be_derived() -> None:
+def test_the_smallest_network_matches_brute_force_if_none_can_be_derived() -> None:
     """All 32 cells with two inner nodes as both kinds of cell, counted; empty cells are no architectures."""
     ops = ("none", "dil_conv_3x3")
     space = build_space("darts", {"cells": 3, "channels": 4, "nodes": 2, "candidates": list(ops)})

@@ -1,4 +1,4 @@
-"""Running a search: what it leaves, how it fails, what it may look at."""
+"""Running a search: its files, its errors and the data it may read."""
 
 import copy
 import json
@@ -154,7 +154,7 @@ def test_weights_and_architecture_learn_from_their_own_halves(regime: str, data:
 
 
 def test_images_can_be_held_back_from_all_learning(data: Path, tmp_path: Path) -> None:
-    """Two searches of different kinds hold back the same images, and measure on them alone."""
+    """Two searches of different kinds hold out the same images, and measure only on them."""
     shares = {"single-level": {"weights": 40, "held": 12}, "bilevel": {"weights": 20, "validation": 20, "held": 12}}
     kept = []
     for regime, share in shares.items():
@@ -282,7 +282,7 @@ def test_a_low_first_accuracy_does_not_warn(
 
 
 class Forbidden(Images):
-    """Test images that nobody may look at, not even at their labels."""
+    """Test images that must not be read, not even their labels."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         self.shape, self.is_test = shape, True
@@ -354,7 +354,7 @@ HOOKS = {
 def test_a_method_that_looks_at_the_test_set_is_found_out(hook: str, data: Path, tmp_path: Path) -> None:
     plugin = tmp_path / "cheat.py"
     plugin.write_text(CHEAT.format(hook=HOOKS[hook][0], call=HOOKS[hook][1]))
-    # In a process of its own, so that the cheat is not known to the tests after this one.
+    # In a separate process, so that the cheat is not known to the tests after this one.
     given = settings("nb201", data, epochs=1, method="cheat", plugins=[str(plugin)])
     found = forks().run(tmp_path / "jobs", "error_with_plugin", tmp_path / "run", given, plugin, "search")
     assert found["type"] == "AssertionError"

@@ -34,7 +34,7 @@ def moved(method: EnTranNas, seed: int) -> None:
             alpha.copy_(torch.randn(alpha.shape, generator=generator))
 
 
-def test_a_plan_comes_from_the_parameters_as_they_were_before_the_step_in_front() -> None:
+def test_a_plan_uses_the_parameters_before_the_previous_step() -> None:
     method = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings())
     plans, exact, found = PlanQueue(method.planner), list[Plan](), list[Plan | None]()
     for step in range(5):
@@ -45,7 +45,7 @@ def test_a_plan_comes_from_the_parameters_as_they_were_before_the_step_in_front(
     assert found == [exact[0], *exact[:-1]]
 
 
-def test_resumed_plans_are_those_of_an_uninterrupted_run() -> None:
+def test_resumed_plans_match_an_uninterrupted_run() -> None:
     method = EnTranNas(tiny_space("darts").layout(), EnTranNasSettings())
     plans, resumed = PlanQueue(method.planner), PlanQueue(method.planner)
     for step in range(3):

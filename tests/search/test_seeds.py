@@ -1,4 +1,4 @@
-"""Several seeds in one process: each search is the one it would have been alone."""
+"""Several seeds in one process: each search equals a separate one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def require_same(mine: Any, theirs: Any, where: str = "state") -> None:
         assert mine == theirs, where
 
 
-def test_searches_side_by_side_equal_those_alone(recipe: SearchRecipe, tmp_path: Path) -> None:
+def test_concurrent_searches_equal_separate_ones(recipe: SearchRecipe, tmp_path: Path) -> None:
     result = search_seeds(recipe, tmp_path / "all", [0, 1, 2], at_once=2)
     assert result.exit_code == 0 and not result.errors
     for seed in (0, 1, 2):
@@ -66,7 +66,7 @@ def test_searches_side_by_side_equal_those_alone(recipe: SearchRecipe, tmp_path:
     assert (tmp_path / "all" / "genotype.json").read_text() == best.read_text()
 
 
-def test_a_signal_stops_all_and_resuming_ends_as_if_nothing_had_been(recipe: SearchRecipe, tmp_path: Path) -> None:
+def test_a_signal_stops_all_and_resuming_matches_an_uninterrupted_run(recipe: SearchRecipe, tmp_path: Path) -> None:
     whole = search_seeds(recipe, tmp_path / "whole", [0, 1], at_once=2)
 
     def listener(seed: int) -> Any:

@@ -88,7 +88,7 @@ def test_evolution_selects_on_the_supernet_of_another_method_too(tmp_path: Path)
     assert found["own"] == own and found["accuracy"] >= found["accuracy_of_own"]
 
 
-def test_what_a_method_learned_takes_part_and_what_was_drawn_does_not(
+def test_learned_architectures_enter_evolution_and_sampled_ones_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def test_only_the_weights_of_drawn_paths_move(tmp_path: Path, monkeypatch: pytes
     assert any(moved for moved, _ in seen)
 
 
-def test_recipes_are_those_of_the_paper() -> None:
+def test_recipes_match_the_paper() -> None:
     recipe = resolve({"method": "spos", "data": "imagenet"})
     assert (recipe.space, recipe.scale, recipe.epochs, recipe.batch_size) == ("proxyless", "imagenet", 240, 512)
     assert recipe.split == {"weights": 0.1, "validation": 0.025}

@@ -266,7 +266,7 @@ def test_gradients_that_share_memory_are_clipped_once(regime: str) -> None:
     compare(step_state(method=Twins, clip_architecture=0.1), real, literal, tolerance, steps=2)
 
 
-def test_an_optimiser_is_restored_to_the_ways_of_its_own_device() -> None:
+def test_an_optimiser_is_restored_with_the_settings_of_its_device() -> None:
     """Saved on CUDA, where rates are tensors and counters capturable, and restored on the CPU; and the other way."""
     parameter = nn.Parameter(torch.ones(2))
     here = adam([parameter], torch.device("cpu"), lr=0.5, betas=(0.5, 0.9), weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""What a search says of its supernet on the validation split, against a literal loop in evaluation mode."""
+"""Validation of a supernet against a literal loop in evaluation mode."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def literally(answers: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_loss_and_accuracy_are_those_of_a_literal_loop_in_evaluation_mode(digits: Feeds, precision: str) -> None:
+def test_loss_and_accuracy_match_a_literal_loop_in_evaluation_mode(digits: Feeds, precision: str) -> None:
     """With bfloat16 the logits are short, their loss is not."""
     supernet, mix = supernet_and_mix()
     held = digits.plain(digits.dataset.train, torch.arange(COUNT))

@@ -91,7 +91,7 @@ def test_a_budget_out_of_reach_is_refused_before_there_is_a_folder(data: Path, t
 
 
 @pytest.mark.parametrize("proxy", ["synflow", "naswot"])
-def test_a_score_depends_on_architecture_and_seed_alone(proxy: Any) -> None:
+def test_a_score_depends_only_on_architecture_and_seed(proxy: Any) -> None:
     space = build_space("nb201", NETWORK)
     score_of = ZeroCost(space.layout(), ZeroCostSettings(proxy), 0).score
     images, first, second = torch.randn(4, 1, 8, 8), sample(space.layout(), 0), sample(space.layout(), 1)
@@ -105,6 +105,6 @@ def test_a_score_depends_on_architecture_and_seed_alone(proxy: Any) -> None:
 
 
 @pytest.mark.parametrize(("best", "shown"), [(1234.5678, "1234.6"), (None, "not finite")])
-def test_the_best_score_is_shown_after_a_search_even_where_it_is_not_finite(best: float | None, shown: str) -> None:
+def test_the_best_score_is_shown_after_a_search_even_if_it_is_not_finite(best: float | None, shown: str) -> None:
     rows = [{"epoch": 0, "best_score": best, "networks": 12}]
     assert search_accuracy(rows) == {"score": f"{shown}, the best of 12 untrained networks"}

@@ -1,4 +1,4 @@
-"""Cells run the calibrations that leave a node together; a step equals one module by module for every mix."""
+"""Cells run the outgoing calibrations of a node together; a step equals one module by module for every mix."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ class Recomputing(WeightMix):
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_of_some_candidates_weights_are_read_at_once_and_what_is_recomputed_runs_alone(
+def test_weights_of_some_candidates_are_read_together_and_recomputed_ones_run_separately(
     recomputes: bool, ran: list[int], summed: list[int]
 ) -> None:
     results = []
@@ -222,7 +222,7 @@ def test_hooks_of_a_calibration_are_called() -> None:
     assert [shape[1] for shape in heard] == [25]
 
 
-def test_second_derivatives_are_those_of_the_modules(ran: list[int], summed: list[int]) -> None:
+def test_second_derivatives_match_the_modules(ran: list[int], summed: list[int]) -> None:
     def second() -> tuple[Tensor, ...]:
         torch.manual_seed(0)
         supernet = build_space("nos", {**SIZE, "nodes": 1}).supernet((3, 8, 8), 3).double()

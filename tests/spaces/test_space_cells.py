@@ -109,7 +109,7 @@ def test_a_mixed_cell_equals_its_literal_twin_in_evaluation_after_training(name:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
-def test_what_leaves_a_node_alike_runs_once() -> None:
+def test_identical_outgoing_operations_of_a_node_run_once() -> None:
     table, number, spec_of = CASES["DARTS normal"]
     cell, _, layout = twins(table, number, spec_of)
     calls: list[str] = []

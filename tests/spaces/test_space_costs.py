@@ -1,4 +1,4 @@
-"""Costs of candidates against sums made by hand and against whole networks counted as they are."""
+"""Costs of candidates against hand-computed sums and counts of whole networks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Loose(nn.Module):
         return x * self.scale
 
 
-def test_a_candidate_of_ones_own_is_counted_too() -> None:
+def test_a_custom_candidate_is_counted() -> None:
     with torch.device("meta"):
         mixer, loose = Mixer(), Loose()
     positions = 12

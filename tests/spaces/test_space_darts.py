@@ -1,4 +1,4 @@
-"""The DARTS space: published sizes, and what SNAS may leave of a cell."""
+"""The DARTS space: published sizes, and cells with vanished edges from SNAS."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def on_meta(space: FullAttentionSpace, side: int, genotype: Genotype | None = No
         return space.network(genotype or sample(space.layout(), 0), (3, side, side), classes)
 
 
-def test_shapes_are_those_of_table_1() -> None:
+def test_shapes_match_table_1() -> None:
     assert shapes(on_meta(SPACE, 32), 32) == [
         (16, 32, 32),
         (16, 32, 32),
@@ -123,7 +123,7 @@ def parameters(network: Network) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def test_parameters_at_the_papers_widths_follow_from_the_blocks_by_hand() -> None:
+def test_parameters_at_the_papers_widths_match_a_manual_count_of_the_blocks() -> None:
     """Non-local everywhere: linear layers and four projections, norms with scale and shift, the stem's embeddings."""
 
     def block(c_in: int, c: int) -> int:
@@ -181,7 +181,7 @@ def test_only_the_papers_own_space_is_compared_with_its_numbers(
         assert line.startswith("parameters at") and line.endswith("over all choices")
 
 
-def test_multiply_adds_of_local_attention_are_those_of_its_loop() -> None:
+def test_multiply_adds_of_local_attention_match_its_loop() -> None:
     """Per pixel and neighbour one product per channel for the logit and one for the value, and two of 1D positions."""
     module = LocalAttention(8, 5, 4)
     height, width = 6, 3

@@ -1,4 +1,4 @@
-"""The NAS-Bench-201 space: its networks have the parameters that the benchmark's table says."""
+"""The NAS-Bench-201 space: its networks have the parameters listed in the benchmark's table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE = "nb201_200epochs.csv.gz"
 
 
 def table_file() -> Path | None:
-    """The benchmark's table: where SOFTCELL_NB201 says, or beside the repository."""
+    """The benchmark's table: at SOFTCELL_NB201, or next to the repository."""
     given = os.environ.get("SOFTCELL_NB201")
     place = Path(given) if given else Path(__file__).parents[2].parent / "shared" / "data" / "nb201"
     file = place / TABLE if place.is_dir() else place
@@ -64,7 +64,7 @@ def test_the_table_holds_every_architecture_of_the_space_once(rows: list[tuple[s
     assert all({pick.op for pick in from_nb201(text).cells["cell"].picks} <= candidates for text in known)
 
 
-def test_parameters_of_two_networks_by_hand(space: Space) -> None:
+def test_parameters_of_two_networks_match_a_manual_count(space: Space) -> None:
     """What surrounds the cells, and what 3×3 convolutions on all six edges add; no table needed."""
     stem, last = 3 * 16 * 9 + 32, 2 * 64 + 64 * 10 + 10
     reductions = sum(a * b * 9 + 2 * b + b * b * 9 + 2 * b + a * b for a, b in ((16, 32), (32, 64)))

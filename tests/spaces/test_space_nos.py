@@ -257,7 +257,7 @@ def test_features_alone_are_described_as_such() -> None:
         ({"nodes": 8}, "features, attentions and dynamic convolutions in two tiers, 52 edges, 11 candidates"),
     ],
 )
-def test_a_space_is_described_as_it_is_set(settings: dict[str, Any], words: str) -> None:
+def test_a_space_is_described_as_configured(settings: dict[str, Any], words: str) -> None:
     space = NosSpace(**settings)
     assert space.about.endswith(words)
     assert f" {len(space.layout().tables[0])} edges" in space.about
@@ -328,7 +328,7 @@ def test_features_can_be_shared_by_source() -> None:
     assert len(values) == 6 and all(bool(v.isfinite().all()) for v in values)
 
 
-def test_evaluation_networks_are_those_of_the_paper() -> None:
+def test_evaluation_networks_match_the_paper() -> None:
     assert NosSpace.evaluation["cifar"] == {"cells": 20, "channels": 36}
     assert NosSpace.evaluation["imagenet"] == {"cells": 14, "channels": 48, "stem": "imagenet"}
     assert NosSpace.has_auxiliary

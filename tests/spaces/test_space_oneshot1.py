@@ -1,4 +1,4 @@
-"""NAS-Bench-1Shot1: three spaces, counted by three rules, with cells that concatenate as the paper's do."""
+"""NAS-Bench-1Shot1: three spaces, counted by three rules, with cells that concatenate as in the paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RAW = {1: 14_580, 2: 29_160, 3: 1_312_200}
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_raw_counts_are_those_of_the_rule_and_the_closed_form(number: int) -> None:
+def test_raw_counts_match_the_rule_and_the_closed_form(number: int) -> None:
     layout = build_space(f"nb1shot1-{number}").layout()
     assert count(layout) == raw_count(PARENTS[number]) == RAW[number]
 
@@ -72,7 +72,7 @@ def by_permutations(parents: tuple[int, ...]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("parents", [(1, 1, 2), (1, 2, 2), (1, 1, 2, 2), (1, 2, 2, 2)])
-def test_counts_up_to_isomorphism_are_those_of_all_permutations(parents: tuple[int, ...]) -> None:
+def test_counts_up_to_isomorphism_match_all_permutations(parents: tuple[int, ...]) -> None:
     found = counts(parents)
     assert (found.connected, found.isomorphic) == by_permutations(parents)
     assert found.raw == raw_count(parents)
@@ -85,7 +85,7 @@ def test_counts_of_the_published_spaces_hold_against_permutations() -> None:
         assert (found.connected, found.isomorphic) == by_permutations(PARENTS[number])
 
 
-def test_remarks_print_our_counts_beside_the_published_one() -> None:
+def test_remarks_print_our_counts_next_to_the_published_one() -> None:
     (text,) = build_space("nb1shot1-1").remarks()
     for part in ("raw 14,580", "without loose ends 3,078", "up to isomorphism 2,685", "published 6,240"):
         assert part in text
@@ -251,7 +251,7 @@ def test_the_indicator_token_attends_to_all_parents_together(drop_path: bool, sh
     assert float(rows[parents_of(table)[9], 1].std()) > 1e-3, "parents differ"
 
 
-def test_single_paths_are_refused_where_edges_compete() -> None:
+def test_single_paths_are_refused_if_edges_compete() -> None:
     supernet = tiny_space("nb1shot1-1").supernet((3, 8, 8), 5)
     with pytest.raises(UserError, match=r"method\.paths=all"):
         ItNas.for_supernet(ItNasSettings(paths="single"), supernet)

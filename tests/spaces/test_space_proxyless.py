@@ -1,4 +1,4 @@
-"""The chain of ProxylessNAS: its layers, costs, skips, and how it meets small images and budgets."""
+"""The chain of ProxylessNAS: its layers, costs, skips, small images and budgets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_there_are_21_layers_of_six_bottlenecks_of_which_15_can_be_skipped() -> 
 
 
 @pytest.mark.parametrize("largest", [True, False])
-def test_multiply_adds_are_those_counted_by_hand(largest: bool) -> None:
+def test_multiply_adds_match_a_manual_count(largest: bool) -> None:
     space = ProxylessSpace()
     total = 3 * 32 * 9 * 112 * 112 + mbconv_multiply_adds(32, 16, 3, 1, 112, 1)
     before, size = 16, 112
@@ -72,7 +72,7 @@ def test_costs_of_candidates_add_up_to_the_difference_of_networks() -> None:
     assert by_candidates[0] - by_candidates[1] == whole[0] - whole[1] != 0
 
 
-def test_squeeze_and_excitation_stands_in_every_bottleneck_when_asked_for() -> None:
+def test_squeeze_and_excitation_is_in_every_bottleneck_when_requested() -> None:
     with_se, without = (ProxylessSpace(**TINY, se=se) for se in (True, False))  # type: ignore[arg-type]
     for space, expected in ((with_se, True), (without, False)):
         network = space.network(sample(space.layout(), 0), (3, 32, 32), 10)

@@ -1,4 +1,4 @@
-"""The reduced spaces S1 to S4, and the noise that S4 offers."""
+"""The reduced spaces S1 to S4, and the noise candidate of S4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study of the recipe `fast` judges by training images alone, and trains no arm twice."""
+"""The study of the recipe `fast` uses only training images, and trains no arm twice."""
 
 import argparse
 import json

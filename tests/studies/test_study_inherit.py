@@ -1,4 +1,4 @@
-"""The study of inherited weights trains both arms from the same search and judges by images that neither has seen."""
+"""The study of inherited weights trains both arms from one search and evaluates on images that neither has seen."""
 
 import json
 import sys

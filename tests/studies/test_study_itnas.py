@@ -161,7 +161,7 @@ def test_a_record_older_than_a_setting_is_still_of_its_default(table: Path) -> N
         nb201.read_before(record, nb201._options([*given, "--set", "method.token_norm=false"]))
 
 
-def test_settings_of_the_method_are_those_of_it_nas(table: Path) -> None:
+def test_settings_of_the_method_match_it_nas(table: Path) -> None:
     options = nb201._options(["--table", str(table), "--set", "method.token_norm=false"])
     assert nb201.recipe_of("itnas", 0, options).method_settings["token_norm"] is False
     for method in ("darts", "snas", "entrannas"):

@@ -1,4 +1,4 @@
-"""The table of all methods in NAS-Bench-201: one recipe, one file a search, collected by many commands."""
+"""The table of all methods in NAS-Bench-201: one recipe, one file per search, collected by many commands."""
 
 from __future__ import annotations
 

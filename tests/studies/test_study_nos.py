@@ -29,7 +29,7 @@ def test_parameters_add_up(space: NosSpace) -> None:
         assert counted(genotype) == count_genotype(space, genotype, (3, 16, 16), 7).parameters
 
 
-def test_two_million_and_a_half_lie_inside_the_range_of_cifar_networks() -> None:
+def test_two_and_a_half_million_is_within_the_range_of_cifar_networks() -> None:
     space = NosSpace(cells=20, channels=36)
     counted, layout = ParameterCount(space, (3, 32, 32), 10), space.layout()
     found = [counted(sample(layout, seed)) for seed in range(100)]
@@ -133,7 +133,7 @@ def test_the_comparison_is_made_in_parts_and_says_what_is_missing(
         nos_guidance.main([*arguments, "--searched", str(file), "--teacher", "pyramidnet"])
 
 
-def test_arms_are_compared_at_the_same_seed_where_both_are_measured() -> None:
+def test_arms_are_compared_at_seeds_where_both_are_measured() -> None:
     accuracies = {
         ("guided", 0): 0.9,
         ("unguided", 0): 0.7,
@@ -204,8 +204,8 @@ def test_the_pages_table_of_dynamic_convolutions_is_the_record() -> None:
     rows = {
         "Appendix A.1": "paper",
         "box filters": "box",
-        "start as the identity": "identity",
-        "Appendix A.1, logits start with deviation 1": "normal",
+        "initialised as the identity": "identity",
+        "Appendix A.1, initial logits with standard deviation 1": "normal",
     }
     for label, arm in rows.items():
         found = record["summary"][arm]

@@ -1,4 +1,4 @@
-"""Commands run in this process, with the real error handling; a process of their own only where that is the subject."""
+"""Commands run in this process with the real error handling, and in a separate process only if that is being tested."""
 
 from __future__ import annotations
 

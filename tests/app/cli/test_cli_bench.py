@@ -22,7 +22,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_made(tmp_path_factory.mktemp("table") / "made.csv"))
 
 
-def test_an_architecture_is_looked_up_beside_optimum_and_chance(table: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_architecture_is_looked_up_with_optimum_and_chance(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "nb201", ARCH, "--table", table]) == 0
     out = capsys.readouterr().out
     assert ARCH in out and "optimum" in out and "random cell (n=15,625)" in out
@@ -142,7 +142,7 @@ def test_a_search_outside_the_table_is_rejected_before_it_starts(
     assert message in error and out == "" and not folder.exists()
 
 
-def test_groups_repeats_and_trainings_are_distinguished(
+def test_groups_repeats_and_training_runs_are_distinguished(
     table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "sweep"

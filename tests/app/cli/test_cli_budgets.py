@@ -1,4 +1,4 @@
-"""Budgets of random searches and of random architectures beside a trained one, as a user sees them."""
+"""Budgets of random searches and of random architectures for comparison, from the user's point of view."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_info_shows_the_budget_of_a_search_in_words(call: Softcell, bounded: Pat
     assert "{" not in out and f"{cost:,}" in out
 
 
-def test_random_architectures_beside_a_trained_one_meet_the_budget_of_its_search(call: Softcell, bounded: Path) -> None:
+def test_random_architectures_for_comparison_meet_the_budget_of_the_search(call: Softcell, bounded: Path) -> None:
     assert LATER[: len(allowed(LATER))] != allowed(LATER)
     answer = call("train", bounded, *TINY_TRAIN, "--random", "2", "--out", "out")
     assert answer.code == 0

@@ -72,7 +72,7 @@ def test_a_demo_interrupted_in_a_search_prints_the_command_that_resumes_it(
     assert "softcell demo --out 'my demo' --seed 3" in answer.out
 
 
-def test_a_demo_interrupted_in_a_training_prints_the_command_that_resumes_it(
+def test_a_demo_interrupted_during_training_prints_the_command_that_resumes_it(
     call: Softcell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stopped:

@@ -1,4 +1,4 @@
-"""Full disks, folders in use, and files that everybody may read."""
+"""Full disks, folders in use, and files readable by everyone."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_full_disk_is_reported_before_a_run_starts(call: Softcell, tmp_path: P
 def test_an_export_to_a_full_disk_leaves_no_files_and_one_error(call: Softcell, trained: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "76k") as disk:
         (disk / "out").mkdir()
-        # In a process of its own: torch aborts the one that writes a program to a full disk.
+        # In a separate process: torch aborts the one that writes a program to a full disk.
         done = process("export", trained, "--to", "torch-export", "--out", disk / "out", "-q", cwd=tmp_path)
         said = done.communicate()[1]
         assert done.returncode == 2 and "No space left on device" in said and said.count("\n") == 1, said

@@ -1,4 +1,4 @@
-"""Bad input gives one line that says what is right, exit code 2 and no traceback."""
+"""Bad input gives a one-line error that states what is allowed, exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_wrong_notation_says_what_is_wrong_in_it(text: str, expected: str, cal
     assert (answer.code, expected in answer.error) == (2, True)
 
 
-def test_cuda_without_a_device_names_the_way_out(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_device_names_the_fix(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     answer = call("search", *TINY, "--device", "cuda")
     assert (answer.code, "'cpu' or 'auto'" in answer.error) == (2, True)

@@ -1,4 +1,4 @@
-"""The way from the command line to the step is short: every function on it is one that a reader has to pass."""
+"""The call stack from the command line to the step is short: a reader has to follow every function on it."""
 
 from __future__ import annotations
 

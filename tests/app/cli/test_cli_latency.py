@@ -1,4 +1,4 @@
-"""`softcell latency`: which network is measured, and what is said about it."""
+"""`softcell latency`: which network is measured, and what is printed about it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def with_status(run_: Path, place: Path, status: str) -> Path:
 
 
 @pytest.mark.parametrize("status", ["finished", "interrupted", "failed", "running"])
-def test_a_training_is_measured_as_its_own_network(call: Softcell, trained: Path, tmp_path: Path, status: str) -> None:
+def test_a_training_run_is_measured_with_its_own_network(
+    call: Softcell, trained: Path, tmp_path: Path, status: str
+) -> None:
     answer = call("latency", with_status(trained, tmp_path / "run", status), *FAST)
     assert answer.code == 0, answer.error
     assert "cells_per_stage 1, channels 2, nodes 4" in answer.out

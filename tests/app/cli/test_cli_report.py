@@ -1,4 +1,4 @@
-"""The commands for people: report, compare, watch."""
+"""The commands that present runs: report, compare, watch."""
 
 from __future__ import annotations
 

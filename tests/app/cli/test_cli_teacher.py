@@ -102,7 +102,7 @@ def test_the_study_omits_the_papers_numbers_for_other_networks(call: Softcell) -
         assert "width 64 with 10 classes" in " ".join(out.split())
 
 
-def test_the_study_prints_ours_beside_the_papers(call: Softcell) -> None:
+def test_the_study_prints_our_counts_next_to_the_papers(call: Softcell) -> None:
     answer = call("study")
     assert answer.code == 0
     lines = answer.out.splitlines()

@@ -38,7 +38,7 @@ def test_the_found_network_is_compared_with_random_ones_on_the_test_split(
     assert answer.out.splitlines()[-3:] == again.out.splitlines()[-3:]
 
 
-def test_a_training_is_repeated_from_its_run_json_alone(call: Softcell, tmp_path: Path) -> None:
+def test_a_training_run_is_repeated_from_its_run_json_alone(call: Softcell, tmp_path: Path) -> None:
     assert call("train", CELL, *TINY_TRAIN, "--out", "first", "-q").code == 0
     (tmp_path / "copy.json").write_bytes((tmp_path / "first" / "run.json").read_bytes())
     assert call("train", "--config", "copy.json", "--out", "second", "-q").code == 0
@@ -127,7 +127,7 @@ def own_data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_training_uses_the_data_of_its_search_and_the_network_of_its_budget(
+def test_a_training_run_uses_the_data_of_its_search_and_the_network_of_its_budget(
     call: Softcell, own_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`softcell train RUN` is what a search says comes next: that network on those images, typed from anywhere."""
@@ -155,7 +155,7 @@ def test_a_training_uses_the_data_of_its_search_and_the_network_of_its_budget(
 
 
 def test_settings_of_a_supernet_are_not_used_in_training(call: Softcell, searched: Path, tmp_path: Path) -> None:
-    """Otherwise trainings of one architecture would differ in settings that none of them uses."""
+    """Otherwise training runs of one architecture would differ in settings that none of them uses."""
     shared = ("--set", "space.share_features=true")
     assert call("search", *TINY, *shared, "--epochs", "1", "--out", "found", "-q").code == 0
     for name, source in (("a", "found"), ("b", searched)):

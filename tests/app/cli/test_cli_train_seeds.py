@@ -1,4 +1,4 @@
-"""`train --seeds`: each seed is the training it would be alone. `train --from`: weights of an earlier training."""
+"""`train --seeds`: each seed equals a separate run. `train --from`: weights of an earlier training run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def content(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def test_every_seed_is_the_training_it_would_be_alone(call: Softcell, tmp_path: Path) -> None:
+def test_every_seed_equals_a_separate_training_run(call: Softcell, tmp_path: Path) -> None:
     answer = call("train", CELL, *TINY_TRAIN, "--seed", "3", "--seeds", "2", "--out", "out")
     assert answer.code == 0
     assert call("train", CELL, *TINY_TRAIN, "--seed", "4", "--out", "alone", "-q").code == 0

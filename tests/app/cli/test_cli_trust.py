@@ -1,4 +1,4 @@
-"""Folders that somebody else made: no command runs their code unasked, and those that only read need no leave."""
+"""Folders made by someone else: no command runs their code without consent, and commands that only read need none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def foreign(searched: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A search and a training from elsewhere, which name a Python file that leaves a mark where it is run."""
+    """A search and a training run from elsewhere, which name a Python file that leaves a trace when it is run."""
     monkeypatch.setenv("SOFTCELL_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(trust, "_agreed", set())
     monkeypatch.delitem(sys.modules, "softcell_plugin_evil", raising=False)

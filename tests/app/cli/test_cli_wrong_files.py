@@ -1,4 +1,4 @@
-"""Commands that meet damaged files, impossible values and what would never end: one sentence and exit code 2."""
+"""Commands given damaged files, impossible values or endless input: one sentence and exit code 2."""
 
 from __future__ import annotations
 

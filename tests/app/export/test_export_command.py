@@ -1,4 +1,4 @@
-"""`python predict.py image.jpg ...`, the exported file as a command of its own."""
+"""`python predict.py image.jpg ...`, the exported file as a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports of folders that somebody else made: nothing in them becomes code."""
+"""Exports of folders made by someone else: nothing in them becomes code."""
 
 from __future__ import annotations
 

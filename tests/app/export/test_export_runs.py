@@ -1,4 +1,4 @@
-"""Trained runs written as files, from Python and the command line."""
+"""Exports of training runs, from Python and the command line."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_a_whole_run_is_exported_and_an_unfinished_one_names_the_command_to_resu
     assert not (whole / "train" / "export").exists()
 
 
-def test_no_format_is_written_where_another_would_be_refused(trained: Path, tmp_path: Path) -> None:
+def test_no_format_is_written_if_another_would_be_refused(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_text("mine")
     assert run(["export", str(trained), "--to", "python", "--to", "onnx", "--out", str(tmp_path)]) == 2
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]

@@ -1,4 +1,4 @@
-"""Every registered space, and every candidate, exported and run beside the network: found by discovery."""
+"""Every registered space and candidate, exported and compared with the network; found by discovery."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_model_file_is_the_network_alone_in_less_than_200_lines(name: str, tmp_p
     assert python.check_python(file, model) < 1e-6
 
 
-def test_lists_of_equal_parts_are_written_as_a_loop_with_modules_of_their_own() -> None:
+def test_lists_of_equal_parts_are_written_as_a_loop_with_separate_modules() -> None:
     call = Expression("make_cell(16)")
     parts = [call] * 6 + [Expression(f"make_cell({channels})") for channels in range(100, 112)]
     lines = Expression("nn.ModuleList([", tuple(("", part) for part in parts), "])").lines(60)

@@ -1,4 +1,4 @@
-"""Traced code beside the modules it was traced from."""
+"""Traced code compared with the modules it was traced from."""
 
 from __future__ import annotations
 

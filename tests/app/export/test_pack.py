@@ -1,4 +1,4 @@
-"""`softcell latency --pack`: candidates as ONNX, measured by a script on its own, as a table that steers a search."""
+"""`softcell latency --pack`: candidates as ONNX, measured by a standalone script, as a latency table for a search."""
 
 from __future__ import annotations
 

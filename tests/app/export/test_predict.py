@@ -70,7 +70,7 @@ def exported(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_an_export_predicts_what_its_run_does(trained: Path, exported: Path, digits: Path, tmp_path: Path) -> None:
+def test_an_export_predicts_the_same_as_its_run(trained: Path, exported: Path, digits: Path, tmp_path: Path) -> None:
     export(trained, "safetensors", tmp_path / "out")
     expected = predict(trained, digits, top=10)
     for place in (tmp_path / "out", exported, exported / "model.onnx"):

@@ -1,4 +1,4 @@
-"""`softcell export --to onnx-int8`: the int8 graph beside the float network, on real images."""
+"""`softcell export --to onnx-int8`: the int8 graph compared with the float network, on real images."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_int8_agrees_with_the_network_on_digits(learnt: Path, made: Exported) ->
     assert (found.split, found.images, found.calibration_images) == ("holdout", count, 256)
 
 
-def test_scales_are_those_of_the_weights_and_of_the_training_images(learnt: Path, made: Exported) -> None:
+def test_scales_match_the_weights_and_the_training_images(learnt: Path, made: Exported) -> None:
     """Closed forms: max |w| / 127 per channel, and the range on the calibration images / 255."""
     graph, model = onnx.load(made.files[0]).graph, read_model(learnt)
     constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
@@ -90,7 +90,7 @@ def test_scales_are_those_of_the_weights_and_of_the_training_images(learnt: Path
     assert float(scale) == pytest.approx(float(seen.max() - seen.min()) / 255, rel=1e-5)
 
 
-def test_the_record_is_beside_the_file_and_in_it(made: Exported, learnt: Path) -> None:
+def test_the_record_is_next_to_the_file_and_in_it(made: Exported, learnt: Path) -> None:
     assert made.quantised is not None
     assert [file.name for file in made.files] == ["model-int8.onnx", "model-int8.json"]
     assert sorted(path.name for path in made.files[0].parent.iterdir()) == ["model-int8.json", "model-int8.onnx"]

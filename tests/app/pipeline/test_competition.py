@@ -1,4 +1,4 @@
-"""The competition of a run: who enters, how long rounds are, who stays, who wins and why."""
+"""The competition of a run: which networks enter, how long rounds are, which stay, which wins and why."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_rounds_use_the_whole_time_and_the_last_one_has_seeds_if_there_is_time()
         assert seeds == expected and seconds * seeds * 2 == pytest.approx(room)
 
 
-def test_the_starts_of_trainings_are_part_of_a_round_but_not_of_their_seconds() -> None:
+def test_start_up_counts_towards_a_round_but_not_towards_training_seconds() -> None:
     pair = everyone(plain=1, random=0)
     assert round_time(pair, 30.0, 1.0, is_last=True, start=4.0) == (pytest.approx((30 - 2 * 4) / 2), 1)
     # 100 s: two seeds of two networks start four times, and leave 21 s, which is enough; three seeds do not.

@@ -12,7 +12,7 @@ from softcell.errors import UserError
 from tests.helpers.pipeline_images import MODES, folder, paint
 
 
-def test_a_tidy_folder_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_tidy_folder_is_used_unchanged(tmp_path: Path) -> None:
     found = inspect_folder(folder(tmp_path / "a", count=12, labels=3))
     assert found.train == {"class-0": 12, "class-1": 12, "class-2": 12}
     assert not found.needs_links and not found.broken and not found.notes
@@ -21,7 +21,7 @@ def test_a_tidy_folder_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [("train", "test"), ("train", "val")])
-def test_a_tidy_split_is_used_as_it_is(tmp_path: Path, split: tuple[str, str]) -> None:
+def test_a_tidy_split_is_used_unchanged(tmp_path: Path, split: tuple[str, str]) -> None:
     for part in split:
         folder(tmp_path / "a" / part, count=3)
     found = inspect_folder(tmp_path / "a")

@@ -1,4 +1,4 @@
-"""The user's own model beside a run: read, checked before anything is trained, and measured on the test images."""
+"""Comparison with the user's own model: loaded, checked before any training, and measured on the test images."""
 
 from __future__ import annotations
 

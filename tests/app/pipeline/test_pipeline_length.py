@@ -1,4 +1,4 @@
-"""What a run derives from the measured pace of its networks: cutout, the decision, and times without the start."""
+"""What a run derives from the measured speed of its networks: cutout, the decision, and times without start-up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Nothing:
 def started(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, Choice, dict[str, Candidate], list[dict[str, Any]]]:
-    """A run of 600 s after `USED` of them, its choice, its networks, and the trainings that it makes."""
+    """A run of 600 s after `USED` of them, its choice, its networks, and its training runs."""
     request = RunRequest("digits", time=600.0)
     plan = Plan.create(folder, request)
     plan.data = "digits"
@@ -58,31 +58,31 @@ def started(
     ]
     choice = first_choice(inspection, request, is_gpu=False, is_resizable=False)
     choice = replace(choice, plain=tuple(made[:2]), epoch=1.0, start=START)
-    trainings: list[dict[str, Any]] = []
+    trained_runs: list[dict[str, Any]] = []
 
     def train(genotype: Any, recipe: Any, folder: Path, **named: Any) -> Any:
-        trainings.append({"recipe": recipe, "folder": folder.name, **named})
+        trained_runs.append({"recipe": recipe, "folder": folder.name, **named})
         rows = [{"epoch": 9, "val_count": 1000, "seconds": 5.0}]
         return SimpleNamespace(exit_code=0, accuracy=0.7 if folder.name == "plain-2" else 0.6, metrics=rows)
 
     for each in (module, competition):
         monkeypatch.setattr(each, "jobs", SimpleNamespace(train=train))
-    return module._Run(plan, Screen()), choice, {each.name: each for each in made}, trainings
+    return module._Run(plan, Screen()), choice, {each.name: each for each in made}, trained_runs
 
 
 @pytest.mark.parametrize("ahead", [-1.0, 1.0])
 def test_the_final_training_has_cutout_if_its_measured_pace_makes_it_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
 ) -> None:
-    run, choice, networks, trainings = started(tmp_path / "run", monkeypatch)
+    run, choice, networks, trained_runs = started(tmp_path / "run", monkeypatch)
     seconds = run.time.end - USED
     epochs = (LONG_EPOCHS + ahead) / (seconds - START)  # per second
     found = {"plain-1": {"epochs": epochs * 10.0, "seconds": 10.0, "accuracies": [0.5]}}
     run.plan.competition = {"rounds": [{"results": found}]}
     run.train(choice, networks["plain-1"])
-    recipe = trainings[0]["recipe"]
+    recipe = trained_runs[0]["recipe"]
     assert recipe.cutout == (SIDE // 4 if ahead > 0 else 0) and "cutout" not in recipe.auto
-    assert recipe.time == pytest.approx(seconds) and "startup" not in trainings[0]  # the whole time is a contract
+    assert recipe.time == pytest.approx(seconds) and "startup" not in trained_runs[0]  # the whole time is a contract
     assert run.plan.training["recipe"]["cutout"] == recipe.cutout  # a resumed run keeps it
 
 
@@ -93,16 +93,16 @@ def played(run: Any, choice: Choice, networks: dict[str, Candidate], names: tupl
     return own
 
 
-def test_trainings_of_a_round_get_their_seconds_besides_the_start(
+def test_training_runs_of_a_round_get_their_seconds_excluding_start_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, choice, networks, trainings = started(tmp_path / "run", monkeypatch)
+    run, choice, networks, trained_runs = started(tmp_path / "run", monkeypatch)
     played(run, choice, networks, NAMES, is_last=False)
-    assert [each["folder"] for each in trainings] == list(NAMES)
-    assert all(each["startup"] == START and each["recipe"].time == 20.0 for each in trainings)
-    assert all(each["recipe"].cutout == 0 for each in trainings)  # 20 epochs are few
+    assert [each["folder"] for each in trained_runs] == list(NAMES)
+    assert all(each["startup"] == START and each["recipe"].time == 20.0 for each in trained_runs)
+    assert all(each["recipe"].cutout == 0 for each in trained_runs)  # 20 epochs are few
     assert choice.num_train == MANY_IMAGES
-    assert [each["recipe"].epochs for each in trainings] == [0, 10, 0, 0]  # as many as the largest plain network
+    assert [each["recipe"].epochs for each in trained_runs] == [0, 10, 0, 0]  # as many as the largest plain network
 
 
 def test_a_smaller_plain_network_leaves_before_the_last_round_or_loses_it_to_the_largest(

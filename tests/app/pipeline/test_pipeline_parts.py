@@ -1,4 +1,4 @@
-"""Parts of a run: random architectures, late searches, the verdict, the least number of images."""
+"""Parts of a run: random architectures, late searches, the verdict, the minimum number of images."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_the_least_number_of_training_images_fills_every_split_and_one_less_does
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5, 30])
-def test_the_least_number_of_images_leaves_enough_for_training(classes: int) -> None:
+def test_the_minimum_number_of_images_is_enough_for_training(classes: int) -> None:
     def left(images: int) -> int:
         labels = torch.arange(images).numpy() % classes
         return len(hold_out_test(labels, tuple(map(str, range(classes))), "here")[0])

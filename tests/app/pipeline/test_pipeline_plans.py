@@ -207,7 +207,7 @@ class Silent:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "random-1/x", None])
-def test_trainings_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: Path) -> None:
+def test_training_runs_of_a_plan_stay_inside_its_folder(name: str | None, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "run", RunRequest(data="digits"))
     plan.competition = {"candidates": [{"name": name}]}
     plan.save()

@@ -51,7 +51,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds each; they have tests of their own."""
+    """These take seconds each and have separate tests."""
     whole = summary.export
 
     def export(source: Path, kind: str, *rest: Any, **named: Any) -> None:
@@ -135,7 +135,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("no_onnx")  # the tutorial writes it
-def test_a_folder_becomes_a_model_within_the_budget(
+def test_a_folder_is_turned_into_a_model_within_the_budget(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -419,7 +419,7 @@ def test_a_machine_that_has_become_slow_trains_a_smaller_network_or_stops(
 def training(
     job: Any, monkeypatch: pytest.MonkeyPatch, steps_per_second: dict[str, float]
 ) -> tuple[list[str], list[float]]:
-    """Trainings of 10 steps per epoch, on a clock of their own: the networks trained, and the epochs of each."""
+    """Training runs of 10 steps per epoch, on a fake clock: the networks trained, and the epochs of each."""
     plan, trained, epochs = job.plan, list[str](), list[float]()
 
     def train(genotype: Any, recipe: Any, folder: Path, *, on_event: OnEvent, later: Any, **_: Any) -> Any:
@@ -440,7 +440,7 @@ def training(
     return trained, epochs
 
 
-def test_a_training_that_becomes_slow_is_replaced_by_that_of_a_smaller_network(
+def test_a_training_run_that_becomes_slow_is_replaced_by_a_smaller_network(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))

@@ -34,7 +34,7 @@ class Screen:
     """Shows nothing; raises Ctrl-C at the final training of number `stop_at`."""
 
     def __init__(self, stop_at: int = 0) -> None:
-        self.stop_at, self.trainings = stop_at, 0
+        self.stop_at, self.num_training_runs = stop_at, 0
 
     def print(self, *lines: str) -> None: ...
 
@@ -44,8 +44,8 @@ class Screen:
 
     @contextmanager
     def job(self, heading: str) -> Iterator[OnEvent]:
-        self.trainings += heading.startswith("train")
-        if self.trainings == self.stop_at > 0:
+        self.num_training_runs += heading.startswith("train")
+        if self.num_training_runs == self.stop_at > 0:
             raise KeyboardInterrupt
         yield lambda event: None
 
@@ -178,7 +178,7 @@ def chosen(data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, epoch: float,
     return plan
 
 
-def test_the_final_trainings_of_all_budgets_get_most_of_the_whole_time(data: Path, tmp_path: Path) -> None:
+def test_the_final_training_runs_of_all_budgets_get_most_of_the_time(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "run", replace(request(data, "25k,100k"), time=1000.0))
     plan.search, plan.seconds = {"length": "a search"}, 200.0
     plan.front = {"budgets": ["25k", "100k"], "shares": [0.25, 0.75], "cells": [], "left_out": {}}

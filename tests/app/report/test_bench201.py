@@ -1,4 +1,4 @@
-"""Searches set beside the table of NAS-Bench-201: which of them form a group, and what is left out."""
+"""Searches compared with the NAS-Bench-201 table: which of them form a group, and which are skipped."""
 
 from __future__ import annotations
 

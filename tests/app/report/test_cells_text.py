@@ -115,7 +115,7 @@ def test_a_node_without_inputs_is_called_empty() -> None:
     assert re.search(r"2 ·+ empty: no inputs", printed(Genotype("darts", {"normal": cell})))
 
 
-def test_a_node_that_nobody_reads_has_no_rail() -> None:
+def test_an_unread_node_has_no_rail() -> None:
     cell = Cell((Pick(0, 1, "conv"), Pick(0, 2, "conv"), Pick(0, 3, "conv")), (3,))
     drawn = printed(Genotype("any", {"cell": cell}))
     assert [line.split(" ·")[0] for line in drawn.splitlines()[2:5]] == [" ├───▶1", " ├────────▶2", " ╰─────────────▶3"]

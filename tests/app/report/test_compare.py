@@ -159,7 +159,7 @@ def test_different_kinds_of_accuracy_are_never_compared(tmp_path: Path) -> None:
     assert any("never compared" in note for note in found.notes)
 
 
-def test_top_5_is_shown_where_all_runs_of_a_group_have_it(tmp_path: Path) -> None:
+def test_top_5_is_shown_if_all_runs_of_a_group_have_it(tmp_path: Path) -> None:
     """Older runs have none: their group says so and keeps its accuracy."""
     for seed, top5 in ((0, 0.875), (1, 0.9375)):
         make_training(tmp_path / f"new{seed}", seed=seed, accuracy=0.5 + seed / 50)

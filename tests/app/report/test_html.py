@@ -1,4 +1,4 @@
-"""The report as text: the same bytes for the same folder, nothing of a user's unescaped, nothing that breaks it."""
+"""The report as text: the same bytes for the same folder, all user text escaped, and robust to bad input."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_the_first_phase_of_a_search_is_shown_in_its_run(tmp_path: Path) -> None
     (shown,) = [attributes for tag, attributes in parsed.tags if tag == "img"]
     assert (shown["width"], shown["height"]) == ("1600", "480") and str(shown["src"]).startswith("data:image/png")
     assert "phase 1: L1 distance" in "".join(parsed.text)
-    assert find_runs([tmp_path / "runs"]) == [folder]  # the phase is no run of its own
+    assert find_runs([tmp_path / "runs"]) == [folder]  # the phase is not a separate run
     picture.write_bytes(picture.read_bytes()[:50])
     assert all(tag != "img" for tag, _ in parse(report([folder])).tags)
 

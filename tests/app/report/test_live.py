@@ -1,4 +1,4 @@
-"""The live page: for this machine alone, and not confused by files that are being written."""
+"""The live page: served only to this machine, and robust to files that are being written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorBoard, MLflow and Weights & Biases were given, read back by themselves, without a server."""
+"""Data logged to TensorBoard, MLflow and Weights & Biases, read back with their own readers, without a server."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def parameters(name: str) -> int:
     return count_parameters(notation.parse(CELLS[name]))
 
 
-def test_published_cells_are_those_of_the_papers() -> None:
+def test_published_cells_match_the_papers() -> None:
     assert notation.parse(CELLS["DARTS_V2"]) == notation.parse(DARTS_V2)
     for level, cell in snas_cells.EDGE_ALL.items():
         assert notation.parse(CELLS[f"SNAS-{level}"]) == notation.parse(cell)
@@ -99,7 +99,7 @@ def test_every_run_of_a_plan_has_a_complete_recipe(key: str, small: bool, tmp_pa
     assert {row.name for table in plan.tables for row in table.rows} == {row for job in plan.jobs for row in job.rows}
 
 
-def test_rows_are_compared_with_four_random_networks_where_the_table_trains() -> None:
+def test_rows_are_compared_with_four_random_networks_if_the_table_trains() -> None:
     for _, table in TABLES:
         if (
             table.trainings

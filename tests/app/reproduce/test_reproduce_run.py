@@ -154,7 +154,7 @@ def test_a_record_has_every_run_and_the_spread_over_networks_and_seeds(whole: Pl
     assert str(whole.folder) not in json.dumps(record)
 
 
-def test_published_numbers_are_in_columns_of_their_own(whole: Plan) -> None:
+def test_published_numbers_are_in_separate_columns(whole: Plan) -> None:
     table = whole.tables[0]
     headings, lines = table_cells(table, make_record(whole, table))
     for line in lines:

@@ -173,7 +173,7 @@ def test_failed_jobs_are_retried_and_listed_with_their_last_error(tmp_path: Path
     assert notified.count(("retry", "job1")) == 2 and ("failed", "job1") in notified
 
 
-def test_finished_jobs_are_never_repeated_whatever_else_happens(tmp_path: Path) -> None:
+def test_finished_jobs_are_never_repeated(tmp_path: Path) -> None:
     every = jobs(tmp_path)
     pretend(every[1].folder / "search")
     fake = Fake()
@@ -283,7 +283,7 @@ def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.Monke
 def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU is pretended: the searches find none and run on the CPU, in turns all the same."""
+    """The GPU is simulated: the searches find none and run on the CPU, still interleaved."""
     from softcell.api import search
     from softcell.recipes import search_recipe
 
@@ -309,7 +309,7 @@ def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
         assert (job.folder / "search" / "report.html").exists()
 
 
-def test_a_search_that_fails_beside_others_is_retried_in_a_process_of_its_own(
+def test_a_search_that_fails_in_a_shared_process_is_retried_in_a_separate_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -350,7 +350,7 @@ def test_only_searches_that_fit_together_share_a_process(tmp_path: Path, monkeyp
     assert not sharing(4, threads=1)  # the same job again: it failed before
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     launchers[4]._tried.clear()
-    assert not sharing(4, threads=1)  # on a CPU processes of their own are faster
+    assert not sharing(4, threads=1)  # on a CPU separate processes are faster
 
 
 def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path) -> None:
@@ -532,7 +532,7 @@ def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path, monkeyp
             make_launcher("slurm", tmp_path / "out", None, options)
 
 
-def test_ray_runs_a_job_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_runs_a_job_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed (the ray extra)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")
