@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from softcell.arch import Cell, Genotype, Layout, Mix, Table
 from softcell.arch.mix import entropy
-from softcell.data import Batches
+from softcell.data import Batch, Batches
 from softcell.engine.capture import once
 from softcell.engine.distributed import average_, sum_
 from softcell.engine.metrics import Meter
@@ -180,6 +181,34 @@ class ValidationMeter(EpochMeter):
         if text is not None and last:  # at first running statistics fit no supernet
             self._warn(text)
         return metrics
+
+    @torch.no_grad()
+    def rehearse(self, task: SearchTask, images: Tensor, labels: Tensor) -> None:
+        """The forward passes of `measure`, each on one batch of every size; nothing is measured.
+
+        images [n, c, h, w], labels [n]: a training batch.
+        """
+        selection = task.method.selection
+        passes = selection.passes() if selection is not None and not selection.last_epoch_only else ()
+        whole = passes[0].mix if passes and passes[0].calibration is None else None
+        mix = task.method.relax() if whole is None else whole
+        if not task.objective.supervised:
+            task.supernet.eval()
+            task.objective.eval()
+            with task.in_step():
+                task.objective(Bound(task.supernet, mix), self._held.blank(len(labels)), labels)
+            task.supernet.train()
+            task.objective.train()
+            return
+        own = Pass(mix, mix if task.method.many_cells and whole is None else None)
+        # One of the passes that recalibrate stands for all.
+        for one in (own, *[other for other in passes if other.calibration is not None][:1]):
+            with (
+                nullcontext()
+                if one.calibration is None
+                else recalibrated(task.supernet, one.calibration, [Batch(images, labels, labels)], task.in_step)
+            ):
+                self._selecting.rehearse(one.mix)
 
     def _supervised(self, task: SearchTask, whole: Mix | None) -> dict[str, Any]:
         """Loss and accuracy; with BatchNorm recalibrated where running statistics fit no single mix (`many_cells`)."""
