@@ -20,6 +20,7 @@ from softcell.engine.task import Event, Note, Stepped
 from softcell.search import dry_pass, resolve, search
 from softcell.search.build import build_task
 from softcell.search.task import SearchTask
+from tests.helpers.engine_launch import on_ranks
 from tests.helpers.search_toys import THREE_EDGES, remains, same, settings, write_data
 
 DARTS = {"cells": 3, "channels": 2, "nodes": 1}
@@ -94,8 +95,8 @@ def test_a_search_with_a_dry_pass_equals_one_without(
     assert len(rehearsals) == 1, "one dry pass, before the first step"
     monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
     search(recipe, tmp_path / "without")
-    (results, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
-    assert results == expected
+    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
+    assert given == expected
     assert same(state, before)
 
 
@@ -113,8 +114,8 @@ def test_so_does_one_that_is_resumed_within_an_epoch(
     assert len(rehearsals) == 2
     monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
     search(recipe, tmp_path / "without")
-    (results, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
-    assert results == expected
+    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
+    assert given == expected
     assert same(state, before)
 
 
@@ -140,8 +141,18 @@ def test_a_dry_pass_that_fails_is_reported_and_changes_nothing(
     ]
     monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
     search(recipe, tmp_path / "without")
-    (results, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
-    assert results == expected
+    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
+    assert given == expected
+    assert same(state, before)
+
+
+def test_a_rank_makes_its_dry_pass_without_the_others(tmp_path: Path) -> None:
+    """A collective in it would wait for the second rank, or receive what belongs to a step."""
+    write_data(tmp_path / "data.npz", train=75)
+    found = on_ranks(2, "dry_ranks", "searches_on_rank", tmp_path)
+    assert [rank["made"] for rank in found] == [["with"], []]
+    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
+    assert given == expected
     assert same(state, before)
 
 
