@@ -117,11 +117,11 @@ def main() -> None:
                     console.print(f"{space}, {way}: first step {row['first_s']:.1f} s", highlight=False)
                     if options.out is not None:
                         write_record(options.out, "benchmarks.cold", threads=threads, cores=os.cpu_count(), rows=rows)
-    table = Table("space", "kernels", "before, s", "first step, s", "second, s", "validation, s", "compiled in the run")
+    table = Table("space", "kernels", "before, s", "first step, s", "second, s", "validation, s", "compiled")
     for row in rows:
         parts = [row[f"{part}_kernels"] for part in ("prepare", "first", "second", "validation")]
         times = [f"{row[f'{part}_s']:.1f}" for part in ("prepare", "first", "second", "validation")]
-        table.add_row(row["space"], row["way"], *times, " + ".join(map(str, parts)))
+        table.add_row(row["space"], row["way"], *times, "+".join(map(str, parts)))
     console.print(table)
 
 

@@ -31,7 +31,7 @@ def test_wrong_options_are_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas", "methods", "sweep"])
+@pytest.mark.parametrize("name", ["attention", "cold", "credit", "entrannas", "itnas", "methods", "sweep"])
 def test_so_are_those_of_every_benchmark(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,8 +57,8 @@ class Target(NamedTuple):
 
 
 def is_enabled() -> bool:
-    """Whether kernels are compiled before they are needed."""
-    return os.environ.get(SWITCH, "1") != "0"
+    """Whether kernels are compiled before they are needed; Triton's interpreter compiles none."""
+    return os.environ.get(SWITCH, "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @contextmanager
@@ -214,6 +214,7 @@ class Compiler:
         return subprocess.Popen(
             [sys.executable, "-m", "softcell.kernels.warm_up", str(folder)],
             stdin=self._numbers,
+            stdout=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 

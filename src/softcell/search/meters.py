@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -191,24 +191,26 @@ class ValidationMeter(EpochMeter):
         selection = task.method.selection
         passes = selection.passes() if selection is not None and not selection.last_epoch_only else ()
         whole = passes[0].mix if passes and passes[0].calibration is None else None
-        mix = task.method.relax() if whole is None else whole
         if not task.objective.supervised:
             task.supernet.eval()
             task.objective.eval()
+            mix = task.method.relax() if whole is None else whole
             with task.in_step():
                 task.objective(Bound(task.supernet, mix), self._held.blank(len(labels)), labels)
             task.supernet.train()
             task.objective.train()
             return
+        mix = whole if whole is not None and self._selecting is self._accuracy else task.method.relax()
         own = Pass(mix, mix if task.method.many_cells and whole is None else None)
-        # One of the passes that recalibrate stands for all.
-        for one in (own, *[other for other in passes if other.calibration is not None][:1]):
-            with (
-                nullcontext()
-                if one.calibration is None
-                else recalibrated(task.supernet, one.calibration, [Batch(images, labels, labels)], task.in_step)
-            ):
-                self._selecting.rehearse(one.mix)
+        # One of the passes that recalibrate stands for all of them.
+        others = [*passes[: whole is not None], *[other for other in passes if other.calibration is not None][:1]]
+        for validation, one in ((self._accuracy, own), *((self._selecting, other) for other in others)):
+            calibrated: AbstractContextManager[None] = nullcontext()
+            if one.calibration is not None:
+                batch = Batch(images, labels, labels)
+                calibrated = recalibrated(task.supernet, one.calibration, [batch], task.in_step)
+            with calibrated:
+                validation.rehearse(one.mix)
 
     def _supervised(self, task: SearchTask, whole: Mix | None) -> dict[str, Any]:
         """Loss and accuracy; with BatchNorm recalibrated where running statistics fit no single mix (`many_cells`)."""
