@@ -1,10 +1,12 @@
-"""`python -m benchmarks.training`: training steps of derived networks on a GPU, three ways in one run.
+"""`python -m benchmarks.training`: training steps of derived networks, three ways in one run.
 
 plain: the formulation of other toolkits (one module after the other, channels-first, float32, eager). modules: the same
-modules channels-last in bfloat16, recorded. fused: cells as one operation each, bfloat16, recorded.
+modules channels-last in bfloat16, recorded. fused: cells as one operation each, bfloat16, recorded. On a CPU: small
+networks beside plain PyTorch in both layouts (`benchmarks.training_cpu`).
 
 python -m benchmarks.training --rounds 20 --out record.json
 python -m benchmarks.training --network darts --way modules --way fused
+python -m benchmarks.training --device cpu --threads 2 --out record.json
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import training_cpu
 from benchmarks.options import machine, step_options
+from benchmarks.training_cpu import BEST_201
 from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
@@ -36,9 +40,6 @@ class Case:
     size: int = 32
     genotype: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-BEST_201 = "|nor_conv_3x3~0|+|nor_conv_3x3~0|nor_conv_3x3~1|+|skip_connect~0|nor_conv_3x3~1|nor_conv_3x3~2|"
 
 
 def cases() -> dict[str, Case]:
@@ -85,9 +86,21 @@ def main() -> None:
     parser.add_argument("--way", action="append", choices=list(WAYS), help="instead of all; may be repeated")
     options = parser.parse_args()
     device, threads = machine(parser, options)
-    if device.type != "cuda":
-        parser.error("training steps are compared on a GPU: --device cuda")
     console = Console()
+    if device.type != "cuda":
+        if options.way or not set(options.network or ()) <= set(training_cpu.CASES):
+            parser.error(f"on a CPU only {' and '.join(training_cpu.CASES)} are compared, in all ways: --device cuda")
+        rows = [training_cpu.compared(name, options.rounds) for name in options.network or training_cpu.CASES]
+        on_cpu = Table("network", "way", "CPU ms", "wall ms", title=f"one training step, {threads} CPU threads")
+        for row in rows:
+            for way, spent in row["ways"].items():
+                on_cpu.add_row(row["network"], way, f"{spent['cpu_ms']:.1f}", f"{spent['wall_ms']:.1f}")
+            ratios = f"{row['ratio_cpu']:.2f}", f"{row['ratio_wall']:.2f}"
+            on_cpu.add_row(row["network"], "best plain / softcell", *ratios, end_section=True)
+        console.print(on_cpu)
+        if options.out is not None:
+            write_record(options.out, "benchmarks.training", threads=threads, rounds=options.rounds, networks=rows)
+        return
     found: dict[str, Any] = {}
     for name in options.network or cases():
         found[name] = measured(cases()[name], options.way or list(WAYS), options.rounds, console.print)

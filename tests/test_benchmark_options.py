@@ -31,7 +31,7 @@ def test_wrong_options_are_refused(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["attention", "credit", "entrannas", "itnas", "methods", "sweep"])
+@pytest.mark.parametrize("name", ["attention", "cold", "credit", "entrannas", "itnas", "methods", "sweep"])
 def test_options_of_every_benchmark_are_checked(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

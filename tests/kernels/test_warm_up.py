@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,40 +15,21 @@ import torch
 from softcell.arch import notation
 from softcell.kernels import warm_up
 from softcell.kernels.backend import has_triton
-from softcell.kernels.warm_up import Compilation, Target, compilations, compile_all
-from softcell.spaces import build_space, execution
+from softcell.kernels.warm_up import Compilation, compilations, compile_all, dry_launches, warm_up_by_run
+from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork
-from softcell.spaces.execution import fused_networks, is_modules_only
+from softcell.spaces.execution import fused_networks
 from tests.helpers.kernel_runs import INTERPRETED
+from tests.helpers.no_device import HOPPER, take_for_gpu
 from tests.reference.published_genotypes import DARTS_V2
 
 pytestmark = pytest.mark.skipif(not has_triton() or INTERPRETED, reason="needs Triton's compiler")
-HOPPER = Target("cuda", 90, 32)
 BATCH = 2
 
 
-class Driver:
-    """Stands for that of a GPU: nothing is launched."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found, unused-ignore]
-
-        return GPUTarget(*HOPPER)
-
-
 @pytest.fixture
-def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
-
-    with patch.object(driver, "_active", Driver()):
-        monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
-        yield
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_for_gpu(monkeypatch)
 
 
 def network(probability: float = 0.2) -> DartsNetwork:
@@ -103,3 +86,114 @@ def test_kernels_are_compiled_once_for_an_absent_device(
             if launch.kernel.__name__ == "_known_moments":
                 launch.kernel.run(*schedule.stand_ins(launch), grid=launch.grid, warmup=True, **launch.options)
     assert sorted(tmp_path.glob("*/_known_moments.cubin")) == compiled
+
+
+def jobs_named(name: str) -> list[Compilation]:
+    found = compilations(network().eval().schedules(BATCH, torch.bfloat16, training=False))
+    return [job for job in found if job.name == name]
+
+
+def test_a_dry_run_launches_nothing_and_compiles_what_is_missing(
+    no_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    schedules = network().eval().schedules(BATCH, torch.bfloat16, training=False)
+    wanted = [(s, one) for s in schedules for one in s.launches if one.kernel.__name__ == "_known_moments"]
+
+    def run() -> None:
+        for schedule, launch in wanted:  # as a step does it: `kernel[grid](…)`, with addresses in place of tensors
+            assert launch.kernel[launch.grid](*schedule.stand_ins(launch), **launch.options) is None
+
+    notes: list[str] = []
+    missing = warm_up_by_run(run, notes.append)
+    assert missing == len(jobs_named("_known_moments")) > 0
+    assert notes[0].startswith(f"compiling {missing} kernel")
+    assert notes[1].startswith(f"compiled {missing} kernel")
+    assert len(list(tmp_path.glob("*/_known_moments.cubin"))) == missing
+    assert warm_up_by_run(run, notes.append) == 0
+    assert len(notes) == 2, "nothing to say where nothing is missing"
+
+
+def test_kernels_that_are_compiled_already_are_not_launched_in_a_dry_run(
+    no_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Compiled:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"a dry run looked for `{name}` of a compiled kernel")
+
+    (schedule, launch), *_ = (
+        (s, one) for s in network().eval().schedules(BATCH, torch.bfloat16, training=False) for one in s.launches
+    )
+    found: list[Compilation] = []
+
+    def run() -> None:
+        launch.kernel[launch.grid](*schedule.stand_ins(launch), **launch.options)
+
+    with dry_launches(found.append):
+        run()
+        run()
+        compiled = launch.kernel.device_caches[0][0]
+        (key,) = [key for key, kernel in compiled.items() if type(kernel) is object]
+    assert len(found) == 1
+    assert key not in compiled, "nothing stays behind"
+    monkeypatch.setitem(compiled, key, Compiled())
+    with dry_launches(found.append):
+        run()
+    assert len(found) == 1
+    assert isinstance(compiled[key], Compiled)
+
+
+def test_one_kernel_that_cannot_be_compiled_does_not_stop_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_device: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    job = jobs_named("_known_moments")[0]
+    broken = job._replace(specialization=job.specialization.replace('"signature": {', '"signature": {"more": "i32", '))
+    assert compile_all([broken, job], HOPPER, processes=1) == 2
+    assert "_known_moments was not compiled ahead" in capfd.readouterr().err
+    assert compile_all([broken, job], HOPPER, processes=1) == 1, "the broken one is tried again"
+
+
+def test_warm_ups_that_share_a_cache_take_turns(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "lock"
+    with warm_up._alone(path), path.open("w") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with warm_up._alone(path):  # which does not wait for itself
+        pass
+
+
+def test_warm_ups_can_be_disabled(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
+    monkeypatch.setenv(warm_up.SWITCH, "0")
+    monkeypatch.setattr(warm_up, "compile_all", lambda *given, **named: pytest.fail("kernels were compiled"))
+    assert warm_up.warm_up(network().eval().schedules(BATCH, torch.bfloat16, training=False)) == 0
+
+
+CUDA_FUNCTIONS = (
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuFuncSetAttribute",
+    "cuGetErrorString",
+    "cuPointerGetAttribute",
+)
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    reason="needs a C compiler and the headers of Python",
+)
+def test_workers_build_one_launcher_for_each_list_of_types(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_device: None
+) -> None:
+    (tmp_path / "cuda.c").write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in CUDA_FUNCTIONS))
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    jobs = jobs_named("_known_moments")
+    assert len(jobs) > 1
+    compile_all(jobs, HOPPER, processes=2)
+    assert len(list(tmp_path.glob("cache/*/__triton_launcher*.so"))) == 1

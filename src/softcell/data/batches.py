@@ -151,6 +151,15 @@ class Batches:
         return self._from_memory(slices, number)
 
     @property
+    def sizes(self) -> set[int]:
+        """How many images this rank's parts of batches have: those of a short last batch are fewer, or none."""
+        return {len(self._slice(self.indices, number)) for number in (0, self.num_batches - 1)}
+
+    def blank(self, size: int) -> Tensor:
+        """Black images [size, C, H, W] on the device, laid out as those of a batch."""
+        return torch.zeros(size, *self.images.shape, dtype=self.dtype, device=self.device)
+
+    @property
     def draft_size(self) -> int:
         """The number of tensors of a draft."""
         return 4 if isinstance(self.images, Files) else 2

@@ -131,10 +131,7 @@ class TrainTask:
         if self._held is not None:  # accuracy is measured in full precision
             part = -(-self._held.batch_size // size)
             schedules += self.network.schedules(part, torch.float32, training=False)
-        began = time.perf_counter()
-        compiled = warm_up(schedules)
-        if compiled:
-            self._notify(f"compiled {compiled} kernels in {time.perf_counter() - began:.0f} s")
+        warm_up(schedules, self._notify)
 
     @property
     def _epochs_done(self) -> float:

@@ -29,6 +29,7 @@ Norms = Literal["shared", "local"]
 
 # Not a context variable: a backward pass that recomputes runs in a thread of autograd's and must see it too.
 _local = False
+_exchanges = True
 
 
 @contextmanager
@@ -59,13 +60,24 @@ def shares_norms() -> bool:
     return not _local and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+@contextmanager
+def without_exchange() -> Iterator[None]:
+    """Within this context sums over ranks leave out all other ranks: for passes whose values nobody uses."""
+    global _exchanges
+    before, _exchanges = _exchanges, False
+    try:
+        yield
+    finally:
+        _exchanges = before
+
+
 class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks; each rank's loss depends on each rank's input, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
+        sum_in_place(total)
         return total
 
     @staticmethod
@@ -84,7 +96,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def sum_in_place(x: Tensor) -> None:
     """Replace `x` (any shape, the same on all ranks) by its sum over the ranks, without gradient."""
-    dist.all_reduce(x)
+    if _exchanges:
+        dist.all_reduce(x)
 
 
 def merge_over_ranks(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,13 @@
 """Compiles the Triton kernels of a step before it runs, in as many processes as there are cores.
 
 The first step of a fused network launches about a hundred different kernels, and Triton compiles each when it is first
-launched: one after the other. Schedules say what a step will launch before it runs. Processes compile all of it into
-Triton's cache on disk, where the first step finds it.
+launched: one after the other. Here they are known before. Worker processes compile them into Triton's cache on disk,
+where the first step finds them. There are two ways to know them:
+
+    warm_up           trainings: the schedules of derived networks list their launches
+    warm_up_by_run    searches: a dry run of the step, in which nothing is launched; workers compile while it still runs
+
+`SOFTCELL_COMPILE_AHEAD=0` disables both: kernels are then compiled on first use.
 """
 
 from __future__ import annotations
@@ -11,16 +16,28 @@ import hashlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from softcell.kernels.schedule import Schedule
+from softcell.text import count_of
 
 MARKS = "softcell-compiled"
 """The folder in Triton's cache with an empty file for everything that a warm-up has compiled."""
+SWITCH = "SOFTCELL_COMPILE_AHEAD"
+MOST_SECONDS = 600.0
+"""A worker that takes longer is ended; its kernels are compiled on first use."""
+END = b"\xff" * 4
+"""In place of a job's number: a worker that reads it ends."""
+Notify = Callable[[str], None]
 
 
 class Compilation(NamedTuple):
@@ -39,24 +56,52 @@ class Target(NamedTuple):
     warp_size: int
 
 
-def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
-    """What the launches of schedules need compiled, each once; nothing runs, and no tensor is needed."""
+def is_enabled() -> bool:
+    """Whether kernels are compiled before they are needed; Triton's interpreter compiles none."""
+    return os.environ.get(SWITCH, "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@contextmanager
+def dry_launches(found: Callable[[Compilation], None]) -> Iterator[None]:
+    """Within this context no kernel is launched or compiled; `found` receives what has to be compiled, each once.
+
+    Outputs of kernels stay as they were allocated: nothing may depend on their values. Kernels that this process has
+    compiled before are not reported, and are not launched either: they could take uninitialised values for indices.
+    """
     from triton import knobs  # type: ignore[import-not-found, unused-ignore]
+    from triton.runtime.jit import JITFunction  # type: ignore[import-not-found, unused-ignore]
 
-    found: dict[Compilation, None] = {}  # in the order of launches
+    launch = JITFunction.run
+    reported: list[tuple[dict[Any, Any], Any]] = []
 
-    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found[Compilation(fn.module, fn.name, _reduced(compile["specialization_data"]))] = None
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        launch(self, *arguments, grid=grid, warmup=True, **options)
+
+    def hook(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        found(Compilation(fn.module, fn.name, _reduced(compile["specialization_data"])))
+        # A placeholder for the compiled kernel: the next launch like this one is then ten times faster.
+        compiled = fn.jit_function.device_caches[compile["device"]][0]
+        compiled[key] = object()
+        reported.append((compiled, key))
         return True  # ends the launch before it compiles
 
     before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = hook
+    JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
     try:
+        yield
+    finally:
+        JITFunction.run, knobs.runtime.jit_cache_hook = launch, before
+        for compiled, key in reported:
+            del compiled[key]
+
+
+def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
+    """What the launches of schedules need compiled, each once; nothing runs, and no tensor is needed."""
+    found: dict[Compilation, None] = {}  # in the order of launches
+    with dry_launches(lambda job: found.setdefault(job)):
         for schedule in schedules:
             for launch in schedule.launches:
                 launch.kernel.run(*schedule.stand_ins(launch), grid=launch.grid, warmup=True, **launch.options)
-    finally:
-        knobs.runtime.jit_cache_hook = before
     return list(found)
 
 
@@ -68,36 +113,110 @@ def current_target() -> Target:
     return Target(target.backend, target.arch, target.warp_size)
 
 
-def warm_up(schedules: Iterable[Schedule]) -> int:
+def warm_up(schedules: Iterable[Schedule], notify: Notify | None = None) -> int:
     """Compile what the launches of schedules need on the current device; returns how many kernels were missing."""
-    return compile_all(compilations(schedules), current_target())
+    return compile_all(compilations(schedules), current_target(), notify=notify) if is_enabled() else 0
 
 
-def compile_all(jobs: Iterable[Compilation], target: Target, processes: int | None = None) -> int:
-    """Compile into Triton's cache what no earlier warm-up compiled; returns how many kernels that were.
+def warm_up_by_run(run: Callable[[], None], notify: Notify | None = None) -> int:
+    """Compile what `run` launches on the current device; returns how many kernels were missing.
 
-    A kernel that cannot be compiled is left to its first launch, which reports the reason.
+    run: called once within `dry_launches`. If it fails, what it launched before is compiled and the error is raised.
     """
-    marks = _marks()
-    left = [job for job in jobs if not (marks / _digest(job, target)).exists()]
-    processes = min(processes or os.cpu_count() or 1, len(left))
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    running = []
-    for number in range(processes):
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "softcell.kernels.warm_up"], stdin=subprocess.PIPE, env=environment, text=True
+    with Compiler(current_target(), notify=notify) as compiler, dry_launches(compiler.submit):
+        run()
+    return compiler.num_missing
+
+
+def compile_all(
+    jobs: Iterable[Compilation], target: Target, processes: int | None = None, notify: Notify | None = None
+) -> int:
+    """Compile into Triton's cache what no earlier warm-up compiled; returns how many kernels that were."""
+    with Compiler(target, processes, notify) as compiler:
+        for job in jobs:
+            compiler.submit(job)
+    return compiler.num_missing
+
+
+class Compiler:
+    """Worker processes that compile kernels into Triton's cache, within a context whose end waits for them.
+
+    Workers start with the first kernels that are submitted and missing. Processes that share a cache (ranks, several
+    searches) take turns: the second one finds what the first has compiled. A kernel that cannot be compiled is left to
+    its first launch, which reports the reason.
+
+    processes: how many workers at most; None: one per core.
+    """
+
+    def __init__(self, target: Target, processes: int | None = None, notify: Notify | None = None) -> None:
+        self.num_missing = 0
+        self._target, self._notify = target, notify
+        self._most = processes or _num_cores()
+        self._marks = _marks()
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._resources = ExitStack()  # the lock, the folder of jobs, the pipe
+        self._folder: Path | None = None
+        self._began = time.perf_counter()
+
+    def submit(self, job: Compilation) -> None:
+        """Have a worker compile `job` unless an earlier warm-up did."""
+        mark = self._marks / _digest(job, self._target)
+        if mark.exists():
+            return
+        if self._folder is None:
+            self._folder = self._open()
+            if mark.exists():  # another process has compiled it meanwhile
+                return
+        number, self.num_missing = self.num_missing, self.num_missing + 1
+        (self._folder / str(number)).write_text(json.dumps([self._target, job]))
+        os.write(self._queue, number.to_bytes(4, "big"))
+        if len(self._workers) < self._most:
+            self._workers.append(self._start(self._folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._resources:
+            if self._folder is None:
+                return
+            os.write(self._queue, END * len(self._workers))
+            try:
+                if self._notify is not None and self.num_missing:
+                    cores = count_of(len(self._workers), "core")
+                    self._notify(f"compiling {count_of(self.num_missing, 'kernel')} on {cores}")
+                if kind is None or issubclass(kind, Exception):
+                    end = time.monotonic() + MOST_SECONDS
+                    for worker in self._workers:
+                        with suppress(subprocess.TimeoutExpired):
+                            worker.wait(max(0.0, end - time.monotonic()))
+            finally:
+                for worker in self._workers:
+                    worker.kill()  # does nothing if it has ended
+                    worker.wait()
+        if self._notify is not None and self.num_missing:
+            seconds = time.perf_counter() - self._began
+            self._notify(f"compiled {count_of(self.num_missing, 'kernel')} in {seconds:.0f} s")
+
+    def _open(self) -> Path:
+        self._resources.enter_context(_alone(self._marks / "lock"))
+        folder = Path(self._resources.enter_context(TemporaryDirectory(prefix="softcell-")))
+        # All workers read one pipe: whoever is free takes the next number.
+        self._numbers, self._queue = os.pipe()
+        for end in (self._numbers, self._queue):
+            self._resources.callback(os.close, end)
+        return folder
+
+    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join(one for one in sys.path if one)
+        return subprocess.Popen(
+            [sys.executable, "-m", "softcell.kernels.warm_up", str(folder)],
+            stdin=self._numbers,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
-        running.append((worker, json.dumps([target, left[number::processes]])))
-    for worker, given in running:
-        assert worker.stdin is not None
-        worker.stdin.write(given)
-        worker.stdin.close()
-    for worker, _ in running:
-        worker.wait()
-    return len(left)
 
 
 def compile_one(job: Compilation, target: Target) -> Any:
@@ -112,6 +231,20 @@ def compile_one(job: Compilation, target: Target) -> Any:
     options = {name: _tuples(value) for name, value in given["options"].items()}
     source = ASTSource(kernel, given["signature"], constants, attributes)
     return compile(source, target=GPUTarget(*target), options=options)
+
+
+def build_launcher(job: Compilation, kernel: Any, claims: Path) -> None:
+    """Build what launches a compiled kernel: a module in C, which Triton builds for every list of argument types.
+
+    claims: a folder in which workers note what they build, so that each is built once.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher  # type: ignore[import-not-found, unused-ignore]
+
+    given = json.loads(job.specialization)
+    types = repr((list(given["signature"].values()), given["constant_keys"]))
+    with suppress(FileExistsError):
+        (claims / hashlib.sha256(types.encode()).hexdigest()).touch(exist_ok=False)
+        CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _tuples(value: Any) -> Any:
@@ -140,17 +273,39 @@ def _digest(job: Compilation, target: Target) -> str:
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
 
 
-def _work(target: Target, jobs: Sequence[Compilation]) -> None:
+def _num_cores() -> int:
+    """The cores that this process may use; in a container fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Waits until no other process of this machine is in this context; where files cannot be locked, does not wait."""
+    import fcntl
+
+    with lock.open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
+        yield
+
+
+def _work(folder: Path) -> None:
+    """The body of a worker: compiles jobs whose numbers it reads until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too; they end without a traceback
     marks = _marks()
-    for job in jobs:
+    while (number := os.read(sys.stdin.fileno(), 4)) not in (END, b""):
+        target, job = json.loads((folder / str(int.from_bytes(number, "big"))).read_text())
+        target, job = Target(*target), Compilation(*job)
         try:
-            compile_one(job, target)
+            kernel = compile_one(job, target)
         except Exception as error:  # its first launch reports it in full
             print(f"{job.name} was not compiled ahead: {type(error).__name__}", file=sys.stderr)
-        else:
-            (marks / _digest(job, target)).touch()
+            continue
+        (marks / _digest(job, target)).touch()
+        if target.backend == "cuda":
+            with suppress(Exception):  # without a driver or a C compiler; the first launch reports it in full
+                build_launcher(job, kernel, folder)
 
 
 if __name__ == "__main__":
-    _target, _jobs = json.load(sys.stdin)
-    _work(Target(*_target), [Compilation(*job) for job in _jobs])
+    _work(Path(sys.argv[1]))

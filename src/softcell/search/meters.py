@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from softcell.arch import Cell, Genotype, Layout, Mix, Table
 from softcell.arch.mix import entropy
-from softcell.data import Batches
+from softcell.data import Batch, Batches
 from softcell.engine.capture import once
 from softcell.engine.distributed import average_, sum_
 from softcell.engine.metrics import Meter
@@ -186,6 +187,36 @@ class ValidationMeter(EpochMeter):
             for sums in selection.sums():
                 sum_(sums, task.world)
         return metrics
+
+    @torch.no_grad()
+    def rehearse(self, task: SearchTask, images: Tensor, labels: Tensor) -> None:
+        """The forward passes of `measure`, each on one batch of every size; nothing is measured.
+
+        images [n, c, h, w], labels [n]: a training batch.
+        """
+        selection = task.method.selection
+        passes = selection.passes() if selection is not None and not selection.last_epoch_only else ()
+        whole = passes[0].mix if passes and passes[0].calibration is None else None
+        if not task.objective.supervised:
+            task.supernet.eval()
+            task.objective.eval()
+            mix = task.method.relax() if whole is None else whole
+            with task.in_step():
+                task.objective(Bound(task.supernet, mix), self._held.blank(len(labels)), labels)
+            task.supernet.train()
+            task.objective.train()
+            return
+        mix = whole if whole is not None and self._selecting is self._accuracy else task.method.relax()
+        own = Pass(mix, mix if task.method.many_cells and whole is None else None)
+        # One of the passes that recalibrate stands for all of them.
+        others = [*passes[: whole is not None], *[other for other in passes if other.calibration is not None][:1]]
+        for validation, one in ((self._accuracy, own), *((self._selecting, other) for other in others)):
+            calibrated: AbstractContextManager[None] = nullcontext()
+            if one.calibration is not None:
+                batch = Batch(images, labels, labels)
+                calibrated = recalibrated(task.supernet, one.calibration, [batch], task.in_step)
+            with calibrated:
+                validation.rehearse(one.mix)
 
     def _supervised(self, task: SearchTask, whole: Mix | None) -> dict[str, Any]:
         """Loss and accuracy; with BatchNorm recalibrated where running statistics fit no single mix (`many_cells`)."""

@@ -23,6 +23,7 @@ from softcell.kernels.shared import norms_of
 from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
+from softcell.search.dry_pass import compile_ahead
 from softcell.search.hypergradient import Unrolling
 from softcell.search.meters import (
     ArchitectureMeter,
@@ -85,6 +86,7 @@ class SearchTask:
             broadcast_module(module, world)
         self.step_state = _step_state(recipe, supernet, method, objective, world, resource)
         self.tally = Tally(world.device)
+        self._compiled_ahead = False
         self._selected: dict[str, Any] = {}  # how the architecture was selected, for run.json
         self._plans, self._number = PlanQueue(method.planner), 0
         self._weights_only = False  # in the first epochs, where the recipe asks for that
@@ -97,12 +99,13 @@ class SearchTask:
             for split in ([held] if selecting is held else [held, selecting])
         ]
         self._collapse = CollapseMeter(recipe.collapse, method.layout, notify, recipe.epochs)
+        self._validates = ValidationMeter(measured[0], measured[-1], held, notify)
         self._meters: tuple[EpochMeter, ...] = (
             TrainingMeter(),
             MethodMeter(),
             ObjectiveMeter(objective),
             GuideMeter(),
-            ValidationMeter(measured[0], measured[-1], held, notify),
+            self._validates,
             ChildMeter(),
             CostMeter(resource, budget),
             ArchitectureMeter(),
@@ -150,6 +153,9 @@ class SearchTask:
         return self.weights.finish(*own), self._validation.finish(*held) if held else None
 
     def step(self, batch: Draft) -> None:
+        if not self._compiled_ahead:
+            self._compiled_ahead = True
+            compile_ahead(self, batch)
         planner = self.method.planner
         plan = None if planner is None else planner.draw(self._number)
         self._number += 1
@@ -160,6 +166,24 @@ class SearchTask:
                 self._run(*batch, key=("weights", plan) if self._weights_only else plan)
             else:
                 self._run(*batch)
+
+    def rehearse(self, batch: Draft) -> None:
+        """The computations of a step and of a validation pass; `softcell.search.dry_pass` undoes what they change."""
+        planner, weights_only, plans = self.method.planner, self._weights_only, self._plans.state_dict()
+        plan = None if planner is None else planner.draw(self._number)
+        learn = in_precision(self._learn, self.recipe.precision, self.world.device)
+        try:
+            if isinstance(self._run, CapturedStep) and plan is None:
+                plan = self._plans.next()
+            with nullcontext() if planner is None else planner.following(plan):
+                # If only the weights learn in the first epochs, the architecture will learn later.
+                for self._weights_only in {False, weights_only}:
+                    learn(*batch)
+        finally:
+            self._weights_only = weights_only
+            self._plans.load_state_dict(plans)
+        train, _ = self.pair(batch)
+        self._validates.rehearse(self, train.images, train.labels)
 
     def _learn(self, *drafts: Tensor) -> None:
         """One step of the regime on a training batch and, unless single-level, a validation batch.

@@ -73,6 +73,17 @@ class Validation:
         self._supernet.train()
         return self._meter.read(self._world)
 
+    @torch.no_grad()
+    def rehearse(self, mix: Mix) -> None:
+        """One forward pass for every size of batch, measuring nothing: what `__call__` launches."""
+        if isinstance(self._run, CapturedStep) and mix.signature() is not None:
+            mix = mix.copy()  # as captured passes read it
+        self._supernet.eval()
+        for size in self._held.sizes - {0}:
+            with self._in_step():
+                self._supernet(self._held.blank(size), mix)
+        self._supernet.train()
+
     def _copy_into_buffers(self, mix: Mix, key: Hashable) -> bool:
         """Copies the mix into the buffers that its graph reads; False where there are too many kinds to capture."""
         if key not in self._kept:
