@@ -43,6 +43,8 @@ from tests.reference.published_genotypes import DARTS_V2
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # what differs from the first is noise
+    "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
+    "splits 256": {"splits_block": 256},
     "as before": {  # at 36 channels; wider ones had other sizes forward
         "stage_rows": 128,
         "lower_rows": 128,
@@ -109,6 +111,30 @@ def made_network() -> DartsNetwork:
     return network.train()
 
 
+def recorded_time(step: Any, rounds: int) -> float | str:
+    """Microseconds of a step as part of a recording, where kernels that run beside each other count once."""
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for number in range(rounds + 2):
+            if number == 2:
+                begin.record()
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # the kernels are still measured one by one
+        return f"{type(error).__name__}: {str(error)[:100]}"
+    return 1e3 * begin.elapsed_time(end) / rounds
+
+
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:
     """Microseconds by kernel and case; of a case that does not fit the device, why."""
     triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
@@ -133,6 +159,7 @@ def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> 
             name = event.name if event.name.startswith("_") else "torch"
             spent[name.split("(")[0]] += event.device_time / rounds
         found[case] = {"total": sum(spent.values()), **dict(spent.most_common(14))}
+        found[case]["recorded"] = recorded_time(step, rounds)
     return found
 
 
@@ -208,6 +235,10 @@ def validation(rounds: int, batch: int) -> dict[str, float]:
     return found
 
 
+def line_of(spent: dict[str, Any]) -> str:
+    return "  ".join(f"{kernel} {us if isinstance(us, str) else round(us)}" for kernel, us in spent.items())
+
+
 def chosen_changes(given: list[str] | None) -> dict[str, dict[str, int]]:
     """Settings by name, or written as JSON objects; all of `CHANGES` without any."""
     if given is None:
@@ -222,6 +253,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", action="store_true", help="first whole training steps and validation passes")
+    parser.add_argument("--ways", nargs="+", default=["fused", "modules"], choices=["fused", "modules"])
+    parser.add_argument("--step-settings", nargs="*", default=[], help="with --steps, also fused steps with these")
     parser.add_argument("--cold", action="store_true", help="first compile into an empty cache")
     parser.add_argument("--host", action="store_true", help="only the time that Python takes, without a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further setting after this time")
@@ -245,10 +278,17 @@ def main() -> None:
         print("cold start: " + ", ".join(f"{name} {value:.1f}" for name, value in record["cold_start"].items()))
         keep()
     if given.steps:
-        record["steps"] = measured(cases()["darts"], ["fused", "modules"], 2 * given.rounds, print)
+        record["steps"] = measured(cases()["darts"], given.ways, 2 * given.rounds, print)
         for kernel in record["steps"][0]["longest"]:
             print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel']}", flush=True)
         keep()
+        for name, settings in chosen_changes(given.step_settings).items():
+            triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+            print(name, json.dumps(settings), flush=True)
+            record["steps"] += [
+                {"setting": name, **row} for row in measured(cases()["darts"], ["fused"], 2 * given.rounds, print)
+            ]
+            keep()
         record["validation_ms"] = validation(given.rounds, given.batch)
         print("validation, ms: " + ", ".join(f"{way} {ms:.1f}" for way, ms in record["validation_ms"].items()))
         keep()
@@ -261,8 +301,7 @@ def main() -> None:
         record["microseconds"][name] = found = run(settings, given.cases, given.batch, given.rounds)
         print(f"{name} {json.dumps(settings)}")
         for case, spent in found.items():
-            line = spent if isinstance(spent, str) else "  ".join(f"{kernel} {us:.0f}" for kernel, us in spent.items())
-            print(f"  {case}: {line}", flush=True)
+            print(f"  {case}: {spent if isinstance(spent, str) else line_of(spent)}", flush=True)
         keep()
 
 

@@ -133,7 +133,7 @@ class TestKernels:
 
 SETTINGS: list[dict[str, int]] = [
     {"weight_rows": 16, "stage_rows": 32, "lower_rows": 32, "weight_programs": 400},  # several tiles, several splits
-    {"pitch": 1, "product_sums": 0, "weight_side": 64},
+    {"pitch": 1, "product_sums": 0, "weight_side": 64, "beside": 0, "splits_block": 256},
     {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32},
 ]
 

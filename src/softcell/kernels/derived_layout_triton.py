@@ -3,6 +3,7 @@
 
 import functools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ class Blocks:
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
     sums_elements: int = 1024
     add_elements: int = 2048
+    splits_block: int = 32  # values whose partial sums a program adds up, 2,048 at a time
+    beside: bool = True  # gradients of weights on a second stream, beside those of planes
 
 
 OVERRIDES: dict[str, int] = {}
@@ -201,6 +204,10 @@ class Pass:
         """A tensor for a few launches, which must be freed."""
         self._temporaries += 1
         return self.schedule.new(f"temporary{self._temporaries}", size, dtype, zeroed=zeroed)
+
+    def beside(self):
+        """Where launches go that the next ones do not wait for; `schedule.join` ends it."""
+        return self.schedule.beside() if self.blocks.beside else nullcontext()
 
     def _partial(self, splits, terms):
         return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)

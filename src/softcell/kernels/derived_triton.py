@@ -3,6 +3,7 @@
 
 import functools
 import math
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -34,7 +35,13 @@ class Forward(Pass):
             partial = self._partial(self.tiles(self.rows), p.planes)
         for number in range(p.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            self._run_stages(stages, self._external(number), self.given, early, (self.height, self.width), self.rows_in)
+            first = (
+                number + 1 < p.inputs and not self.form.known
+            )  # a pass without gradients is not recorded: Python decides
+            with self.beside() if first else nullcontext():
+                read = self._external(number)
+                self._run_stages(stages, read, self.given, early, (self.height, self.width), self.rows_in)
+        self.schedule.join()
         self._measure(early, tuple(range(p.inputs)), self.rows_in)
         size = (self.out_height, self.out_width)
         waiting = []  # nodes that nobody has read yet
@@ -177,7 +184,9 @@ class Backward(Pass):
             if p.is_node(plane):
                 arrived.append(plane)
         self._leave_inputs()
-        self.weights.finish(self.parameter_gradient)
+        with self.beside():
+            self.weights.finish(self.parameter_gradient)
+        self.schedule.join()
 
     def _pull_fields(self, plane, column=0):
         """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
@@ -225,7 +234,8 @@ class Backward(Pass):
     def _lower_and_weigh(self, stages, x):
         """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
         p, c = self.program, self.c
-        read = self._activated(stages, x)
+        with self.beside():  # only gradients of weights read it
+            read = self._activated(stages, x)
         pixels = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border)
         size, block = pixels * self.pitch, self.blocks.lower_rows
         to = self.temporary(len(stages) * size, self.dtype)
@@ -247,7 +257,8 @@ class Backward(Pass):
             BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision,
             num_warps=self.blocks.lower_warps, num_stages=1, **at_most(self.blocks.lower_registers), **self._drops(),
         )  # fmt: skip
-        self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
+        with self.beside():
+            self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
         self.schedule.free(read.tensor, dy)
         return Lowered(to, size, read.border)
 
@@ -358,7 +369,8 @@ class Backward(Pass):
                 PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
                 **at_most(self.blocks.lower_registers),
             )  # fmt: skip
-            self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
+            with self.beside():
+                self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
             self.schedule.free(dy)
 
 
