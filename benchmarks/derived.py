@@ -44,6 +44,11 @@ CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # what differs from the first is noise
     "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
+    "stage lines 1": {"stage_lines": 1},  # depthwise convolutions and matrices in one kernel
+    "stages by pixels": {"stage_lines": 0},
+    "lower at once": {"lower_apart": 0, "lower_inner": 64},  # gradients before norms within `_lower`
+    "activate by pixels": {"activate_lines": 0},
+    "point side 64": {"point_side": 64},
     "splits 256": {"splits_block": 256},
     "as before": {  # at 36 channels; wider ones had other sizes forward
         "stage_rows": 128,
@@ -114,7 +119,7 @@ def made_network() -> DartsNetwork:
 def recorded_time(step: Any, rounds: int) -> float | str:
     """Microseconds of a step as part of a recording, where kernels that run beside each other count once."""
     try:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -132,7 +137,7 @@ def recorded_time(step: Any, rounds: int) -> float | str:
         torch.cuda.synchronize()
     except RuntimeError as error:  # the kernels are still measured one by one
         return f"{type(error).__name__}: {str(error)[:100]}"
-    return 1e3 * begin.elapsed_time(end) / rounds
+    return float(1e3 * begin.elapsed_time(end) / rounds)
 
 
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:

@@ -10,15 +10,17 @@ import triton
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
-from softcell.kernels.derived_forward_triton import _add_up, _pools, _stages, _start
-from softcell.kernels.derived_gradient_triton import _gather, _gather_lines, _lower, _pulls
-from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, by_size, overridden
+from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
+from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
+from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, overridden
+from softcell.kernels.derived_lines_triton import _gather_lines, _pull_lines
+from softcell.kernels.derived_stages_triton import Stages
 from softcell.kernels.derived_sums_triton import _arrival_sums, _known_moments, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
 
 
-class Forward(Pass):
+class Forward(Stages):
     """One forward pass of a program: the order in which kernels fill its planes."""
 
     def tiles(self, rows):
@@ -92,34 +94,6 @@ class Forward(Pass):
                 _known_moments, (len(jobs), triton.cdiv(c, 128)), self.running, self.parameters, self.moments,
                 self.coefficients, self.schedule.table(jobs), p.planes, p.eps, C=c, BLOCK=128,
             )  # fmt: skip
-
-    def _run_stages(self, stages, read, y, partial, size, rows):
-        """size: that of the output."""
-        for group in by_size(stages):
-            self._run_group(group, read, y, partial, size, rows)
-
-    def _run_group(self, stages, read, y, partial, size, rows):
-        p, c = self.program, self.c
-        external = stages[0].source < 0
-        block_n = min(256, padded(max(stage.width for stage in stages)))
-        depth = self.blocks.stage_depth if not external else self.blocks.input_depth // (2 if block_n > 128 else 1)
-        jobs = tuple(
-            (*read.window(stage), self._depth_at(stage), stage.matrix // self.weights_unit,
-             stage.width // self.columns_unit, self.unit(stage.plane), stage.plane, stage.column // self.columns_unit,
-             first // 16)
-            for stage in stages
-            for first in range(0, stage.width, block_n)
-        )  # fmt: skip
-        self.schedule.launch(
-            _stages, (triton.cdiv(rows, self.tile), len(jobs)), read.tensor, self.parameters, self.depths, y,
-            y if partial is None else partial.tensor, self.schedule.table(jobs), rows, read.tall, read.wide, size[0],
-            size[1], read.size, self._plane_size(y), p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in,
-            PITCH=read.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size,
-            STRIDE=stages[0].stride, BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)),
-            EXTERNAL=external, STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums),
-            EVEN=rows % self.tile == 0, PRECISION=self.precision, num_warps=8 if external else self.blocks.stage_warps,
-            **at_most(0 if external else self.blocks.stage_registers),
-        )  # fmt: skip
 
     def _measure(self, partial, planes, rows):
         if partial is not None and planes:
@@ -240,7 +214,10 @@ class Backward(Pass):
         size, block = pixels * self.pitch, self.blocks.lower_rows
         to = self.temporary(len(stages) * size, self.dtype)
         dy = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
-        block_k = min(self.blocks.lower_columns, padded(c))
+        block_k = min(self.blocks.lower_inner, padded(c))
+        apart = self._pull_dense(
+            stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops
+        )
         jobs = tuple(
             (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
              first // 16, read.border)
@@ -254,13 +231,29 @@ class Backward(Pass):
             planes=p.planes, HEIGHT=0, WIDTH=0, OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width,
             BORDER=read.border, to_size=size, dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch,
             DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
-            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision,
-            num_warps=self.blocks.lower_warps, num_stages=1, **at_most(self.blocks.lower_registers), **self._drops(),
+            BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps,
+            **apart, **at_most(self.blocks.lower_registers), **self._drops(),
         )  # fmt: skip
         with self.beside():
             self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
         self.schedule.free(read.tensor, dy)
         return Lowered(to, size, read.border)
+
+    def _pull_dense(self, stages, gradient, y, dy, size, drops):
+        """Has ∂y of stages written ahead of `_lower` where that is chosen; returns what `_lower` is to know of it."""
+        c, b = self.c, self.blocks
+        depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
+        known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
+        if not b.lower_apart:
+            return known | {"num_stages": 1}
+        grid = (triton.cdiv(self.n * size[0], b.flat_lines), len(stages), triton.cdiv(size[1] * self.pitch, b.flat))
+        self.schedule.launch(
+            _pull_lines, grid, gradient, y, self._scales(), self.slopes, dy,
+            self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)), self.n, *size, self._plane_size(y),
+            self.program.planes, size[0] * size[1] * self.n * self.pitch, C=c, PITCH=self.pitch, LINES=b.flat_lines,
+            FLAT=b.flat, DROPS=drops,
+        )  # fmt: skip
+        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -359,15 +352,15 @@ class Backward(Pass):
             )
             dy = self.temporary(len(stages) * self.rows_in * self.pitch, self.dtype)
             fan_in, block = stages[0].fan_in, self.blocks.lower_rows
+            apart = self._pull_dense(stages, self.given_gradient, self.given, dy, (self.height, self.width), False)
             self.schedule.launch(
                 _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
                 self._scales(), self.slopes, x, to, dy, self.schedule.table(jobs), self.rows_in,
                 self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
                 self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
                 DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
-                BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, EXTERNAL=True,
-                PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
-                **at_most(self.blocks.lower_registers),
+                BLOCK_K=block_k, DROPS=False, EXTERNAL=True, PRECISION=self.precision,
+                num_warps=self.blocks.lower_warps, **apart, **at_most(self.blocks.lower_registers),
             )  # fmt: skip
             with self.beside():
                 self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)

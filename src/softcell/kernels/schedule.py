@@ -70,7 +70,7 @@ class Launch:
 @functools.cache
 def _second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """One for each stream that work leaves, by its number, so that independent steps do not wait for each other."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Schedule:
