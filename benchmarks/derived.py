@@ -50,6 +50,8 @@ CHANGES: dict[str, dict[str, int]] = {
     "activate by pixels": {"activate_lines": 0},
     "point side 64": {"point_side": 64},
     "splits 256": {"splits_block": 256},
+    "sums by pixels": {"sum_lines": 0},
+    "weight programs 132": {"weight_programs": 132},  # half of a GPU's registers are left to what runs beside
     "as before": {  # at 36 channels; wider ones had other sizes forward
         "stage_rows": 128,
         "lower_rows": 128,
@@ -119,7 +121,7 @@ def made_network() -> DartsNetwork:
 def recorded_time(step: Any, rounds: int) -> float | str:
     """Microseconds of a step as part of a recording, where kernels that run beside each other count once."""
     try:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):

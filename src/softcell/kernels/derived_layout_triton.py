@@ -12,8 +12,8 @@ import triton
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE
+from softcell.kernels.derived_flat_triton import _activate_lines
 from softcell.kernels.derived_forward_triton import _activate
-from softcell.kernels.derived_lines_triton import _activate_lines
 from softcell.kernels.schedule import Name
 
 
@@ -52,6 +52,7 @@ class Blocks:
     gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
     activate_lines: bool = True  # line by line
+    sum_lines: bool = True  # sums into nodes, and over what arrives there, line by line
     flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
     flat: int = 64
     sums_elements: int = 1024
@@ -247,12 +248,10 @@ class Pass:
         jobs = tuple((*self.view(source), source) for source in sources)
         found = Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
         if self.blocks.activate_lines:
-            lines, flat = self.blocks.flat_lines, self.blocks.flat
-            grid = (triton.cdiv(self.n * tall, lines), len(sources), triton.cdiv(wide * self.pitch, flat))
             self.schedule.launch(
-                _activate_lines, grid, x, self.coefficients, to, self.schedule.table(jobs), self.n, height, width,
-                border, self._plane_size(x), size, self.program.planes, C=self.c, PITCH=self.pitch, LINES=lines,
-                FLAT=flat,
+                _activate_lines, self.flat_grid(self.n * tall, len(sources), wide * self.pitch), x, self.coefficients,
+                to, self.schedule.table(jobs), self.n, height, width, border, self._plane_size(x), size,
+                self.program.planes, C=self.c, PITCH=self.pitch, **self._flat(),
             )  # fmt: skip
             return found
         block = max(1, self.blocks.add_elements // self.block_c)
@@ -262,6 +261,14 @@ class Pass:
             self.program.planes, C=self.c, PITCH=self.pitch, CB=self.block_c, BLOCK=block,
         )  # fmt: skip
         return found
+
+    def flat_grid(self, lines, terms, length):
+        """Programs of a kernel that handles lines of `length` values."""
+        b = self.blocks
+        return triton.cdiv(lines, b.flat_lines), terms, triton.cdiv(length, b.flat)
+
+    def _flat(self):
+        return {"LINES": self.blocks.flat_lines, "FLAT": self.blocks.flat}
 
     def _external(self, number):
         """An input tensor: it has no border."""

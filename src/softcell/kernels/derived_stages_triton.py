@@ -17,9 +17,8 @@ class Stages(Pass):
 
     def _run_stages(self, stages, read, y, partial, size, rows):
         """size: that of the output."""
-        lines = self.blocks.stage_lines
-        if lines == 2 and self.form.known:
-            lines = 1  # not recorded: Python's time for a launch decides
+        # A pass that is given its statistics is not recorded: Python's time for a launch decides.
+        lines = 0 if self.form.known and self.blocks.stage_lines == 2 else self.blocks.stage_lines
         for group in by_size(stages):
             fits = group[0].size in (3, 5, 7) and group[0].stride == 1 and all(s.dilation in (1, 2) for s in group)
             if lines == 2 and fits:

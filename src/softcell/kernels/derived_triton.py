@@ -10,12 +10,13 @@ import triton
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
+from softcell.kernels.derived_flat_triton import _add_up_lines, _pull_lines
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
 from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
 from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, overridden
-from softcell.kernels.derived_lines_triton import _gather_lines, _pull_lines
+from softcell.kernels.derived_lines_triton import _gather_lines
 from softcell.kernels.derived_stages_triton import Stages
-from softcell.kernels.derived_sums_triton import _arrival_sums, _known_moments, finish_slopes, measure
+from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
 
@@ -109,6 +110,14 @@ class Forward(Stages):
             begin = len(jobs)
             jobs += [(*self.view(a.plane), a.plane, a.path) for a in p.node_inputs[plane - p.inputs]]
             nodes.append((begin, len(jobs), plane - p.inputs))
+        if self.blocks.sum_lines:
+            grid = self.flat_grid(self.n * self.out_height, len(nodes), self.out_width * c)
+            self.schedule.launch(
+                _add_up_lines, grid, self.buffer, self.coefficients, self._scales(), self.schedule.table(nodes),
+                self.schedule.table(jobs or ((0, 0, 0, 0, NONE),)), self.n, self.out_height, self.out_width,
+                self.rows * c, p.planes, p.nodes, C=c, DROPS=self.form.drops, **self._flat(),
+            )  # fmt: skip
+            return
         block = max(1, self.blocks.add_elements // self.block_c)
         self.schedule.launch(
             _add_up, (triton.cdiv(self.rows, block), len(nodes), triton.cdiv(c, self.block_c)), self.buffer,
@@ -173,24 +182,12 @@ class Backward(Pass):
 
     def _arrive(self, nodes):
         """Sums over the gradients of finished nodes, for the norms of all that arrives there."""
-        p, c = self.program, self.c
+        p = self.program
         inputs = [a.plane for node in nodes for a in p.node_inputs[node - p.inputs]]
         planes = tuple(plane for plane in inputs if plane in self.norms and plane >= p.inputs)
         if not planes:
             return
-        jobs = tuple(self._pull_fields(plane) for plane in planes)
-        blocks = triton.cdiv(c, self.block_c)
-        block = max(1, self.blocks.sums_elements // self.block_c)
-        splits = max(1, min(triton.cdiv(self.rows, block), triton.cdiv(1056, len(jobs) * blocks)))
-        each = triton.cdiv(triton.cdiv(self.rows, splits), block) * block
-        splits = triton.cdiv(self.rows, each)
-        partial = self._partial(splits, len(jobs))
-        self.schedule.launch(
-            _arrival_sums, (splits, len(jobs), blocks), self.buffer, self.gradient, self.moments, self._scales(),
-            partial.tensor, self.schedule.table(jobs), self.rows, each, size=self.rows * c, planes=p.planes,
-            terms=len(jobs), C=c, CB=self.block_c, BLOCK=block, **self._drops(),
-        )  # fmt: skip
-        finish_slopes(self, partial, planes, self.rows)
+        arrival_sums(self, tuple(self._pull_fields(plane) for plane in planes), planes)
 
     def _leave(self, found):
         """From the gradients of all that leaves a round's sources to those of the sources."""
@@ -246,12 +243,11 @@ class Backward(Pass):
         known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
         if not b.lower_apart:
             return known | {"num_stages": 1}
-        grid = (triton.cdiv(self.n * size[0], b.flat_lines), len(stages), triton.cdiv(size[1] * self.pitch, b.flat))
         self.schedule.launch(
-            _pull_lines, grid, gradient, y, self._scales(), self.slopes, dy,
-            self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)), self.n, *size, self._plane_size(y),
-            self.program.planes, size[0] * size[1] * self.n * self.pitch, C=c, PITCH=self.pitch, LINES=b.flat_lines,
-            FLAT=b.flat, DROPS=drops,
+            _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
+            self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),
+            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=c,
+            PITCH=self.pitch, DROPS=drops, **self._flat(),
         )  # fmt: skip
         return known | {"num_stages": 1 if depth >= c else b.lower_stages}
 

@@ -69,7 +69,10 @@ class Launch:
 
 @functools.cache
 def _second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """One for each stream that work leaves, by its number, so that independent steps do not wait for each other."""
+    """One for each stream that work leaves, by its number, so that independent steps do not wait for each other.
+
+    Its priority is the lowest: what runs beside may wait for what the next launches need.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
