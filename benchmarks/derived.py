@@ -43,6 +43,15 @@ from tests.reference.published_genotypes import DARTS_V2
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # what differs from the first is noise
+    "row 16": {  # all that rows 17 to 20 of NOTES.md brought, switched off
+        "beside": 0,
+        "stage_lines": 0,
+        "lower_apart": 0,
+        "lower_inner": 64,
+        "activate_lines": 0,
+        "sum_lines": 0,
+        "splits_block": 256,
+    },
     "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
     "stage lines 1": {"stage_lines": 1},  # depthwise convolutions and matrices in one kernel
     "stages by pixels": {"stage_lines": 0},
@@ -116,6 +125,33 @@ def made_network() -> DartsNetwork:
     assert isinstance(network, DartsNetwork)
     network.drop_path.probability = 0.2
     return network.train()
+
+
+def check(cases: list[str], batch: int) -> dict[str, dict[str, float]]:
+    """How far the chosen kernels are from those of row 16, relative; and whether they give the same bits each time."""
+
+    def outcome(case: str, settings: dict[str, int]) -> dict[str, Tensor]:
+        triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+        network = made_network().cuda()
+        _, size, number = CASES[case]
+        plan, pre, cell = network.plans[number], network.pre[number], network.cells[number]
+        states = [torch.randn(batch, width, size, size, device="cuda") for width in plan.widths]
+        states = [x.bfloat16().to(memory_format=torch.channels_last).requires_grad_() for x in states]
+        fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)  # type: ignore[operator]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = fused(states)
+        weights = [w for module in (pre.older, pre.newer, cell) for w in module.parameters()]
+        older, newer, *grads = torch.autograd.grad(out, (*states, *weights), torch.randn_like(out))
+        parameters = torch.cat([grad.flatten() for grad in grads])
+        return {"output": out.detach(), "parameters": parameters, "older": older, "newer": newer}
+
+    found = {}
+    for case in cases:
+        mine, again, theirs = outcome(case, {}), outcome(case, {}), outcome(case, CHANGES["row 16"])
+        far = {name: float((x - theirs[name]).float().norm() / theirs[name].float().norm()) for name, x in mine.items()}
+        found[case] = far | {"repeats": float(all(torch.equal(x, again[name]) for name, x in mine.items()))}
+        print(f"check {case}: " + ", ".join(f"{name} {value:.2g}" for name, value in found[case].items()), flush=True)
+    return found
 
 
 def recorded_time(step: Any, rounds: int) -> float | str:
@@ -262,6 +298,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true", help="first whole training steps and validation passes")
     parser.add_argument("--ways", nargs="+", default=["fused", "modules"], choices=["fused", "modules"])
     parser.add_argument("--step-settings", nargs="*", default=[], help="with --steps, also fused steps with these")
+    parser.add_argument("--check", action="store_true", help="first compare the chosen kernels with those of row 16")
     parser.add_argument("--cold", action="store_true", help="first compile into an empty cache")
     parser.add_argument("--host", action="store_true", help="only the time that Python takes, without a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further setting after this time")
@@ -283,6 +320,11 @@ def main() -> None:
     if given.cold:
         record["cold_start"] = cold_start(given.batch)
         print("cold start: " + ", ".join(f"{name} {value:.1f}" for name, value in record["cold_start"].items()))
+        keep()
+    if given.check:
+        compile_settings({"chosen": {}, "row 16": CHANGES["row 16"]}, given.cases, given.batch)
+        record["check"] = check(given.cases, given.batch)
+        triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
         keep()
     if given.steps:
         record["steps"] = measured(cases()["darts"], given.ways, 2 * given.rounds, print)
