@@ -140,7 +140,7 @@ def check(cases: list[str], batch: int) -> dict[str, dict[str, float]]:
         fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)  # type: ignore[operator]
         with torch.autocast("cuda", torch.bfloat16):
             out = fused(states)
-        weights = [w for module in (pre.older, pre.newer, cell) for w in module.parameters()]
+        weights = [*pre.parameters(), *cell.parameters()]
         older, newer, *grads = torch.autograd.grad(out, (*states, *weights), torch.randn_like(out))
         parameters = torch.cat([grad.flatten() for grad in grads])
         return {"output": out.detach(), "parameters": parameters, "older": older, "newer": newer}
@@ -154,9 +154,14 @@ def check(cases: list[str], batch: int) -> dict[str, dict[str, float]]:
     return found
 
 
-def recorded_time(step: Any, rounds: int) -> float | str:
-    """Microseconds of a step as part of a recording, where kernels that run beside each other count once."""
-    try:
+def recorded(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, float]:
+    """Microseconds of a cell's step in a recording, where kernels that run beside each other count once."""
+    triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+    network = made_network().cuda()
+    found = {}
+    for case in cases:
+        _, size, number = CASES[case]
+        step = cell_step(network, number, size, batch)
         stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -173,9 +178,8 @@ def recorded_time(step: Any, rounds: int) -> float | str:
             graph.replay()
         end.record()
         torch.cuda.synchronize()
-    except RuntimeError as error:  # the kernels are still measured one by one
-        return f"{type(error).__name__}: {str(error)[:100]}"
-    return float(1e3 * begin.elapsed_time(end) / rounds)
+        found[case] = 1e3 * begin.elapsed_time(end) / rounds
+    return found
 
 
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:
@@ -202,7 +206,6 @@ def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> 
             name = event.name if event.name.startswith("_") else "torch"
             spent[name.split("(")[0]] += event.device_time / rounds
         found[case] = {"total": sum(spent.values()), **dict(spent.most_common(14))}
-        found[case]["recorded"] = recorded_time(step, rounds)
     return found
 
 
@@ -278,10 +281,6 @@ def validation(rounds: int, batch: int) -> dict[str, float]:
     return found
 
 
-def line_of(spent: dict[str, Any]) -> str:
-    return "  ".join(f"{kernel} {us if isinstance(us, str) else round(us)}" for kernel, us in spent.items())
-
-
 def chosen_changes(given: list[str] | None) -> dict[str, dict[str, int]]:
     """Settings by name, or written as JSON objects; all of `CHANGES` without any."""
     if given is None:
@@ -343,14 +342,22 @@ def main() -> None:
         keep()
     if changes:
         print(f"{compile_settings(changes, given.cases, given.batch)} kernels compiled", flush=True)
+    done: dict[str, dict[str, int]] = {}
     for name, settings in changes.items():
         if time.monotonic() - began > 60 * given.minutes:
             print(f"{given.minutes} minutes have passed: {name} and what follows were not measured", file=sys.stderr)
             break
         record["microseconds"][name] = found = run(settings, given.cases, given.batch, given.rounds)
+        done[name] = settings
         print(f"{name} {json.dumps(settings)}")
         for case, spent in found.items():
-            print(f"  {case}: {spent if isinstance(spent, str) else line_of(spent)}", flush=True)
+            line = spent if isinstance(spent, str) else "  ".join(f"{kernel} {us:.0f}" for kernel, us in spent.items())
+            print(f"  {case}: {line}", flush=True)
+        keep()
+    record["recorded"] = {}
+    for name, settings in done.items():  # last, since a recording that fails would disturb what follows
+        record["recorded"][name] = times = recorded(settings, given.cases, given.batch, given.rounds)
+        print(f"recorded, {name}: " + "  ".join(f"{case} {us:.0f}" for case, us in times.items()), flush=True)
         keep()
 
 
