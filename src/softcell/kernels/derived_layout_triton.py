@@ -71,7 +71,8 @@ def blocks_for(channels):
     A depth of 32 pads 36 channels to 64, one of 16 to 48. From 65 channels on a block has 128 columns, for which eight
     warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` and
     `_gather_lines` alone (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1
-    cache, where neighbouring taps meet, if loads are not staged (row 16).
+    cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
+    are preferred to those that save a pass over memory (rows 18 to 20).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
