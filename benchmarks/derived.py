@@ -43,6 +43,24 @@ from tests.reference.published_genotypes import DARTS_V2
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # what differs from the first is noise
+    "row 16": {  # all that rows 17 to 20 of NOTES.md brought, switched off
+        "beside": 0,
+        "stage_lines": 0,
+        "lower_apart": 0,
+        "lower_inner": 64,
+        "activate_lines": 0,
+        "sum_lines": 0,
+        "splits_block": 256,
+    },
+    "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
+    "stage lines 1": {"stage_lines": 1},  # depthwise convolutions and matrices in one kernel
+    "stages by pixels": {"stage_lines": 0},
+    "lower at once": {"lower_apart": 0, "lower_inner": 64},  # gradients before norms within `_lower`
+    "activate by pixels": {"activate_lines": 0},
+    "point side 64": {"point_side": 64},
+    "splits 256": {"splits_block": 256},
+    "sums by pixels": {"sum_lines": 0},
+    "weight programs 132": {"weight_programs": 132},  # half of a GPU's registers are left to what runs beside
     "as before": {  # at 36 channels; wider ones had other sizes forward
         "stage_rows": 128,
         "lower_rows": 128,
@@ -107,6 +125,61 @@ def made_network() -> DartsNetwork:
     assert isinstance(network, DartsNetwork)
     network.drop_path.probability = 0.2
     return network.train()
+
+
+def check(cases: list[str], batch: int) -> dict[str, dict[str, float]]:
+    """How far the chosen kernels are from those of row 16, relative; and whether they give the same bits each time."""
+
+    def outcome(case: str, settings: dict[str, int]) -> dict[str, Tensor]:
+        triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+        network = made_network().cuda()
+        _, size, number = CASES[case]
+        plan, pre, cell = network.plans[number], network.pre[number], network.cells[number]
+        states = [torch.randn(batch, width, size, size, device="cuda") for width in plan.widths]
+        states = [x.bfloat16().to(memory_format=torch.channels_last).requires_grad_() for x in states]
+        fused = cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)  # type: ignore[operator]
+        with torch.autocast("cuda", torch.bfloat16):
+            out = fused(states)
+        weights = [*pre.parameters(), *cell.parameters()]
+        older, newer, *grads = torch.autograd.grad(out, (*states, *weights), torch.randn_like(out))
+        parameters = torch.cat([grad.flatten() for grad in grads])
+        return {"output": out.detach(), "parameters": parameters, "older": older, "newer": newer}
+
+    found = {}
+    for case in cases:
+        mine, again, theirs = outcome(case, {}), outcome(case, {}), outcome(case, CHANGES["row 16"])
+        far = {name: float((x - theirs[name]).float().norm() / theirs[name].float().norm()) for name, x in mine.items()}
+        found[case] = far | {"repeats": float(all(torch.equal(x, again[name]) for name, x in mine.items()))}
+        print(f"check {case}: " + ", ".join(f"{name} {value:.2g}" for name, value in found[case].items()), flush=True)
+    return found
+
+
+def recorded(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, float]:
+    """Microseconds of a cell's step in a recording, where kernels that run beside each other count once."""
+    triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+    network = made_network().cuda()
+    found = {}
+    for case in cases:
+        _, size, number = CASES[case]
+        step = cell_step(network, number, size, batch)
+        stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for number in range(rounds + 2):
+            if number == 2:
+                begin.record()
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        found[case] = 1e3 * begin.elapsed_time(end) / rounds
+    return found
 
 
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:
@@ -222,6 +295,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", action="store_true", help="first whole training steps and validation passes")
+    parser.add_argument("--ways", nargs="+", default=["fused", "modules"], choices=["fused", "modules"])
+    parser.add_argument("--step-settings", nargs="*", default=[], help="with --steps, also fused steps with these")
+    parser.add_argument("--check", action="store_true", help="first compare the chosen kernels with those of row 16")
     parser.add_argument("--cold", action="store_true", help="first compile into an empty cache")
     parser.add_argument("--host", action="store_true", help="only the time that Python takes, without a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further setting after this time")
@@ -244,25 +320,44 @@ def main() -> None:
         record["cold_start"] = cold_start(given.batch)
         print("cold start: " + ", ".join(f"{name} {value:.1f}" for name, value in record["cold_start"].items()))
         keep()
+    if given.check:
+        compile_settings({"chosen": {}, "row 16": CHANGES["row 16"]}, given.cases, given.batch)
+        record["check"] = check(given.cases, given.batch)
+        triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
+        keep()
     if given.steps:
-        record["steps"] = measured(cases()["darts"], ["fused", "modules"], 2 * given.rounds, print)
+        record["steps"] = measured(cases()["darts"], given.ways, 2 * given.rounds, print)
         for kernel in record["steps"][0]["longest"]:
             print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel']}", flush=True)
         keep()
+        for name, settings in chosen_changes(given.step_settings).items():
+            triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
+            print(name, json.dumps(settings), flush=True)
+            record["steps"] += [
+                {"setting": name, **row} for row in measured(cases()["darts"], ["fused"], 2 * given.rounds, print)
+            ]
+            keep()
         record["validation_ms"] = validation(given.rounds, given.batch)
         print("validation, ms: " + ", ".join(f"{way} {ms:.1f}" for way, ms in record["validation_ms"].items()))
         keep()
     if changes:
         print(f"{compile_settings(changes, given.cases, given.batch)} kernels compiled", flush=True)
+    done: dict[str, dict[str, int]] = {}
     for name, settings in changes.items():
         if time.monotonic() - began > 60 * given.minutes:
             print(f"{given.minutes} minutes have passed: {name} and what follows were not measured", file=sys.stderr)
             break
         record["microseconds"][name] = found = run(settings, given.cases, given.batch, given.rounds)
+        done[name] = settings
         print(f"{name} {json.dumps(settings)}")
         for case, spent in found.items():
             line = spent if isinstance(spent, str) else "  ".join(f"{kernel} {us:.0f}" for kernel, us in spent.items())
             print(f"  {case}: {line}", flush=True)
+        keep()
+    record["recorded"] = {}
+    for name, settings in done.items():  # last, since a recording that fails would disturb what follows
+        record["recorded"][name] = times = recorded(settings, given.cases, given.batch, given.rounds)
+        print(f"recorded, {name}: " + "  ".join(f"{case} {us:.0f}" for case, us in times.items()), flush=True)
         keep()
 
 

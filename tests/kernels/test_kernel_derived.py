@@ -133,8 +133,10 @@ class TestKernels:
 
 SETTINGS: list[dict[str, int]] = [
     {"weight_rows": 16, "stage_rows": 32, "lower_rows": 32, "weight_programs": 400},  # several tiles, several splits
-    {"pitch": 1, "product_sums": 0, "weight_side": 64},
-    {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32},
+    {"pitch": 1, "product_sums": 0, "weight_side": 64, "beside": 0, "splits_block": 256},
+    {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32, "lower_apart": 0},
+    {"activate_lines": 0, "sum_lines": 0, "stage_lines": 1},
+    {"stage_lines": 0, "lower_inner": 16, "lower_pulled": 16, "point_depth": 16, "point_side": 16, "flat": 32},
 ]
 
 
@@ -154,9 +156,11 @@ class TestBlocks:
         errors = {name: relative(a, b) for name, a, b in zip(OUTCOMES, mine, theirs, strict=True)}
         assert all(error <= 1e-5 for error in errors.values()), errors
 
-    @pytest.mark.parametrize("settings", [{}, {"gather_groups": 2, "gather_flat": 16}, {"gather_groups": 0}])
+    @pytest.mark.parametrize(
+        "settings", [{}, {"gather_groups": 2, "gather_flat": 16}, {"gather_groups": 0, "stage_lines": 1}]
+    )
     @pytest.mark.parametrize(("window", "size"), [(3, (7, 6)), (3, (8, 8)), (5, (5, 9))])
-    def test_windows_of_one_size_are_gathered_by_lines(
+    def test_windows_of_one_size_are_read_by_lines(
         self,
         window: int,
         size: tuple[int, int],
@@ -164,11 +168,14 @@ class TestBlocks:
         nan_memory: None,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Of 7 and 5 lines the last group of four is not whole, and 6 or 9 columns do not fill blocks."""
+        """Of 7 and 5 lines the last group of four is not whole, and 6 or 9 columns do not fill blocks.
+
+        Of 8 × 8 pixels four images fill blocks of 64 and 128 rows, which `_stage_lines` requires.
+        """
         torch.manual_seed(0)
         parts = {"older_is_larger": False, "pool_norm": True, "edges": edges_of_one_size(window)}
         cell = Cell(20, 1, **parts).to(DEVICE)
-        given = states(3, size, older_is_larger=False)
+        given = states(4, size, older_is_larger=False)
         monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", settings)
         mine = outcomes(cell.plan(), given, torch.float32, plain=False, training=True)
         theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=True)

@@ -75,3 +75,32 @@ def test_stand_ins_have_the_type_and_alignment_of_tensors() -> None:
 def test_a_missing_argument_is_an_error() -> None:
     with pytest.raises(KeyError, match="number"):
         Schedule(CPU, {}).launch(Kernel(), (2,), Name("x"), 0, BLOCK=16)
+
+
+def test_what_runs_beside_runs_at_the_latest_when_it_is_joined_and_keeps_its_tensors() -> None:
+    kernel = Kernel()
+    schedule = Schedule(CPU, {})
+    first = schedule.new("first", 2, torch.float32, zeroed=True)
+    last = schedule.new("last", 2, torch.float32, zeroed=True)
+    with schedule.beside():
+        inner = schedule.new("inner", 2, torch.float32, zeroed=True)
+        schedule.launch(kernel, (2,), inner, schedule.table([(1, 2)]), 0.0, BLOCK=16)
+        schedule.launch(kernel, (2,), first, schedule.table([(1, 2)]), 0.0, BLOCK=16)
+        schedule.free(inner)
+    seen: list[tuple[list[float], bool]] = []
+    schedule.launch(kernel, (2,), last, schedule.table([(1, 2)]), 1.0, BLOCK=16)
+    schedule.free(first, last)
+    schedule.new("kept", 1, torch.float32)
+    schedule._steps.append(lambda tensors: seen.append((tensors["first"].tolist(), "last" in tensors)))
+    schedule.join()
+    for _ in range(2):
+        tensors: dict[str, Tensor] = {}
+        schedule.run(tensors)
+        assert list(tensors) == ["kept"]  # the others were freed, those of launches beside at the join
+    assert seen == [([0.0, 0.0], False)] * 2
+
+
+def test_a_join_without_anything_beside_is_no_step() -> None:
+    schedule = Schedule(CPU, {})
+    schedule.join()
+    assert not schedule._steps

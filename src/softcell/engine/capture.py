@@ -37,7 +37,8 @@ MAX_GRAPHS = 16
 MAX_COUNTED_KEYS = 1024
 STREAM_POOL = 32
 """Streams of one priority that torch hands out."""
-STREAM_PRIORITIES = (0, -1)
+STREAM_PRIORITIES = (-1, 0)
+"""The higher one first: what `kernels.schedule` launches beside a step may wait for the step."""
 MAX_SHARING_RUNS = STREAM_POOL * len(STREAM_PRIORITIES) // 4
 """Runs that can share a device: each needs a stream of its own and one each for steps, validation and selection."""
 

@@ -5,7 +5,7 @@ per channel: batch-norm is applied wherever the plane is read and never costs a 
 and lie side by side in one buffer [rows, nodes · c], which is the concatenated output of the cell.
 
 The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (none where k = 1), a pointwise one. The
-depthwise result lives in registers between the two. With the gradient g of a value z and m rows,
+depthwise result is not kept for the backward pass. With the gradient g of a value z and m rows,
 
     ∂y = a · (g − Σg / m − ŷ · Σ(g·ŷ) / m),   ŷ = (y − mean) · rstd,   ∂γ = Σ g·ŷ,   ∂β = Σ g
 

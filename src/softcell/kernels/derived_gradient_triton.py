@@ -69,11 +69,13 @@ def _lower(
     size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
     BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr, FAN_IN: tl.constexpr, PITCH: tl.constexpr,
     DY_PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr, EXTERNAL: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr, EXTERNAL: tl.constexpr, PULLED: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER of zeros.
 
-    EXTERNAL: the latter is the gradient of the input tensor itself, where that is positive.
+    EXTERNAL: the latter is the gradient of the input tensor itself, where that is positive. PULLED: ∂y is there
+    already, filled with zeros up to DY_PITCH. WHOLE: all stages write planes from their first column on.
     """
     job = jobs_ptr + tl.program_id(1) * 12
     matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
@@ -91,16 +93,23 @@ def _lower(
             return
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
-    g_rows, y_rows, slopes, factor = _pull_rows(
-        job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, AREA, samples, C, COLUMNS, DROPS
-    )
+    if WHOLE:
+        column = 0
+    dy_rows = dy_ptr + unit.to(tl.int64) * dy_size + (m * DY_PITCH)[:, None] + column
+    if not PULLED:
+        g_rows, y_rows, slopes, factor = _pull_rows(
+            job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, AREA, samples, C, COLUMNS, DROPS
+        )
     total = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
     for n0 in range(0, columns, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         n_ok = n < columns
-        dy = _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C, DROPS).to(kind)
-        at = dy_ptr + unit.to(tl.int64) * dy_size + (m * DY_PITCH)[:, None] + (column + n)[None, :]
-        tl.store(at, dy, mask=m_ok[:, None] & n_ok[None, :] & (first == 0))
+        if PULLED:
+            # Columns beyond the last are those of another stage or zero, and their weights are zero.
+            dy = tl.load(dy_rows + n[None, :], mask=m_ok[:, None] & (column + n < DY_PITCH)[None, :], other=0.0)
+        else:
+            dy = _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C, DROPS).to(kind)
+            tl.store(dy_rows + n[None, :], dy, mask=m_ok[:, None] & n_ok[None, :] & (first == 0))
         weight = tl.load(
             w_ptr + matrix + (n * FAN_IN)[:, None] + k[None, :], mask=n_ok[:, None] & k_ok[None, :], other=0.0
         )
@@ -275,123 +284,3 @@ def _gather(
         tl.store(to, tl.sum(g, 0), mask=c_ok)
         normed = (y - mean[None, :]) * rstd[None, :]
         tl.store(to + tl.num_programs(0) * terms * C, tl.sum(g * normed, 0), mask=c_ok)
-
-
-@triton.jit
-def _windows(
-    t0, t1, t2, t3, base, start, line, f, f_ok, depth_ptr, shift, c, c_ok, last: tl.constexpr, STRAIGHT: tl.constexpr,
-    PITCH: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr,
-):  # fmt: skip
-    """Adds the windows of four lines below each other to t0…t3 [groups, flat]: what they share is read once.
-
-    start, line [groups]: where the map of a group begins and the line that its topmost tap reads. shift: from the
-    column of a pixel to that of its first tap, in values. STRAIGHT: values from line to line. last: the last line of a
-    map, where some groups have no four lines (the others are read in its place and not stored); 0 where all have.
-    """
-    for s in range(SIZE):  # not unrolled, or registers would hold the values of all columns
-        at = base + (f + shift - s * DILATION * PITCH)[None, :]
-        column = depth_ptr + s * C + c
-        w0 = tl.load(column, mask=c_ok, other=0.0)[None, :]
-        w1 = tl.load(column + SIZE * C, mask=c_ok, other=0.0)[None, :]
-        w2 = tl.load(column + 2 * SIZE * C, mask=c_ok, other=0.0)[None, :]
-        w3, w4, w5, w6 = w2, w2, w2, w2
-        if SIZE > 3:
-            w3 = tl.load(column + 3 * SIZE * C, mask=c_ok, other=0.0)[None, :]
-            w4 = tl.load(column + 4 * SIZE * C, mask=c_ok, other=0.0)[None, :]
-        if SIZE > 5:
-            w5 = tl.load(column + 5 * SIZE * C, mask=c_ok, other=0.0)[None, :]
-            w6 = tl.load(column + 6 * SIZE * C, mask=c_ok, other=0.0)[None, :]
-        for v in tl.static_range(4 + (SIZE - 1) * DILATION):
-            below = line + v
-            if last > 0:
-                below = tl.minimum(below, last)
-            x = tl.load(at + (start + below * STRAIGHT)[:, None], mask=f_ok[None, :], other=0.0).to(tl.float32)
-            # Tap r of line l reads line l + (SIZE - 1 - r) · DILATION, counted from the topmost one.
-            for r in tl.static_range(SIZE):
-                weight = (w0, w1, w2, w3, w4, w5, w6)[r]
-                if v == (SIZE - 1 - r) * DILATION:
-                    t0 += x * weight
-                if v == (SIZE - 1 - r) * DILATION + 1:
-                    t1 += x * weight
-                if v == (SIZE - 1 - r) * DILATION + 2:
-                    t2 += x * weight
-                if v == (SIZE - 1 - r) * DILATION + 3:
-                    t3 += x * weight
-    return t0, t1, t2, t3
-
-
-@triton.jit(do_not_specialize=["samples", "planes", "terms"])
-def _gather_lines(
-    x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
-    winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size, planes, terms, C: tl.constexpr, PITCH: tl.constexpr,
-    SIZE: tl.constexpr, DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr, DROPS: tl.constexpr,
-    POOLED: tl.constexpr, STATS: tl.constexpr,
-):  # fmt: skip
-    """`_gather` where nothing strides and all windows have one size: GROUPS of four lines, FLAT values of a line each.
-
-    Columns and channels are one axis, so no thread is idle where a block of channels is not filled; four lines share
-    what their windows have in common. DILATION: that of all windows, 0 where it is 1 or 2.
-    """
-    own = sources_ptr + tl.program_id(1) * 10
-    begin, end = tl.load(own + 4), tl.load(own + 5)
-    groups: tl.constexpr = (HEIGHT + 3) // 4
-    g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    g_ok = g < samples * groups
-    image = tl.minimum(g // groups, samples - 1)
-    i = g % groups * 4
-    f = tl.program_id(2) * FLAT + tl.arange(0, FLAT)
-    f_ok = f < WIDTH * PITCH
-    j = f // PITCH
-    c = f % PITCH
-    c_ok = f_ok & (c < C)
-    straight: tl.constexpr = (WIDTH + 2 * BORDER) * PITCH
-    start = image * ((HEIGHT + 2 * BORDER) * straight)
-    last: tl.constexpr = HEIGHT + 2 * BORDER - 1 if HEIGHT % 4 else 0
-    t0 = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
-    t1, t2, t3 = t0, t0, t0
-    for number in range(begin, end):
-        job = jobs_ptr + number * 5
-        dilation, padding = tl.load(job + 1), tl.load(job + 2)
-        weights = depth_ptr + tl.load(job + 3) * C
-        base = lowered_ptr + tl.load(job + 4).to(tl.int64) * lowered_size
-        line = i + padding + BORDER - (SIZE - 1) * dilation
-        shift = (padding + BORDER) * PITCH
-        if DILATION > 0:
-            t0, t1, t2, t3 = _windows(
-                t0, t1, t2, t3, base, start, line, f, f_ok, weights, shift, c, c_ok, last, straight, PITCH, C, SIZE,
-                DILATION,
-            )  # fmt: skip
-        elif dilation == 1:
-            t0, t1, t2, t3 = _windows(
-                t0, t1, t2, t3, base, start, line, f, f_ok, weights, shift, c, c_ok, last, straight, PITCH, C, SIZE, 1
-            )
-        else:
-            t0, t1, t2, t3 = _windows(
-                t0, t1, t2, t3, base, start, line, f, f_ok, weights, shift, c, c_ok, last, straight, PITCH, C, SIZE, 2
-            )
-    source, place = tl.load(own + 3), tl.load(own + 9)
-    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
-    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)[None, :]
-    sums = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
-    products = sums
-    mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
-    rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-    for number in tl.static_range(4):
-        total = (t0, t1, t2, t3)[number]
-        h = (i + number)[:, None]
-        m = (image[:, None] * HEIGHT + h) * WIDTH + j[None, :]
-        ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
-        total, y = _complete(
-            total, own, m, image[:, None], h, j[None, :], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr,
-            factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, HEIGHT, WIDTH, samples, x_size, dy_size, C, 1, DROPS,
-            POOLED,
-        )  # fmt: skip
-        if STATS:
-            sums += total
-            products += total * (y - mean)
-    if STATS:
-        # Columns of a line are splits of their own: sums over pixels of one channel lie apart here.
-        to = partial_ptr + ((tl.program_id(0) * WIDTH + j) * terms + place) * C + c
-        tl.store(to, tl.sum(sums, 0), mask=c_ok)
-        tl.store(to + tl.num_programs(0) * WIDTH * terms * C, tl.sum(products, 0) * rstd, mask=c_ok)

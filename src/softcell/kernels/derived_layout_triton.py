@@ -3,6 +3,7 @@
 
 import functools
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import triton
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE
+from softcell.kernels.derived_flat_triton import _activate_lines
 from softcell.kernels.derived_forward_triton import _activate
 from softcell.kernels.schedule import Name
 
@@ -23,13 +25,20 @@ class Blocks:
     pitch: int = 8  # what windows are read from has a multiple of it as channels: 8 values of 2 bytes are one load
     stage_rows: int = 128
     stage_depth: int = 32  # channels that are convolved at a time
-    input_depth: int = 64
+    input_depth: int = 64  # channels of an input tensor that are multiplied at a time
+    point_depth: int = 64  # likewise within a cell, where there is no window
+    point_side: int = 128  # most columns of either
     stage_warps: int = 8
     stage_registers: int = 0  # at most that many for a thread, so that more programs fit; 0: as many as it takes
+    stage_lines: int = 2  # where nothing strides, four lines at a time: 1 in one kernel, 2 depthwise and matrix apart
     product_sums: bool = True  # statistics by tensor cores
     lower_rows: int = 128
     lower_depth: int = 32
     lower_columns: int = 64
+    lower_inner: int = 64  # the same within a cell
+    lower_apart: bool = True  # gradients before norms are written by a launch of their own
+    lower_pulled: int = 64  # what `lower_depth` is then
+    lower_stages: int = 3  # loads under way then, where there are several blocks
     lower_warps: int = 8
     lower_registers: int = 0
     weight_rows: int = 64
@@ -42,8 +51,14 @@ class Blocks:
     gather_registers: int = 0
     gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
+    activate_lines: bool = True  # line by line
+    sum_lines: bool = True  # sums into nodes, and over what arrives there, line by line
+    flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
+    flat: int = 64
     sums_elements: int = 1024
     add_elements: int = 2048
+    splits_block: int = 32  # values whose partial sums a program adds up, 2,048 at a time
+    beside: bool = True  # gradients of weights on a second stream, beside those of planes
 
 
 OVERRIDES: dict[str, int] = {}
@@ -56,15 +71,16 @@ def blocks_for(channels):
     A depth of 32 pads 36 channels to 64, one of 16 to 48. From 65 channels on a block has 128 columns, for which eight
     warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` and
     `_gather_lines` alone (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1
-    cache, where neighbouring taps meet, if loads are not staged (row 16).
+    cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
+    are preferred to those that save a pass over memory (rows 18 to 20).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
     elif channels <= 64:
         found = Blocks()
     else:
-        found = Blocks(stage_rows=64, lower_rows=128 if channels <= 128 else 64)
-    return replace(found, **OVERRIDES)
+        found = Blocks(stage_rows=64, point_depth=32, lower_rows=64, lower_pulled=32)
+    return replace(found, **({"lower_inner": side_for(channels, 128)} | OVERRIDES))
 
 
 def at_most(registers):
@@ -202,6 +218,10 @@ class Pass:
         self._temporaries += 1
         return self.schedule.new(f"temporary{self._temporaries}", size, dtype, zeroed=zeroed)
 
+    def beside(self):
+        """Where launches go that the next ones do not wait for; `schedule.join` ends it."""
+        return self.schedule.beside() if self.blocks.beside else nullcontext()
+
     def _partial(self, splits, terms):
         return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)
 
@@ -227,13 +247,29 @@ class Pass:
         size = rows * self.pitch
         to = self.temporary(len(sources) * size, self.dtype)
         jobs = tuple((*self.view(source), source) for source in sources)
+        found = Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
+        if self.blocks.activate_lines:
+            self.schedule.launch(
+                _activate_lines, self.flat_grid(self.n * tall, len(sources), wide * self.pitch), x, self.coefficients,
+                to, self.schedule.table(jobs), self.n, height, width, border, self._plane_size(x), size,
+                self.program.planes, C=self.c, PITCH=self.pitch, **self._flat(),
+            )  # fmt: skip
+            return found
         block = max(1, self.blocks.add_elements // self.block_c)
         self.schedule.launch(
             _activate, (triton.cdiv(rows, block), len(sources), triton.cdiv(self.pitch, self.block_c)), x,
             self.coefficients, to, self.schedule.table(jobs), rows, height, width, border, self._plane_size(x), size,
             self.program.planes, C=self.c, PITCH=self.pitch, CB=self.block_c, BLOCK=block,
         )  # fmt: skip
-        return Read(to, size, self.pitch, tall, wide, border, {source: i for i, source in enumerate(sources)})
+        return found
+
+    def flat_grid(self, lines, terms, length):
+        """Programs of a kernel that handles lines of `length` values."""
+        b = self.blocks
+        return triton.cdiv(lines, b.flat_lines), terms, triton.cdiv(length, b.flat)
+
+    def _flat(self):
+        return {"LINES": self.blocks.flat_lines, "FLAT": self.blocks.flat}
 
     def _external(self, number):
         """An input tensor: it has no border."""

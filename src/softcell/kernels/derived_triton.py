@@ -3,21 +3,25 @@
 
 import functools
 import math
+from contextlib import nullcontext
 
 import torch
 import triton
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
-from softcell.kernels.derived_forward_triton import _add_up, _pools, _stages, _start
-from softcell.kernels.derived_gradient_triton import _gather, _gather_lines, _lower, _pulls
-from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, by_size, overridden
-from softcell.kernels.derived_sums_triton import _arrival_sums, _known_moments, finish_slopes, measure
+from softcell.kernels.derived_flat_triton import _add_up_lines, _pull_lines
+from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
+from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
+from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, overridden
+from softcell.kernels.derived_lines_triton import _gather_lines
+from softcell.kernels.derived_stages_triton import Stages
+from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
 
 
-class Forward(Pass):
+class Forward(Stages):
     """One forward pass of a program: the order in which kernels fill its planes."""
 
     def tiles(self, rows):
@@ -34,7 +38,13 @@ class Forward(Pass):
             partial = self._partial(self.tiles(self.rows), p.planes)
         for number in range(p.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            self._run_stages(stages, self._external(number), self.given, early, (self.height, self.width), self.rows_in)
+            first = (
+                number + 1 < p.inputs and not self.form.known
+            )  # a pass without gradients is not recorded: Python decides
+            with self.beside() if first else nullcontext():
+                read = self._external(number)
+                self._run_stages(stages, read, self.given, early, (self.height, self.width), self.rows_in)
+        self.schedule.join()
         self._measure(early, tuple(range(p.inputs)), self.rows_in)
         size = (self.out_height, self.out_width)
         waiting = []  # nodes that nobody has read yet
@@ -86,34 +96,6 @@ class Forward(Pass):
                 self.coefficients, self.schedule.table(jobs), p.planes, p.eps, C=c, BLOCK=128,
             )  # fmt: skip
 
-    def _run_stages(self, stages, read, y, partial, size, rows):
-        """size: that of the output."""
-        for group in by_size(stages):
-            self._run_group(group, read, y, partial, size, rows)
-
-    def _run_group(self, stages, read, y, partial, size, rows):
-        p, c = self.program, self.c
-        external = stages[0].source < 0
-        block_n = min(256, padded(max(stage.width for stage in stages)))
-        depth = self.blocks.stage_depth if not external else self.blocks.input_depth // (2 if block_n > 128 else 1)
-        jobs = tuple(
-            (*read.window(stage), self._depth_at(stage), stage.matrix // self.weights_unit,
-             stage.width // self.columns_unit, self.unit(stage.plane), stage.plane, stage.column // self.columns_unit,
-             first // 16)
-            for stage in stages
-            for first in range(0, stage.width, block_n)
-        )  # fmt: skip
-        self.schedule.launch(
-            _stages, (triton.cdiv(rows, self.tile), len(jobs)), read.tensor, self.parameters, self.depths, y,
-            y if partial is None else partial.tensor, self.schedule.table(jobs), rows, read.tall, read.wide, size[0],
-            size[1], read.size, self._plane_size(y), p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in,
-            PITCH=read.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size,
-            STRIDE=stages[0].stride, BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)),
-            EXTERNAL=external, STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums),
-            EVEN=rows % self.tile == 0, PRECISION=self.precision, num_warps=8 if external else self.blocks.stage_warps,
-            **at_most(0 if external else self.blocks.stage_registers),
-        )  # fmt: skip
-
     def _measure(self, partial, planes, rows):
         if partial is not None and planes:
             measure(self, partial, planes, rows)
@@ -128,6 +110,14 @@ class Forward(Pass):
             begin = len(jobs)
             jobs += [(*self.view(a.plane), a.plane, a.path) for a in p.node_inputs[plane - p.inputs]]
             nodes.append((begin, len(jobs), plane - p.inputs))
+        if self.blocks.sum_lines:
+            grid = self.flat_grid(self.n * self.out_height, len(nodes), self.out_width * c)
+            self.schedule.launch(
+                _add_up_lines, grid, self.buffer, self.coefficients, self._scales(), self.schedule.table(nodes),
+                self.schedule.table(jobs or ((0, 0, 0, 0, NONE),)), self.n, self.out_height, self.out_width,
+                self.rows * c, p.planes, p.nodes, C=c, DROPS=self.form.drops, **self._flat(),
+            )  # fmt: skip
+            return
         block = max(1, self.blocks.add_elements // self.block_c)
         self.schedule.launch(
             _add_up, (triton.cdiv(self.rows, block), len(nodes), triton.cdiv(c, self.block_c)), self.buffer,
@@ -177,7 +167,9 @@ class Backward(Pass):
             if p.is_node(plane):
                 arrived.append(plane)
         self._leave_inputs()
-        self.weights.finish(self.parameter_gradient)
+        with self.beside():
+            self.weights.finish(self.parameter_gradient)
+        self.schedule.join()
 
     def _pull_fields(self, plane, column=0):
         """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
@@ -190,24 +182,12 @@ class Backward(Pass):
 
     def _arrive(self, nodes):
         """Sums over the gradients of finished nodes, for the norms of all that arrives there."""
-        p, c = self.program, self.c
+        p = self.program
         inputs = [a.plane for node in nodes for a in p.node_inputs[node - p.inputs]]
         planes = tuple(plane for plane in inputs if plane in self.norms and plane >= p.inputs)
         if not planes:
             return
-        jobs = tuple(self._pull_fields(plane) for plane in planes)
-        blocks = triton.cdiv(c, self.block_c)
-        block = max(1, self.blocks.sums_elements // self.block_c)
-        splits = max(1, min(triton.cdiv(self.rows, block), triton.cdiv(1056, len(jobs) * blocks)))
-        each = triton.cdiv(triton.cdiv(self.rows, splits), block) * block
-        splits = triton.cdiv(self.rows, each)
-        partial = self._partial(splits, len(jobs))
-        self.schedule.launch(
-            _arrival_sums, (splits, len(jobs), blocks), self.buffer, self.gradient, self.moments, self._scales(),
-            partial.tensor, self.schedule.table(jobs), self.rows, each, size=self.rows * c, planes=p.planes,
-            terms=len(jobs), C=c, CB=self.block_c, BLOCK=block, **self._drops(),
-        )  # fmt: skip
-        finish_slopes(self, partial, planes, self.rows)
+        arrival_sums(self, tuple(self._pull_fields(plane) for plane in planes), planes)
 
     def _leave(self, found):
         """From the gradients of all that leaves a round's sources to those of the sources."""
@@ -225,12 +205,16 @@ class Backward(Pass):
     def _lower_and_weigh(self, stages, x):
         """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
         p, c = self.program, self.c
-        read = self._activated(stages, x)
+        with self.beside():  # only gradients of weights read it
+            read = self._activated(stages, x)
         pixels = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border)
         size, block = pixels * self.pitch, self.blocks.lower_rows
         to = self.temporary(len(stages) * size, self.dtype)
         dy = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
-        block_k = min(self.blocks.lower_columns, padded(c))
+        block_k = min(self.blocks.lower_inner, padded(c))
+        apart = self._pull_dense(
+            stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops
+        )
         jobs = tuple(
             (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
              first // 16, read.border)
@@ -244,12 +228,28 @@ class Backward(Pass):
             planes=p.planes, HEIGHT=0, WIDTH=0, OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width,
             BORDER=read.border, to_size=size, dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch,
             DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
-            BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision,
-            num_warps=self.blocks.lower_warps, num_stages=1, **at_most(self.blocks.lower_registers), **self._drops(),
+            BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps,
+            **apart, **at_most(self.blocks.lower_registers), **self._drops(),
         )  # fmt: skip
-        self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
+        with self.beside():
+            self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
         self.schedule.free(read.tensor, dy)
         return Lowered(to, size, read.border)
+
+    def _pull_dense(self, stages, gradient, y, dy, size, drops):
+        """Has ∂y of stages written ahead of `_lower` where that is chosen; returns what `_lower` is to know of it."""
+        c, b = self.c, self.blocks
+        depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
+        known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
+        if not b.lower_apart:
+            return known | {"num_stages": 1}
+        self.schedule.launch(
+            _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
+            self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),
+            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=c,
+            PITCH=self.pitch, DROPS=drops, **self._flat(),
+        )  # fmt: skip
+        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -348,17 +348,18 @@ class Backward(Pass):
             )
             dy = self.temporary(len(stages) * self.rows_in * self.pitch, self.dtype)
             fan_in, block = stages[0].fan_in, self.blocks.lower_rows
+            apart = self._pull_dense(stages, self.given_gradient, self.given, dy, (self.height, self.width), False)
             self.schedule.launch(
                 _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
                 self._scales(), self.slopes, x, to, dy, self.schedule.table(jobs), self.rows_in,
                 self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
                 self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
                 DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
-                BLOCK_N=min(self.blocks.lower_depth, padded(c)), BLOCK_K=block_k, DROPS=False, EXTERNAL=True,
-                PRECISION=self.precision, num_warps=self.blocks.lower_warps, num_stages=1,
-                **at_most(self.blocks.lower_registers),
+                BLOCK_K=block_k, DROPS=False, EXTERNAL=True, PRECISION=self.precision,
+                num_warps=self.blocks.lower_warps, **apart, **at_most(self.blocks.lower_registers),
             )  # fmt: skip
-            self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
+            with self.beside():
+                self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
             self.schedule.free(dy)
 
 

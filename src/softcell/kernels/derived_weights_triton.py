@@ -212,7 +212,7 @@ class WeightGradients:
 
     def finish(self, to):
         """From partial sums to the gradients of matrices and depthwise kernels, which `to` receives."""
-        run, c, block = self.run, self.run.c, 256
+        run, c, block = self.run, self.run.c, self.run.blocks.splits_block
         adding, deep = [], []
         for group, plan in self.plans.items():
             for s, at in zip(group, plan.at, strict=True):
@@ -225,7 +225,7 @@ class WeightGradients:
                 if s.size > 1:
                     deep.append((plan.start + at, s.matrix, s.depth, run._depth_at(s), s.taps))
         run.schedule.launch(
-            _sum_splits, (len(adding),), self.sums, to, run.schedule.table(adding), SPLITS=8, BLOCK=block,
+            _sum_splits, (len(adding),), self.sums, to, run.schedule.table(adding), SPLITS=2048 // block, BLOCK=block,
         )  # fmt: skip
         if not deep:
             run.schedule.free(self.sums)

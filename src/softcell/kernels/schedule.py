@@ -7,7 +7,9 @@ schedule runs on any tensors of these sizes, and its kernels can be compiled bef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +67,15 @@ class Launch:
             self._compiled = found[self.grid]
 
 
+@functools.cache
+def _second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """One for each stream that work leaves, by its number, so that independent steps do not wait for each other.
+
+    Its priority is the lowest: what runs beside may wait for what the next launches need.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class Schedule:
     """Steps on named tensors: allocations, launches of kernels, calls, and the end of a tensor's use.
 
@@ -88,6 +99,10 @@ class Schedule:
         """Of a tensor's first element from an address that is a multiple of 16, in bytes."""
         self.launches: list[Launch] = []
         self._steps: list[Callable[[Tensors], None]] = []
+        self._is_beside = False
+        self._beside: set[str] = set()  # what launches beside the others use, until they are joined
+        self._freed_late: list[Name] = []
+        self._waiting: list[tuple[list[Launch], Tensors]] = []
 
     def new(self, name: str, size: int, dtype: torch.dtype, *, zeroed: bool = False) -> Name:
         """Allocate `size` values; they are not initialised unless `zeroed`."""
@@ -108,7 +123,9 @@ class Schedule:
         return self._add(name, dtype, self.offsets[of] + start * dtype.itemsize, step)
 
     def free(self, *names: Name) -> None:
-        """No later step reads these: their memory can be used again."""
+        """No later step reads these: their memory can be used again, after `join` if a launch beside uses them."""
+        self._freed_late += [name for name in names if name in self._beside]
+        names = tuple(name for name in names if name not in self._beside)
 
         def step(tensors: Tensors) -> None:
             for name in names:
@@ -132,8 +149,58 @@ class Schedule:
         left = kernel.arg_names[len(arguments) :]
         values = (*arguments, *(named.pop(name) for name in left))
         launch = Launch(kernel, grid, values, named)
+        if self._is_beside:
+            self._beside |= {a for a in values if isinstance(a, Name)}
         self.launches.append(launch)
         self._steps.append(launch)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is launched within runs on a second stream, beside all that follows, until `join`.
+
+        It sees what was launched before. Until `join`, nothing outside may write what it reads or read what it writes.
+        On a CPU it runs at `join`, as late as it may on a GPU, so that tests without one see such a mistake.
+        """
+        before, self._steps, self._is_beside = self._steps, [], True
+        try:
+            yield
+        finally:
+            within, self._steps, self._is_beside = self._steps, before, False
+        launches = [step for step in within if isinstance(step, Launch)]
+        self._steps += [step for step in within if not isinstance(step, Launch)]  # memory belongs to the first stream
+
+        def step(tensors: Tensors) -> None:
+            if self.device.type != "cuda":
+                self._waiting.append((launches, dict(tensors)))
+                return
+            current = torch.cuda.current_stream(self.device)
+            second = _second_stream(self.device, current.cuda_stream)
+            second.wait_stream(current)
+            with torch.cuda.stream(second):
+                for launch in launches:
+                    launch(tensors)
+
+        self._steps.append(step)
+
+    def join(self) -> None:
+        """Wait for all that was launched `beside`; the host does not wait."""
+        if not self._beside:
+            return
+
+        def step(tensors: Tensors) -> None:
+            if self.device.type != "cuda":
+                waiting, self._waiting = self._waiting, []
+                for launches, seen in waiting:
+                    for launch in launches:
+                        launch(seen)
+                return
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(_second_stream(self.device, current.cuda_stream))
+
+        self._steps.append(step)
+        self._beside = set()
+        freed, self._freed_late = tuple(self._freed_late), []
+        self.free(*freed)
 
     def stand_ins(self, launch: Launch) -> list[Any]:
         """Arguments of a launch with types and alignments in place of tensors."""

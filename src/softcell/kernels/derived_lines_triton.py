@@ -1,0 +1,265 @@
+# mypy: ignore-errors
+"""Triton kernels of `derived` by lines: four lines below each other share what their windows read.
+
+Where nothing strides they replace `_stages` and `_gather`, which go pixel by pixel.
+"""
+
+import triton
+import triton.language as tl
+
+from softcell.kernels.derived_gradient_triton import _complete
+
+
+@triton.jit
+def _column(
+    t0, t1, t2, t3, at, start, line, mask, weights, c_ok, s, last: tl.constexpr, STRAIGHT: tl.constexpr,
+    C: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, FORWARD: tl.constexpr,
+):  # fmt: skip
+    """Column s of the windows of four lines; `_windows` says the rest."""
+    column = weights + s * C
+    w0 = tl.load(column, mask=c_ok, other=0.0)[None, :]
+    w1 = tl.load(column + SIZE * C, mask=c_ok, other=0.0)[None, :]
+    w2 = tl.load(column + 2 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+    w3, w4, w5, w6 = w2, w2, w2, w2
+    if SIZE > 3:
+        w3 = tl.load(column + 3 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+        w4 = tl.load(column + 4 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+    if SIZE > 5:
+        w5 = tl.load(column + 5 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+        w6 = tl.load(column + 6 * SIZE * C, mask=c_ok, other=0.0)[None, :]
+    for v in tl.static_range(4 + (SIZE - 1) * DILATION):
+        below = line + v
+        if last > 0:
+            below = tl.minimum(below, last)
+        x = tl.load(at + (start + below * STRAIGHT)[:, None], mask=mask[None, :], other=0.0).to(tl.float32)
+        for r in tl.static_range(SIZE):
+            weight = (w0, w1, w2, w3, w4, w5, w6)[r]
+            # Tap r of line l reads line l + r · DILATION forward, counted from the topmost one.
+            if v == (r if FORWARD else SIZE - 1 - r) * DILATION:
+                t0 += x * weight
+            if v == (r if FORWARD else SIZE - 1 - r) * DILATION + 1:
+                t1 += x * weight
+            if v == (r if FORWARD else SIZE - 1 - r) * DILATION + 2:
+                t2 += x * weight
+            if v == (r if FORWARD else SIZE - 1 - r) * DILATION + 3:
+                t3 += x * weight
+    return t0, t1, t2, t3
+
+
+@triton.jit
+def _windows(
+    t0, t1, t2, t3, base, start, line, f, mask, weights, c_ok, last: tl.constexpr, STRAIGHT: tl.constexpr,
+    PITCH: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, FORWARD: tl.constexpr,
+):  # fmt: skip
+    """Adds the windows of four lines below each other to t0…t3 [sites, values]: what they share is read once.
+
+    start, line [sites]: where the map of a site begins, its column included, and the line that its topmost tap reads.
+    f, mask [values]: offsets of values from there. weights, c_ok [values]: addresses of their weights and where those
+    exist. FORWARD: a convolution; else its transpose. STRAIGHT: values from line to line. last: the last line of a map,
+    where some sites have no four lines (the others are read in its place and not stored); 0 where all have.
+    """
+    step: tl.constexpr = (DILATION if FORWARD else -DILATION) * PITCH
+    at = base + f[None, :]
+    # Not unrolled: registers would hold the values of all columns, and the compiler pass each through shared memory.
+    for s in range(SIZE):
+        t0, t1, t2, t3 = _column(
+            t0, t1, t2, t3, at + s * step, start, line, mask, weights, c_ok, s, last, STRAIGHT, C, SIZE, DILATION,
+            FORWARD,
+        )  # fmt: skip
+    return t0, t1, t2, t3
+
+
+@triton.jit(do_not_specialize=["measured"])
+def _stage_lines(
+    x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, jobs_ptr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, PITCH: tl.constexpr,
+    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, SITES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_stages` where nothing strides, lines come in fours and all windows have one size: SITES of four pixels each.
+
+    The pixels of a site lie below each other. DILATION: that of all windows, 0 where it is 1 or 2.
+    """
+    job = jobs_ptr + tl.program_id(1) * 11
+    source, dilation, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    depth, matrix, columns = tl.load(job + 4) * C, tl.load(job + 5) * WEIGHTS, tl.load(job + 6) * COLUMNS
+    unit, plane, column = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9) * COLUMNS
+    site = tl.program_id(0) * SITES + tl.arange(0, SITES)
+    image = site // (HEIGHT // 4 * WIDTH)
+    inside = site % (HEIGHT // 4 * WIDTH)
+    line = inside // WIDTH * 4
+    w = inside % WIDTH
+    start = (image * (TALL * WIDE) + w + shift) * PITCH
+    straight: tl.constexpr = WIDE * PITCH
+    n = tl.load(job + 10) * 16 + tl.arange(0, BLOCK_N)
+    n_ok = n < columns
+    base = x_ptr + source.to(tl.int64) * x_size
+    kind = y_ptr.dtype.element_ty
+    y0 = tl.zeros((SITES, BLOCK_N), dtype=tl.float32)
+    y1, y2, y3 = y0, y0, y0
+    for k0 in range(0, C, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        k_ok = k < C
+        mask = k < PITCH
+        t0 = tl.zeros((SITES, BLOCK_K), dtype=tl.float32)
+        t1, t2, t3 = t0, t0, t0
+        weights = depth_ptr + depth + k
+        if DILATION > 0:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, k, mask, weights, k_ok, 0, straight, PITCH, C, SIZE, DILATION, True
+            )  # fmt: skip
+        elif dilation == 1:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, k, mask, weights, k_ok, 0, straight, PITCH, C, SIZE, 1, True,
+            )  # fmt: skip
+        else:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, k, mask, weights, k_ok, 0, straight, PITCH, C, SIZE, 2, True,
+            )  # fmt: skip
+        weight = tl.load(w_ptr + matrix + (n * C)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0)
+        weight = weight.to(kind)
+        y0 = tl.dot(t0.to(kind), weight, y0, input_precision=PRECISION)
+        y1 = tl.dot(t1.to(kind), weight, y1, input_precision=PRECISION)
+        y2 = tl.dot(t2.to(kind), weight, y2, input_precision=PRECISION)
+        y3 = tl.dot(t3.to(kind), weight, y3, input_precision=PRECISION)
+    m = (image * HEIGHT + line) * WIDTH + w
+    at = y_ptr + unit.to(tl.int64) * y_size + (m * C)[:, None] + (column + n)[None, :]
+    tl.store(at, y0.to(kind), mask=n_ok[None, :])
+    tl.store(at + WIDTH * C, y1.to(kind), mask=n_ok[None, :])
+    tl.store(at + 2 * WIDTH * C, y2.to(kind), mask=n_ok[None, :])
+    tl.store(at + 3 * WIDTH * C, y3.to(kind), mask=n_ok[None, :])
+    if STATS:
+        sums = tl.sum((y0 + y1) + (y2 + y3), 0)
+        mean = (sums / (4 * SITES))[None, :]
+        squares = (y0 - mean) * (y0 - mean) + (y1 - mean) * (y1 - mean)
+        squares += (y2 - mean) * (y2 - mean) + (y3 - mean) * (y3 - mean)
+        to = partial_ptr + (tl.program_id(0) * measured + plane) * C + column + n
+        tl.store(to, sums, mask=n_ok)
+        tl.store(to + tl.num_programs(0) * measured * C, tl.sum(squares, 0), mask=n_ok)
+
+
+@triton.jit(do_not_specialize=["samples"])
+def _depthwise_lines(
+    x_ptr, depth_ptr, to_ptr, jobs_ptr, TALL: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, samples, x_size, to_size, C: tl.constexpr, PITCH: tl.constexpr, SIZE: tl.constexpr,
+    DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """depthwise(x), dense [rows, PITCH], where nothing strides: GROUPS of four lines, FLAT values of a line each.
+
+    Columns and channels are one axis, as in `_gather_lines`. DILATION: that of all windows, 0 where it is 1 or 2.
+    """
+    job = jobs_ptr + tl.program_id(1) * 4
+    source, dilation, inset = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    groups: tl.constexpr = (HEIGHT + 3) // 4
+    g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    g_ok = g < samples * groups
+    image = tl.minimum(g // groups, samples - 1)
+    i = g % groups * 4
+    f = tl.program_id(2) * FLAT + tl.arange(0, FLAT)
+    f_ok = f < WIDTH * PITCH
+    c = f % PITCH
+    c_ok = f_ok & (c < C)
+    straight: tl.constexpr = WIDE * PITCH
+    start = image * (TALL * straight)
+    last: tl.constexpr = TALL - 1 if HEIGHT % 4 else 0
+    weights = depth_ptr + tl.load(job + 3) * C + c
+    base = x_ptr + source.to(tl.int64) * x_size
+    line = i + inset
+    left = f + inset * PITCH
+    t0 = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
+    t1, t2, t3 = t0, t0, t0
+    if DILATION > 0:
+        t0, t1, t2, t3 = _windows(
+            t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, DILATION, True
+        )
+    elif dilation == 1:
+        t0, t1, t2, t3 = _windows(
+            t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, 1, True
+        )
+    else:
+        t0, t1, t2, t3 = _windows(
+            t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, 2, True
+        )
+    kind = to_ptr.dtype.element_ty
+    row = (image * HEIGHT + i) * (WIDTH * PITCH)
+    at = to_ptr + tl.program_id(1).to(tl.int64) * to_size + row[:, None] + f[None, :]
+    for number in tl.static_range(4):
+        ok = (g_ok & (i + number < HEIGHT))[:, None] & f_ok[None, :]
+        tl.store(at + number * (WIDTH * PITCH), (t0, t1, t2, t3)[number].to(kind), mask=ok)
+
+
+@triton.jit(do_not_specialize=["samples", "planes", "terms"])
+def _gather_lines(
+    x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
+    winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size, planes, terms, C: tl.constexpr, PITCH: tl.constexpr,
+    SIZE: tl.constexpr, DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr, DROPS: tl.constexpr,
+    POOLED: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    """`_gather` where nothing strides and all windows have one size: GROUPS of four lines, FLAT values of a line each.
+
+    Columns and channels are one axis, so no thread is idle where a block of channels is not filled; four lines share
+    what their windows have in common. DILATION: that of all windows, 0 where it is 1 or 2.
+    """
+    own = sources_ptr + tl.program_id(1) * 10
+    begin, end = tl.load(own + 4), tl.load(own + 5)
+    groups: tl.constexpr = (HEIGHT + 3) // 4
+    g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    g_ok = g < samples * groups
+    image = tl.minimum(g // groups, samples - 1)
+    i = g % groups * 4
+    f = tl.program_id(2) * FLAT + tl.arange(0, FLAT)
+    f_ok = f < WIDTH * PITCH
+    j = f // PITCH
+    c = f % PITCH
+    c_ok = f_ok & (c < C)
+    straight: tl.constexpr = (WIDTH + 2 * BORDER) * PITCH
+    start = image * ((HEIGHT + 2 * BORDER) * straight)
+    last: tl.constexpr = HEIGHT + 2 * BORDER - 1 if HEIGHT % 4 else 0
+    t0 = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
+    t1, t2, t3 = t0, t0, t0
+    for number in range(begin, end):
+        job = jobs_ptr + number * 5
+        dilation, padding = tl.load(job + 1), tl.load(job + 2)
+        weights = depth_ptr + tl.load(job + 3) * C + c
+        base = lowered_ptr + tl.load(job + 4).to(tl.int64) * lowered_size
+        line = i + padding + BORDER - (SIZE - 1) * dilation
+        left = f + (padding + BORDER) * PITCH
+        if DILATION > 0:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, DILATION,
+                False,
+            )  # fmt: skip
+        elif dilation == 1:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, 1, False,
+            )  # fmt: skip
+        else:
+            t0, t1, t2, t3 = _windows(
+                t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, 2, False,
+            )  # fmt: skip
+    source, place = tl.load(own + 3), tl.load(own + 9)
+    a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
+    b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)[None, :]
+    sums = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
+    products = sums
+    mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
+    rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
+    for number in tl.static_range(4):
+        total = (t0, t1, t2, t3)[number]
+        h = (i + number)[:, None]
+        m = (image[:, None] * HEIGHT + h) * WIDTH + j[None, :]
+        ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
+        total, y = _complete(
+            total, own, m, image[:, None], h, j[None, :], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr,
+            factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, HEIGHT, WIDTH, samples, x_size, dy_size, C, 1, DROPS,
+            POOLED,
+        )  # fmt: skip
+        if STATS:
+            sums += total
+            products += total * (y - mean)
+    if STATS:
+        # Columns of a line are splits of their own: sums over pixels of one channel lie apart here.
+        to = partial_ptr + ((tl.program_id(0) * WIDTH + j) * terms + place) * C + c
+        tl.store(to, tl.sum(sums, 0), mask=c_ok)
+        tl.store(to + tl.num_programs(0) * WIDTH * terms * C, tl.sum(products, 0) * rstd, mask=c_ok)

@@ -1,0 +1,92 @@
+# mypy: ignore-errors
+"""How the stages of `derived` run: pixel by pixel, by lines, or depthwise convolutions and matrices apart."""
+
+from dataclasses import replace
+
+import triton
+
+from softcell.kernels.backend import padded
+from softcell.kernels.derived import NONE
+from softcell.kernels.derived_forward_triton import _stages
+from softcell.kernels.derived_layout_triton import Pass, Read, at_most, by_size, side_for
+from softcell.kernels.derived_lines_triton import _depthwise_lines, _stage_lines
+
+
+class Stages(Pass):
+    """A pass that runs stages: matrix · depthwise(x) of what `Read` describes, into planes of y."""
+
+    def _run_stages(self, stages, read, y, partial, size, rows):
+        """size: that of the output."""
+        # A pass that is given its statistics is not recorded: Python's time for a launch decides.
+        lines = 0 if self.form.known and self.blocks.stage_lines == 2 else self.blocks.stage_lines
+        for group in by_size(stages):
+            fits = group[0].size in (3, 5, 7) and group[0].stride == 1 and all(s.dilation in (1, 2) for s in group)
+            if lines == 2 and fits:
+                self._run_apart(group, read, y, partial, size, rows)
+            elif lines == 1 and fits and size[0] % 4 == 0 and rows % self.tile == 0:
+                self._run_lines(group, read, y, partial, size, rows)
+            else:
+                self._run_group(group, read, y, partial, size, rows)
+
+    def _stage_jobs(self, stages, windows, block_n):
+        """What `_stages` reads: windows, weights, where results go, and the first of their columns."""
+        return tuple(
+            (*window, stage.matrix // self.weights_unit, stage.width // self.columns_unit, self.unit(stage.plane),
+             stage.plane, stage.column // self.columns_unit, first // 16)
+            for stage, window in zip(stages, windows, strict=True)
+            for first in range(0, stage.width, block_n)
+        )  # fmt: skip
+
+    def _run_lines(self, stages, read, y, partial, size, rows):
+        c, dilations = self.c, {stage.dilation for stage in stages}
+        block_n = min(256, padded(max(stage.width for stage in stages)))
+        jobs = self._stage_jobs(stages, [(*read.window(s), self._depth_at(s)) for s in stages], block_n)
+        self.schedule.launch(
+            _stage_lines, (rows // self.tile, len(jobs)), read.tensor, self.parameters, self.depths, y,
+            y if partial is None else partial.tensor, self.schedule.table(jobs), read.tall, read.wide, *size, read.size,
+            self._plane_size(y), self.program.planes, C=c, PITCH=read.pitch, WEIGHTS=self.weights_unit,
+            COLUMNS=self.columns_unit, SIZE=stages[0].size, DILATION=dilations.pop() if len(dilations) == 1 else 0,
+            SITES=self.tile // 4, BLOCK_N=block_n, BLOCK_K=min(self.blocks.stage_depth, padded(c)),
+            STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps, num_stages=1,
+            **at_most(self.blocks.stage_registers),
+        )  # fmt: skip
+
+    def _run_apart(self, stages, read, y, partial, size, rows):
+        """Depthwise convolutions by one launch, then matrices by another."""
+        dilations, groups, flat = {s.dilation for s in stages}, self.blocks.gather_groups or 8, self.blocks.gather_flat
+        to = self.temporary(len(stages) * rows * self.pitch, self.dtype)
+        jobs = tuple((read.sources[s.source], s.dilation, read.border - s.padding, self._depth_at(s)) for s in stages)
+        tiles = triton.cdiv(self.n * triton.cdiv(size[0], 4), groups)
+        self.schedule.launch(
+            _depthwise_lines, (tiles, len(jobs), triton.cdiv(size[1] * self.pitch, flat)), read.tensor, self.depths, to,
+            self.schedule.table(jobs), read.tall, read.wide, *size, self.n, read.size, rows * self.pitch, C=self.c,
+            PITCH=self.pitch, SIZE=stages[0].size, DILATION=dilations.pop() if len(dilations) == 1 else 0,
+            GROUPS=groups, FLAT=flat, num_warps=self.blocks.gather_warps,
+        )  # fmt: skip
+        # Rows of a dense map are maps of one pixel: their places take no arithmetic.
+        sources = {stage.plane: i for i, stage in enumerate(stages)}
+        dense = Read(to, rows * self.pitch, self.pitch, 1, 1, 0, sources)
+        points = tuple(replace(s, source=s.plane, size=1, dilation=1, padding=0, depth=NONE) for s in stages)
+        self._run_group(points, dense, y, partial, (1, 1), rows)
+        self.schedule.free(to)
+
+    def _run_group(self, stages, read, y, partial, size, rows):
+        p, c = self.program, self.c
+        external = stages[0].source < 0
+        widest, windowed = max(stage.width for stage in stages), stages[0].size > 1
+        if windowed:
+            block_n, depth = min(256, padded(widest)), self.blocks.stage_depth
+        else:
+            depth = self.blocks.input_depth if external else self.blocks.point_depth
+            block_n = side_for(widest, self.blocks.point_side)
+        jobs = self._stage_jobs(stages, [(*read.window(s), self._depth_at(s)) for s in stages], block_n)
+        self.schedule.launch(
+            _stages, (triton.cdiv(rows, self.tile), len(jobs)), read.tensor, self.parameters, self.depths, y,
+            y if partial is None else partial.tensor, self.schedule.table(jobs), rows, read.tall, read.wide, size[0],
+            size[1], read.size, self._plane_size(y), p.inputs if external else p.planes, C=c, FAN_IN=stages[0].fan_in,
+            PITCH=read.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size,
+            STRIDE=stages[0].stride, BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=min(depth, padded(stages[0].fan_in)),
+            EXTERNAL=external, STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums),
+            EVEN=rows % self.tile == 0, PRECISION=self.precision, num_warps=8 if external else self.blocks.stage_warps,
+            **at_most(0 if external else self.blocks.stage_registers),
+        )  # fmt: skip
