@@ -1,7 +1,7 @@
 """`python -m benchmarks.cold`: the first step of a search on a GPU, with kernels compiled in three ways.
 
 one by one: into an empty cache, each kernel when it is first launched. ahead: into an empty cache, in parallel before
-the first step. warm: everything is in the cache already. Each has a process of its own. Before them, this process loads
+the first step. warm: everything is in the cache already. Each runs in a separate process. Before them, this process loads
 CUDA's libraries, so that the first of them does not wait for the disk.
 
 python -m benchmarks.cold --space darts --out cold.json
@@ -35,7 +35,7 @@ MOST_SECONDS = 180
 
 
 def measured(space: str, caches: Path, way: str) -> dict[str, Any]:
-    """What `report` prints, from a process of its own."""
+    """What `report` prints, from a separate process."""
     folder, ahead = WAYS[way]
     given = json.dumps({"space": space, "began": time.time()})
     code = "import sys; from benchmarks.cold import report; report(sys.argv[1])"

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def searched(name: str, cache: Path, out: Path, *, ahead: bool = True) -> dict[str, Any]:
-    """What `tests/helpers/cold_search.py` reports, from a process of its own."""
+    """What `tests/helpers/cold_search.py` reports, from a separate process."""
     sizes = {"epochs": 1, "batch_size": 256, "child_every": 0}  # children are other networks, with other kernels
     given = {"precision": "float32", **CASES[name], **sizes, "device": "cuda", "deterministic": True, "threads": 0}
     ended = subprocess.run(

@@ -37,7 +37,7 @@ class Driver:
 
 
 def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the CPU count as a GPU until the test ends. Whoever launches a kernel must end the launch."""
+    """Makes the CPU count as a GPU until the test ends. Callers must end every launch of a kernel."""
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 
     monkeypatch.setattr(driver, "_active", Driver())
