@@ -97,7 +97,12 @@ def search_task(recipe: SearchRecipe, opened: Session, notify: list[Any]) -> Any
     dataset = load(recipe.data)
     parts = split(dataset.train, recipe.split, recipe.seed)
     make = sys.modules["softcell.search.build"].build_task
-    return make(recipe, dataset, parts, opened, notify.append)
+
+    def on_event(event: Any) -> None:
+        if not event.text.startswith(("compiling ", "compiled ")):  # which depends on what Triton's cache has
+            notify.append(event)
+
+    return make(recipe, dataset, parts, opened, on_event)
 
 
 def train_task(given: dict[str, Any], opened: Session, notify: list[Any]) -> TrainTask:
