@@ -23,9 +23,8 @@ from softcell.methods.snas import Snas, concrete
 from softcell.search import resolve, search
 from softcell.search._latencies import latency, latency_of, read_latencies, with_latencies
 from softcell.search.budget import Budget, counted_network, format_cost, next_multiplier
-from softcell.search.hypergradient import Unrolling
 from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
-from softcell.search.steps import bilevel, single_level, unrolled
+from softcell.search.steps import Unrolling, bilevel, single_level, unrolled
 from softcell.spaces import build_space
 from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_candidates, count_genotype

@@ -15,8 +15,7 @@ from softcell.methods.darts import Darts
 from softcell.nn.classifiers import Classifier, ResNet18
 from softcell.nn.guide import Guided, Tapped
 from softcell.nn.objective import CrossEntropy
-from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
+from softcell.search.steps import StepState, Unrolling, bilevel, single_level, unrolled, weight_step
 from tests.helpers.search_toys import ARCHITECTURE_LR, LR, Pair, batch, step_state
 
 STEPS = 3

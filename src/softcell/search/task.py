@@ -23,7 +23,6 @@ from softcell.kernels.shared import norms_of
 from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
-from softcell.search.hypergradient import Unrolling
 from softcell.search.meters import (
     ArchitectureMeter,
     ChildMeter,
@@ -42,7 +41,7 @@ from softcell.search.perturb import PerturbationSelection
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.selection import evolved, strongest_within_budget
-from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
+from softcell.search.steps import StepState, Unrolling, bilevel, single_level, unrolled, weight_step
 from softcell.search.validation import Validation, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.cell import MixedCell
