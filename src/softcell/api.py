@@ -34,14 +34,11 @@ from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.data.arrays import KeptArrays
 from softcell.engine.runfolder import RUNS, free_folder, output_folder
-from softcell.engine.seeds import seed_folder
 from softcell.engine.session import join_processes
 from softcell.engine.task import Event, OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
 from softcell.evaluate.image_classes import ImagePrediction
-from softcell.evaluate.seeds import TrainedSeeds
-from softcell.evaluate.seeds import train_seeds as run_train_seeds
 from softcell.recipes import (
     SearchSettings,
     TrainSettings,
@@ -59,8 +56,9 @@ from softcell.search import SearchRecipe, SearchResult
 from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
 from softcell.search.restored import restore
-from softcell.search.seeds import Keep, SearchedSeeds
-from softcell.search.seeds import search_seeds as run_search_seeds
+from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds, seed_folder
+from softcell.seeds import search_seeds as run_search_seeds
+from softcell.seeds import train_seeds as run_train_seeds
 from softcell.settings import build, layered
 from softcell.spaces import Network, Space, build_space
 from softcell.spaces.teacher import register_teacher

@@ -17,7 +17,6 @@ from softcell.arch.evolve import Evolution
 from softcell.engine import RunFolder
 from softcell.engine.manifest import FORMAT
 from softcell.engine.runfolder import free_folder
-from softcell.engine.seeds import read_seeds, seed_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
@@ -36,6 +35,7 @@ from softcell.search.recipe import (
     stored_fields,
 )
 from softcell.search.resource import Resource
+from softcell.seeds import read_seeds, seed_folder
 from softcell.settings import MOST_SEEDS, assignments, build, is_seed, layered, nested, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.trust import allow, trust
