@@ -29,7 +29,6 @@ from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
 from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
-from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, fit_space, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
@@ -41,7 +40,7 @@ from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Inputs, Network, build_space
 from softcell.spaces.costs import Cost, count_genotype
-from softcell.spaces.pretrained import WEIGHTS
+from softcell.spaces.pretrained import WEIGHTS, describe_initial, load_initial
 from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
