@@ -38,7 +38,7 @@ from softcell.engine.session import join_processes
 from softcell.engine.task import Event, OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
-from softcell.evaluate.image_classes import ImagePrediction
+from softcell.evaluate.predictions import ImagePrediction
 from softcell.recipes import (
     SearchSettings,
     TrainSettings,

@@ -16,7 +16,7 @@ from softcell.app.export.model import Model, plain_facts, read_model
 from softcell.engine import resolve_device
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
-from softcell.evaluate.image_classes import Forward, ImagePrediction, classify, image_files
+from softcell.evaluate.predictions import Forward, ImagePrediction, classify, image_files
 from softcell.spaces import Inputs, Shape
 from softcell.spaces.pretrained import MODEL
 from softcell.trust import trusting
