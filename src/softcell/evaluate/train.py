@@ -17,7 +17,7 @@ from softcell.arch import Genotype
 from softcell.data import Augment, Dataset, fingerprint, load, split
 from softcell.data.batches import Feeds
 from softcell.data.dataset import content_of
-from softcell.data.guard import exchange_seal, test_set_sealed
+from softcell.data.splits import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, agree, barrier, on_main
 from softcell.engine.interleave import PER_RUN_STATES, Running, drain

@@ -21,7 +21,7 @@ from softcell.arch import Genotype, empty_cells
 from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, fingerprint
 from softcell.data.dataset import content_of
-from softcell.data.guard import test_set_sealed
+from softcell.data.splits import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import barrier, broadcast_module, on_main
 from softcell.engine.interleave import Running, drain
