@@ -10,9 +10,9 @@ import torch
 
 from softcell.arch import Genotype, Layout
 from softcell.arch.cost import CostTables
+from softcell.engine.manifest import read_mapping
 from softcell.errors import UserError, nearest
 from softcell.nn.candidates import known_candidates
-from softcell.search.recipe import read_mapping
 
 FIXED = "fixed"
 """The key of the time of everything around the candidates."""

@@ -19,13 +19,12 @@ from softcell.data import Dataset, datasets, load, split
 from softcell.data.dataset import SomeClasses
 from softcell.data.folder import load_unlabelled
 from softcell.data.images import Images
-from softcell.engine.manifest import FORMAT, check_digest, check_types, migrate
 from softcell.errors import UserError
-from softcell.files import Fields, parse_json, parse_yaml, read_text
 from softcell.kernels.shared import Norms
 from softcell.methods import METHODS, Method, Sampler
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
+from softcell.search.steps import Unrolling
 from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.base import evaluation_space
@@ -110,17 +109,6 @@ class Collapse:
             raise UserError(f"`0 <= collapse.after < 1` must hold, but got {self.after}")
         if self.patience < 1:
             raise UserError(f"`collapse.patience >= 1` must hold, but got {self.patience}")
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """Second order (regime `unrolled`): `exact` differentiates twice instead of the paper's finite difference."""
-
-    exact: bool = False
-    epsilon: float = 0.01
-
-    def __post_init__(self) -> None:
-        positive("unrolled.epsilon", self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -237,7 +225,7 @@ class SearchRecipe:
     space_settings: dict[str, Any] = field(default_factory=dict)
     weights: WeightOptimiser = field(default_factory=WeightOptimiser)
     architecture: ArchitectureOptimiser = field(default_factory=ArchitectureOptimiser)
-    unrolled: Unrolled = field(default_factory=Unrolled)
+    unrolled: Unrolling = field(default_factory=Unrolling)
     collapse: Collapse = field(default_factory=Collapse)
     resource: Resource = field(default_factory=Resource)
     evolution: Evolution = field(default_factory=Evolution)
@@ -417,48 +405,6 @@ def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> lis
     has = {field.name for field in fields(space) if field.init}  # type: ignore[arg-type]
     has -= set() if space.name == "darts" else OF_DARTS_CELLS
     return [key for key in method.recipes.get(scale, {}).get("space_settings", {}) if key not in has]
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """Settings from a YAML or JSON file, or the recipe inside a `run.json`.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from softcell.search import read_config
-        >>> _ = Path("recipe.yaml").write_text("{method: snas, epochs: 2}")
-        >>> read_config("recipe.yaml")
-        {'method': 'snas', 'epochs': 2}
-    """
-    data = read_mapping(path)
-    return stored_fields(data, path)["recipe"] if data.get("format") == FORMAT else data
-
-
-def stored_fields(data: dict[str, Any], path: str | Path) -> Fields:
-    """The manifest in `data`, migrated to the current version and checked for wrong types."""
-    manifest = migrate(data, str(path))
-    check_types(manifest, str(path))
-    return Fields.of(manifest, str(path))
-
-
-def read_mapping(
-    path: str | Path, *, option: str = "--config", holds: str = "a recipe must be a mapping of settings"
-) -> dict[str, Any]:
-    """The content of a YAML or JSON file, or of the `run.json` of a folder; `option` and `holds` are for errors."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "run.json"
-    try:
-        text = read_text(file)
-    except (FileNotFoundError, UserError) as error:
-        raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({error})") from error
-    data = parse_json(text, str(file)) if file.suffix == ".json" else parse_yaml(text, str(file))
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
-        raise UserError(f"{file}: {holds}, got {type(data).__name__}")
-    if Path(path).is_dir() and data.get("format") == FORMAT:
-        check_digest(data, file)
-    return data
 
 
 def _text(names: Mapping[str, Any], key: str) -> str:

@@ -31,6 +31,7 @@ from softcell.nn.norm import running_statistics
 from softcell.nn.objective import Evaluated, Objective
 from softcell.nn.stochastic import SharedDraws
 from softcell.search.resource import ResourcePenalty
+from softcell.settings import positive
 from softcell.spaces import Bound, Supernet
 
 
@@ -223,10 +224,16 @@ def _alone(loss: Tensor, tensors: Sequence[Tensor], again: bool) -> tuple[Parts,
 
 @dataclass(frozen=True)
 class Unrolling:
-    """`exact`: differentiate twice instead of the finite difference. `epsilon`: its step, divided by ‖v‖ (Eq 8)."""
+    """Settings of the second order (regime `unrolled`).
+
+    `exact` differentiates twice instead of the paper's finite difference, whose step is `epsilon` / ‖v‖ (Eq 8).
+    """
 
     exact: bool = False
     epsilon: float = 0.01
+
+    def __post_init__(self) -> None:
+        positive("unrolled.epsilon", self.epsilon)
 
 
 def hypergradient(

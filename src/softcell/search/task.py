@@ -41,7 +41,7 @@ from softcell.search.perturb import PerturbationSelection
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.selection import evolved, strongest_within_budget
-from softcell.search.steps import StepState, Unrolling, bilevel, single_level, unrolled, weight_step
+from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
 from softcell.search.validation import Validation, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.cell import MixedCell
@@ -175,8 +175,7 @@ class SearchTask:
             else:
                 train, validation = (batch.images, batch.labels), (other.images, other.labels)
                 if self.recipe.regime == "unrolled":
-                    settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)
-                    result, held = unrolled(self.step_state, train, validation, settings)
+                    result, held = unrolled(self.step_state, train, validation, self.recipe.unrolled)
                 else:
                     result, held = bilevel(self.step_state, train, validation)
                 others.append(held.loss)
