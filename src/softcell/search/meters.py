@@ -22,8 +22,7 @@ from softcell.engine.capture import once
 from softcell.engine.distributed import average_, sum_
 from softcell.engine.metrics import Meter
 from softcell.methods import Method, Pass
-from softcell.nn.guide import Guided
-from softcell.nn.objective import Objective
+from softcell.nn.objective import Guided, Objective
 from softcell.search.budget import Budget
 from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
