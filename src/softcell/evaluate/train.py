@@ -30,7 +30,7 @@ from softcell.engine.task import OnEvent
 from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, fit_space, resolve
+from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.files import atomic_write_bytes, read_json_lines
@@ -39,6 +39,7 @@ from softcell.nn.objective import ProxyNCA
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Inputs, Network, build_space
+from softcell.spaces.base import fit_space
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.spaces.pretrained import WEIGHTS, describe_initial, load_initial
 from softcell.text import Shown, count_of, percent

@@ -25,7 +25,7 @@ from softcell.methods import METHODS, Method, Sampler
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
 from softcell.search.steps import Unrolling
-from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
+from softcell.settings import below_one, bounded_epochs, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.base import evaluation_space
 from softcell.text import count_of
@@ -82,8 +82,7 @@ class ArchitectureOptimiser:
         not_negative("architecture.weight_decay", self.weight_decay)
         not_negative("architecture.clip", self.clip)
         for name in ("beta1", "beta2", "after"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(f"`0 <= architecture.{name} < 1` must hold, but got {getattr(self, name)}")
+            below_one(f"architecture.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,7 @@ class Collapse:
     def __post_init__(self) -> None:
         if not 0.0 <= self.warn_above <= 1.0:
             raise UserError(f"`0 <= collapse.warn_above <= 1` must hold, but got {self.warn_above}")
-        if not 0.0 <= self.after < 1.0:
-            raise UserError(f"`0 <= collapse.after < 1` must hold, but got {self.after}")
+        below_one("collapse.after", self.after)
         if self.patience < 1:
             raise UserError(f"`collapse.patience >= 1` must hold, but got {self.patience}")
 
@@ -130,7 +128,7 @@ class Pretrain:
 
     def __post_init__(self) -> None:
         not_negative("pretrain.epochs", self.epochs)
-        at_most("pretrain.epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("pretrain.epochs", self.epochs)
         if self.data is not None and not self.epochs:
             raise UserError(
                 f"`pretrain.data` needs a first phase, but got {self.data!r} with pretrain.epochs=0; set "
@@ -170,7 +168,7 @@ class Select:
 
     def __post_init__(self) -> None:
         not_negative("select.epochs", self.epochs)
-        at_most("select.epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("select.epochs", self.epochs)
         not_negative("select.images", self.images)
         if self.lr is not None:
             positive("select.lr", self.lr)
@@ -251,10 +249,9 @@ class SearchRecipe:
         for name in ("cutout", "threads", "child_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"`{name} >= 0` must hold, but got {name}={getattr(self, name)}")
-        at_most("epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("epochs", self.epochs)
         is_seed("seed", self.seed)
-        if not 0.0 <= self.drop_path < 1.0:
-            raise UserError(f"`0 <= drop_path < 1` must hold, but got drop_path={self.drop_path}")
+        below_one("drop_path", self.drop_path)
         if self.weights.warmup >= max(1, self.epochs):
             raise UserError(
                 f"`weights.warmup < epochs` must hold, but got warmup={self.weights.warmup}, epochs={self.epochs}"

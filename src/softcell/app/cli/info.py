@@ -18,7 +18,6 @@ from softcell.app.report.runs import read_lines
 from softcell.arch import Genotype, count
 from softcell.data import datasets
 from softcell.evaluate import RECIPES, TrainRecipe, count_genotype
-from softcell.evaluate.recipe import fit_space
 from softcell.evaluate.teacher import count_classifier
 from softcell.methods import METHODS
 from softcell.nn.candidates import get_candidate, known_candidates
@@ -29,6 +28,7 @@ from softcell.search.genotypes import named_epoch
 from softcell.search.recipe import SCALES
 from softcell.settings import merge, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
+from softcell.spaces.base import fit_space
 from softcell.text import count_of
 
 commands = typer.Typer()
