@@ -55,7 +55,7 @@ from softcell.recipes import (
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds, seed_folder
 from softcell.seeds import search_seeds as run_search_seeds
 from softcell.seeds import train_seeds as run_train_seeds

@@ -33,7 +33,7 @@ from softcell.evaluate.train import TrainResult, finished_training, train_steps
 from softcell.files import atomic_write_text, read_json
 from softcell.search.recipe import SearchRecipe
 from softcell.search.run import FIRST, SearchResult, finished_search, search_steps
-from softcell.search.validation import RECALIBRATED
+from softcell.search.supernet import RECALIBRATED
 from softcell.text import Shown, count_of
 
 Keep = Literal["all", "best"]

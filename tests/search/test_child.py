@@ -16,7 +16,7 @@ from softcell.data import Batch
 from softcell.engine.metrics import Measured
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
-from softcell.search.validation import RECALIBRATED, Validation, measure_child, recalibrate_, recalibrated
+from softcell.search.supernet import RECALIBRATED, Validation, measure_child, recalibrate_, recalibrated
 from softcell.seeds import compared_by, last_accuracy, search_seeds
 from softcell.spaces import Supernet
 from softcell.spaces.execution import is_modules_only

@@ -28,7 +28,7 @@ from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
 from softcell.search.recipe import Collapse
 from softcell.search.resource import ResourcePenalty
-from softcell.search.validation import RECALIBRATED, Validation, measure_child, overfit_warning, recalibrated
+from softcell.search.supernet import RECALIBRATED, Validation, measure_child, overfit_warning, recalibrated
 from softcell.spaces import Bound
 from softcell.text import count_of
 

@@ -42,7 +42,7 @@ from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.selection import evolved, strongest_within_budget
 from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
-from softcell.search.validation import Validation, measure_child
+from softcell.search.supernet import Validation, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.execution import can_fuse, modules_only

@@ -20,7 +20,7 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.recipes import train_seeds_recipe
 from softcell.search.genotypes import read_genotype
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 from softcell.seeds import train_seeds
 from softcell.spaces.pretrained import load_initial
 from tests.helpers.cli_calls import CELL, TINY_TRAIN, Softcell

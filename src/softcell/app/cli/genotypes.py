@@ -20,8 +20,8 @@ from softcell.files import atomic_write_text, read_text
 from softcell.search.budget import format_cost
 from softcell.search.genotypes import is_notation, named_in_file, run_in
 from softcell.search.resource import quantity
-from softcell.search.restored import restore
 from softcell.search.selection import OPTIONS, FrontPoint, Kind, derive_front
+from softcell.search.supernet import restore
 from softcell.settings import at_most, is_seed
 from softcell.spaces import build_space
 

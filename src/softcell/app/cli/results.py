@@ -17,9 +17,8 @@ from softcell.engine import RunFolder
 from softcell.evaluate import TrainResult
 from softcell.search import SearchResult
 from softcell.search.budget import format_cost
-from softcell.search.restored import PICTURE
 from softcell.search.run import FIRST
-from softcell.search.validation import RECALIBRATED
+from softcell.search.supernet import PICTURE, RECALIBRATED
 from softcell.seeds import SearchedSeeds, TrainedSeeds, compared_by, last_accuracy, last_loss
 from softcell.text import clock, count_of
 

@@ -30,7 +30,7 @@ from softcell.data.images import centre_view, decode
 from softcell.errors import UserError
 from softcell.evaluate.predictions import candidate_cams
 from softcell.files import atomic_write_bytes, list_file
-from softcell.search.restored import Restored, restore
+from softcell.search.supernet import Restored, restore
 from softcell.text import count_of
 
 commands = typer.Typer()

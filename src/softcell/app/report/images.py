@@ -16,8 +16,8 @@ from softcell.app.report.charts import line_chart, series
 from softcell.app.report.heatmaps import class_names
 from softcell.app.report.runs import Run, number, read_lines
 from softcell.app.report.theme import Html, el, join, percent
-from softcell.search.restored import PICTURE
 from softcell.search.run import FIRST
+from softcell.search.supernet import PICTURE
 
 SHOWN = 12
 WIDEST = 1600  # pixels of a picture in a page
