@@ -1,8 +1,8 @@
 """`python -m benchmarks.cold`: the first step of a search on a GPU, with kernels compiled in three ways.
 
 one by one: into an empty cache, each kernel when it is first launched. ahead: into an empty cache, in parallel before
-the first step. warm: everything is in the cache already. Each runs in a separate process. Before them, this process loads
-CUDA's libraries, so that the first of them does not wait for the disk.
+the first step. warm: everything is in the cache already. Each runs in a separate process. Before them, this process
+loads CUDA's libraries, so that the first of them does not wait for the disk.
 
 python -m benchmarks.cold --space darts --out cold.json
 """

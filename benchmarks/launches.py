@@ -24,7 +24,7 @@ from benchmarks.traffic import is_view
 from softcell.kernels import calibrate, dynamic, indicator, local, mix
 from softcell.kernels import cell as kernels
 from softcell.nn import attention, stack_calibrations
-from softcell.spaces import _executors, _fused_cell, block, execution
+from softcell.spaces import _executors, _fused_plan, block, execution
 
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
@@ -41,7 +41,7 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
             **{"normalise_gradient": 2, "weight_gradient": 2, "combine_gradient": 3},
         },
     ),
-    (_fused_cell, {"compose": 1, "compose_gradient": 1}),
+    (_fused_plan, {"compose": 1, "compose_gradient": 1}),
 ]
 """Launches of each kernel's host function when it has work to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)

@@ -22,6 +22,7 @@ ABOUT = {
     "methods": "one paper each: relax, derive",
     "search": "steps, tasks, budgets",
     "evaluate": "training, tables, latency",
+    "seeds": "one recipe with several seeds",
     "recipes": "complete recipes from options, files and earlier runs",
     "testing": "conformance suites for candidates, spaces and methods",
     "api": "search, train and export from Python",

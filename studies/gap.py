@@ -19,8 +19,7 @@ from softcell.engine import RunFolder
 from softcell.engine.distributed import World
 from softcell.engine.metrics import measure
 from softcell.files import atomic_write_text
-from softcell.search.restored import restore
-from softcell.search.validation import measure_child, recalibrated
+from softcell.search.supernet import measure_child, recalibrated, restore
 from studies.runs import NOT_MEASURED, Deadline
 
 FILE = "one-basis.json"

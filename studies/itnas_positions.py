@@ -29,7 +29,7 @@ from torch.func import functional_call
 from softcell.methods.itnas import ItMix, ItNas
 from softcell.nn.candidates import candidate, known_candidates
 from softcell.search import resolve
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 from studies.options import recipe_settings, study_parser
 from studies.runs import NOT_MEASURED, Deadline, entry, run_or_resume, spread, write_record
 

@@ -28,7 +28,7 @@ from softcell.evaluate.nb201 import (
     taus,
     zero_cost,
 )
-from softcell.nn.zero_cost import PROXIES
+from softcell.methods.parts import PROXIES
 from softcell.search import SearchRecipe
 from softcell.spaces import build_space
 from studies.runs import NOT_MEASURED, Deadline

@@ -35,7 +35,7 @@ from softcell.data.augment import normalise
 from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttention
 from softcell.nn.candidates import Spec, candidate
 from softcell.search import SearchRecipe, resolve
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 from softcell.settings import assignments, layered
 from softcell.spaces import Supernet, build_space
 from softcell.spaces.block import watching

@@ -18,7 +18,7 @@ from softcell.arch import sample
 from softcell.data import load
 from softcell.data.batches import first_images
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, kendall, load_table
-from softcell.nn.zero_cost import PROXIES, Proxy, score_untrained
+from softcell.methods.parts import PROXIES, Proxy, score_untrained
 from softcell.search.samplers import score_architecture
 from softcell.spaces import Space, build_space
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from softcell.engine.loop import History
+from softcell.engine.metrics import History
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes, atomic_write_text
 

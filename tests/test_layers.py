@@ -19,6 +19,7 @@ ORDER = (
     {"spaces"},
     {"methods"},
     {"search", "evaluate"},
+    {"seeds"},
     {"recipes"},
     {"app.report", "app.export"},
     {"app.process"},
@@ -29,7 +30,20 @@ ORDER = (
     {"api"},
     {"app.cli"},
 )
-CORE = {"arch", "nn", "kernels", "data", "engine", "spaces", "methods", "search", "evaluate", "recipes", "testing"}
+CORE = {
+    "arch",
+    "nn",
+    "kernels",
+    "data",
+    "engine",
+    "spaces",
+    "methods",
+    "search",
+    "evaluate",
+    "seeds",
+    "recipes",
+    "testing",
+}
 """What a researcher imports. It knows nothing of the shell: `softcell.app` and `softcell.api`, which uses both."""
 
 GROUND = {"errors", "settings", "registry", "trust", "files", "text"}

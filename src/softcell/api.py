@@ -36,9 +36,7 @@ from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult, load_network
-from softcell.evaluate.image_classes import ImagePrediction
-from softcell.evaluate.seeds import TrainedSeeds
-from softcell.evaluate.seeds import train_seeds as run_train_seeds
+from softcell.evaluate.predictions import ImagePrediction
 from softcell.recipes import (
     SearchSettings,
     TrainSettings,
@@ -55,9 +53,10 @@ from softcell.recipes import (
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
-from softcell.search.restored import restore
-from softcell.search.seeds import Keep, SearchedSeeds
-from softcell.search.seeds import search_seeds as run_search_seeds
+from softcell.search.supernet import restore
+from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds
+from softcell.seeds import search_seeds as run_search_seeds
+from softcell.seeds import train_seeds as run_train_seeds
 from softcell.settings import build, layered
 from softcell.spaces import Network, Space, build_space
 from softcell.spaces.teacher import register_teacher

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeAlias, TypedDict
 from softcell.arch import Genotype, empty_cells
 from softcell.arch.evolve import Evolution
 from softcell.engine import RunFolder
-from softcell.engine.manifest import FORMAT
+from softcell.engine.manifest import FORMAT, read_mapping, stored_fields
 from softcell.engine.runfolder import free_folder
-from softcell.engine.seeds import read_seeds, seed_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
@@ -25,17 +24,10 @@ from softcell.registry import load_plugins
 from softcell.search import SearchRecipe, resolve, stored_recipe
 from softcell.search.genotypes import read_genotype, run_of
 from softcell.search.guide import Guide
-from softcell.search.recipe import (
-    ArchitectureOptimiser,
-    Collapse,
-    Pretrain,
-    Select,
-    Unrolled,
-    WeightOptimiser,
-    read_mapping,
-    stored_fields,
-)
+from softcell.search.recipe import ArchitectureOptimiser, Collapse, Pretrain, Select, WeightOptimiser
 from softcell.search.resource import Resource
+from softcell.search.steps import Unrolling
+from softcell.seeds import read_seeds, seed_folder
 from softcell.settings import MOST_SEEDS, assignments, build, is_seed, layered, nested, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.trust import allow, trust
@@ -83,7 +75,7 @@ class SearchSettings(_Common, total=False):
     method_settings: Any
     weights: Part | WeightOptimiser
     architecture: Part | ArchitectureOptimiser
-    unrolled: Part | Unrolled
+    unrolled: Part | Unrolling
     collapse: Part | Collapse
     resource: Literal["none", "mild", "moderate", "aggressive"] | Part | Resource
     max_params: float | str

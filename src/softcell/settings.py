@@ -226,6 +226,12 @@ def positive(name: str, value: float) -> None:
         raise UserError(f"`{name} > 0` must hold, but got {value}")
 
 
+def below_one(name: str, value: float) -> None:
+    """Raises unless `0 <= value < 1`."""
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={value}")
+
+
 def at_most(name: str, value: int, most: int) -> None:
     """Raises unless `value <= most`."""
     if value > most:
@@ -257,6 +263,11 @@ SEEDS = 2**63
 """Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may use one for the sign."""
 MOST_SEEDS = 10_000
 """Most runs for `--seeds`; larger values are probably a seed passed by mistake."""
+
+
+def bounded_epochs(name: str, value: int) -> None:
+    """Raises unless `value` is a number of epochs that a run can list."""
+    at_most(name, value, MOST_EPOCHS)
 
 
 def is_seed(name: str, value: int) -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 
 from softcell.data import Dataset, Files, Images, load
 from softcell.data.dataset import SomeClasses
-from softcell.data.guard import test_set_sealed
+from softcell.data.splits import test_set_sealed
 from softcell.errors import UserError
 
 

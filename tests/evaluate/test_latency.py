@@ -13,7 +13,7 @@ from softcell.app.cli.main import run
 from softcell.arch import sample
 from softcell.evaluate import latency as subject
 from softcell.evaluate.latency import Latency, LatencyTable, measure_module, measure_space
-from softcell.search._latencies import latency, read_latencies
+from softcell.search.resource import latency, read_latencies
 from softcell.spaces import SPACES, build_space
 from softcell.testing import tiny_space
 

@@ -12,8 +12,8 @@ from softcell.arch import Cell, Genotype, Pick, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.errors import UserError
 from softcell.evaluate import resolve, stored_training
-from softcell.evaluate.recipe import fixed_by
 from softcell.spaces import build_space
+from softcell.spaces.base import fixed_by
 
 CASES = [
     ("fullattention", {"layers": 1}),

@@ -15,7 +15,7 @@ from softcell.engine.checkpoint import load_latest
 from softcell.nn.attention import NonLocalAttention
 from softcell.search import resolve, search
 from softcell.search.run import FIRST
-from softcell.search.seeds import search_seeds
+from softcell.seeds import search_seeds
 from softcell.spaces import build_space
 from softcell.spaces.execution import modules_only
 

@@ -9,7 +9,7 @@ import torch
 
 from softcell.engine.checkpoint import load_latest
 from softcell.search import resolve, search
-from softcell.search.seeds import search_seeds
+from softcell.seeds import search_seeds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -24,8 +24,7 @@ from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.task import TrainTask
 from softcell.methods.snas import Snas
 from softcell.search import SearchRecipe, resolve, search
-from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import StepState, bilevel, single_level, unrolled
+from softcell.search.steps import StepState, Unrolling, bilevel, single_level, unrolled
 from softcell.spaces import build_space
 from tests.helpers.search_toys import batch, remains, same, settings, state_of, step_state, training
 

@@ -19,8 +19,7 @@ from softcell.engine.capture import prepare_step
 from softcell.engine.optim import apply_gradients, classification_step, sgd
 from softcell.kernels.shared import local_norms, norms_of
 from softcell.nn.norm import running_statistics
-from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import StepState, bilevel, single_level, unrolled
+from softcell.search.steps import StepState, Unrolling, bilevel, single_level, unrolled
 from softcell.spaces import build_space, execution
 from softcell.spaces.execution import is_modules_only, modules_only
 from tests.helpers.search_toys import batch, step_state

@@ -17,10 +17,10 @@ from softcell.arch import notation
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.derived import derived_cell, derived_cell_reference
 from softcell.nn.conv import SeparableConv
+from softcell.nn.norm import update_running
 from softcell.nn.stack import as_vector
 from softcell.spaces import Network, _derived_plan, build_space, execution
 from softcell.spaces._derived_plan import Pick, plan_derived
-from softcell.spaces._fused_cell import update_running
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.derived_cells import Cell, edges_of_one_size, states

@@ -10,9 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.errors import UserError
-from softcell.nn.classifiers import ResNet18
-from softcell.nn.guide import Guided, Tapped, attention_vector, pair_stages, transfer_loss
-from softcell.nn.objective import CrossEntropy, Evaluated, Features, Objective
+from softcell.nn.classifiers import ResNet18, Tapped
+from softcell.nn.objective import (
+    CrossEntropy,
+    Evaluated,
+    Features,
+    Guided,
+    Objective,
+    attention_vector,
+    pair_stages,
+    transfer_loss,
+)
 
 
 def data(*shape: int, seed: int = 0) -> Tensor:

@@ -8,25 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from softcell.nn.stochastic import Dropout, DropPath, batch_slice, drop_path, dropout
+from softcell.nn.stochastic import Dropout, DropPath, drop_path, dropout
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import DROP_SHAPE, dropped
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[torch.Tensor]]:
     return on_ranks(2, "engine_ranks", "drop_on_rank", tmp_path_factory.mktemp("drop"))
 
 
-@pytest.mark.parametrize("sharing", ["equal", "unequal"])
-def test_two_ranks_drop_what_one_drops(ranks: list[dict[str, Any]], sharing: str) -> None:
+def test_two_ranks_drop_what_one_drops(ranks: list[list[torch.Tensor]]) -> None:
     torch.manual_seed(2)
     *whole, after = dropped(torch.arange(1.0, 49.0, dtype=torch.float64).reshape(DROP_SHAPE))
     assert any((part == 0).any() for part in whole)
     for index, expected in enumerate(whole):
-        assert torch.equal(torch.cat([rank[sharing][index] for rank in ranks]), expected)
+        assert torch.equal(torch.cat([rank[index] for rank in ranks]), expected)
     for rank in ranks:
-        assert torch.equal(rank[sharing][-1], after)
+        assert torch.equal(rank[-1], after)
 
 
 @settings(max_examples=50, deadline=None)
@@ -106,5 +105,3 @@ def test_values_out_of_range_are_refused() -> None:
         DropPath(-0.1)
     with pytest.raises(ValueError, match="fraction=2"):
         DropPath(0.1).set_fraction(2.0)
-    with pytest.raises(ValueError, match="total"), batch_slice(3, 4):
-        drop_path(x, 0.5, training=True)

@@ -20,7 +20,7 @@ from softcell.engine import checkpoint
 from softcell.engine.checkpoint import IDENTITY, replace_recipe
 from softcell.engine.task import EpochEnded, Event, Note
 from softcell.errors import UserError
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 
 CELL = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|nor_conv_1x1~0|none~1|avg_pool_3x3~2|"
 TINY: dict[str, Any] = {"batch_size": 32, "epochs": 2, "space_settings": {"channels": 2, "cells_per_stage": 1}}

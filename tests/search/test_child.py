@@ -16,8 +16,8 @@ from softcell.data import Batch
 from softcell.engine.metrics import Measured
 from softcell.methods import METHODS, Method
 from softcell.search import resolve, search
-from softcell.search.seeds import RECALIBRATED, figure, score, search_seeds
-from softcell.search.validation import Validation, measure_child, recalibrate_, recalibrated
+from softcell.search.supernet import RECALIBRATED, Validation, measure_child, recalibrate_, recalibrated
+from softcell.seeds import compared_by, last_accuracy, search_seeds
 from softcell.spaces import Supernet
 from softcell.spaces.execution import is_modules_only
 from softcell.testing import one_hot, tiny_space
@@ -190,7 +190,7 @@ def test_methods_with_many_cells_are_validated_with_recalibrated_norms(
     assert all(row["val_accuracy_bn"] == row["val_accuracy"] for row in result.metrics if many)
     assert momenta == [{None}] * 3 or not many, "recalibrated norms average plainly"
     assert results.get("val_accuracy_bn") == result.metrics[-1].get("val_accuracy_bn")
-    assert figure([result]) == ("val_accuracy_bn" if many else "val_accuracy")
+    assert compared_by([result]) == ("val_accuracy_bn" if many else "val_accuracy")
     if many:
         monkeypatch.setattr(kind, "many_cells", property(lambda self: False))
         search(resolve(given), tmp_path / "plain")
@@ -234,7 +234,11 @@ def test_seeds_are_compared_by_a_figure_that_all_of_them_have(data: Path, tmp_pa
             row["val_accuracy_bn"],
         )
     results = list(found.results.values())
-    assert figure(results) == "val_accuracy_bn" and found.best == max(last, key=lambda s: (last[s][RECALIBRATED], -s))
+    assert compared_by(results) == "val_accuracy_bn" and found.best == max(
+        last, key=lambda s: (last[s][RECALIBRATED], -s)
+    )
     del results[0].metrics[-1]["val_accuracy_bn"]  # finished before there was such a figure
-    assert figure(results) == "val_accuracy"
-    assert [score(one, figure(results)) for one in results] == [row["val_accuracy"] for row in last.values()]
+    assert compared_by(results) == "val_accuracy"
+    assert [last_accuracy(one, compared_by(results)) for one in results] == [
+        row["val_accuracy"] for row in last.values()
+    ]

@@ -22,7 +22,7 @@ from softcell.evaluate import count_genotype, load_network, train
 from softcell.evaluate import resolve as resolve_training
 from softcell.methods import METHODS
 from softcell.search import SearchResult, resolve, search
-from softcell.search.validation import make_child
+from softcell.search.supernet import make_child
 from softcell.settings import to_dict
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_candidates

@@ -14,9 +14,8 @@ from softcell.app.cli.main import run as softcell
 from softcell.app.report.charts import front_svg
 from softcell.arch import Genotype, empty_cells
 from softcell.search.budget import stated_budget
-from softcell.search.restored import restore
 from softcell.search.selection import strongest_accepted
-from softcell.search.validation import make_child
+from softcell.search.supernet import make_child, restore
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_genotype
 

@@ -27,9 +27,8 @@ from softcell.errors import UserError
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.kernels.backend import runs_triton
 from softcell.methods import METHODS
-from softcell.nn.classifiers import PyramidNet, ResNet18
-from softcell.nn.guide import Guided, Tapped, attention_vector, transfer_loss
-from softcell.nn.objective import CrossEntropy
+from softcell.nn.classifiers import PyramidNet, ResNet18, Tapped
+from softcell.nn.objective import CrossEntropy, Guided, attention_vector, transfer_loss
 from softcell.search import resolve, search
 from softcell.search.guide import TRIED, Guide, _pair, drowned, probe, supernet_maps
 from softcell.settings import build

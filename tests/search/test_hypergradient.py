@@ -14,8 +14,7 @@ from softcell.nn.objective import ContextAutoRegression
 from softcell.nn.stochastic import SharedDraws, draw_normal, draw_uniform
 from softcell.search import steps
 from softcell.search.guide import supernet_maps
-from softcell.search.hypergradient import Unrolling, hypergradient
-from softcell.search.steps import StepState, unrolled
+from softcell.search.steps import StepState, Unrolling, hypergradient, unrolled
 from softcell.spaces import Bound
 from tests.helpers.search_toys import Pair, batch, step_state
 

@@ -24,8 +24,7 @@ from softcell.search.indicators import (
     summary,
     trained_selector,
 )
-from softcell.search.restored import Restored, restore
-from softcell.search.validation import recalibrated
+from softcell.search.supernet import Restored, recalibrated, restore
 from tests.helpers.search_toys import settings, write_data
 
 

@@ -21,8 +21,7 @@ from softcell.methods import METHODS
 from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
 from softcell.search.perturb import FILE, PerturbationSelection, num_inputs, questions
-from softcell.search.restored import restore
-from softcell.search.validation import batch_statistics, measure_child
+from softcell.search.supernet import batch_statistics, measure_child, restore
 from softcell.spaces import Supernet, build_space
 from tests.helpers.search_toys import ALONE, THREE_EDGES, settings, write_data
 

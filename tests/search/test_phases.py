@@ -20,9 +20,9 @@ from softcell.errors import UserError
 from softcell.methods import Method
 from softcell.search import resolve, search
 from softcell.search.recipe import load_images
-from softcell.search.restored import restore
 from softcell.search.run import FIRST, LOGITS, first_phase, read_logits, stored_recipe
-from softcell.search.seeds import search_seeds
+from softcell.search.supernet import restore
+from softcell.seeds import search_seeds
 from tests.helpers.search_toys import remains, same, settings, state_of, write_data
 
 TINY = {"channels": 16, "layers": 1, "candidates": ["local_sa_k3_h4", "non_local_sa"]}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Cell, Choice, Genotype, Layout, Mix, StrongestEach, Table, TopInputs, WeightMix, derive
-from softcell.arch.cost import CostTables
 from softcell.arch.genotype import reaches_output
 from softcell.arch.mix import masked_softmax
 from softcell.engine.task import Note
@@ -21,14 +20,22 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method
 from softcell.methods.snas import Snas, concrete
 from softcell.search import resolve, search
-from softcell.search._latencies import latency, latency_of, read_latencies, with_latencies
 from softcell.search.budget import Budget, counted_network, format_cost, next_multiplier
-from softcell.search.hypergradient import Unrolling
-from softcell.search.resource import PRESETS, Resource, ResourcePenalty, check_steerable, quantity
-from softcell.search.steps import bilevel, single_level, unrolled
+from softcell.search.resource import (
+    PRESETS,
+    Resource,
+    ResourcePenalty,
+    check_steerable,
+    latency,
+    latency_of,
+    quantity,
+    read_latencies,
+    with_latencies,
+)
+from softcell.search.steps import Unrolling, bilevel, single_level, unrolled
 from softcell.spaces import build_space
 from softcell.spaces.base import evaluation_space
-from softcell.spaces.costs import count_candidates, count_genotype
+from softcell.spaces.costs import CostTables, count_candidates, count_genotype
 from tests.helpers.method_kinds import one_of_each_kind
 from tests.helpers.search_toys import (
     THREE_EDGES,

@@ -20,9 +20,8 @@ from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import resolve, search
 from softcell.search.build import build_task
-from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import bilevel, single_level, unrolled
-from softcell.search.validation import Validation
+from softcell.search.steps import Unrolling, bilevel, single_level, unrolled
+from softcell.search.supernet import Validation
 from tests.helpers.method_kinds import ALIKE, one_of_each_kind
 from tests.helpers.search_forks import forks
 from tests.helpers.search_toys import THREE_EDGES, TINY, same, settings, state_of, write_data

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from softcell.arch import Mix
 from softcell.engine.optim import adam, load_optimiser
 from softcell.methods.darts import Darts
-from softcell.nn.classifiers import Classifier, ResNet18
-from softcell.nn.guide import Guided, Tapped
-from softcell.nn.objective import CrossEntropy
-from softcell.search.hypergradient import Unrolling
-from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
+from softcell.nn.classifiers import Classifier, ResNet18, Tapped
+from softcell.nn.objective import CrossEntropy, Guided
+from softcell.search.steps import StepState, Unrolling, bilevel, single_level, unrolled, weight_step
 from tests.helpers.search_toys import ARCHITECTURE_LR, LR, Pair, batch, step_state
 
 STEPS = 3

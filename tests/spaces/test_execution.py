@@ -16,7 +16,7 @@ from torch import Tensor
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.mix import Live
 from softcell.data import Batch
-from softcell.search.validation import recalibrated
+from softcell.search.supernet import recalibrated
 from softcell.spaces import MixedCell, Supernet, build_space, execution
 from softcell.spaces._executors import NodeOutputForms, NodeSumForms
 from softcell.spaces.execution import (

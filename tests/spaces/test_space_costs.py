@@ -6,13 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Genotype, WeightMix, sample
-from softcell.arch.cost import CostTables, Resources
+from softcell.arch import Choice, Genotype, Layout, StrongestEach, Table, WeightMix, sample
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.spaces import SPACES, Space, Supernet, build_space
 from softcell.spaces.base import evaluation_space
-from softcell.spaces.costs import count_candidate, count_candidates, count_module
+from softcell.spaces.costs import (
+    CostTables,
+    Resources,
+    convolution,
+    count_candidate,
+    count_candidates,
+    count_module,
+    passing,
+    pooling,
+)
 from softcell.testing import RaggedSpace, tiny_space
 
 SHAPE = (3, 9, 7)
@@ -284,3 +292,32 @@ def test_edges_are_dropped_on_their_own_and_per_image(noisy: Supernet) -> None:
     dropped = [(node.abs().sum((1, 2, 3)) == 0).double().mean() for node in nodes]
     assert 0.05 < dropped[0] < 0.5  # both edges of the first node: a quarter of the images
     assert all(later < dropped[0] + 0.2 for later in dropped)
+
+
+def test_a_convolution_costs_as_equations_35_to_37_say() -> None:
+    # 4×5 output, 3×3 window, 6 to 8 channels in 2 groups: 9·6·8/2 = 216 weights.
+    assert convolution(4, 5, 9, 6, 8, groups=2) == Resources(216, 20 * 216, 20 * 14 + 216)
+    # With stride 2 an input of 8×10 is read for the same output.
+    assert convolution(4, 5, 9, 6, 8, groups=2, reduction=4) == Resources(216, 20 * 216, 80 * 6 + 20 * 8 + 216)
+
+
+def test_pooling_and_passing_cost_as_equations_38_to_40_say() -> None:
+    assert pooling(4, 5, 9, 6, 6) == Resources(0, 20 * 9 * 6, 20 * 12)
+    assert pooling(4, 5, 9, 6, 6, printed=True) == Resources(0, 20 * 9 * 36, 20 * 12)
+    assert pooling(4, 5, 9, 6, 6, reduction=4) == Resources(0, 20 * 9 * 6, 80 * 6 + 20 * 6)
+    assert passing(4, 5, 6, 6) == Resources(0, 0, 20 * 12)
+
+
+def test_costs_are_found_by_table_and_kind() -> None:
+    read = Table("cell", (Choice(0, 1, ("a", "b", "c")), Choice(0, 2, ("a", "b"))), (2,))
+    costs = torch.arange(12, dtype=torch.float64).reshape(2, 2, 3)  # of two sites
+    other = Table("other", (Choice(0, 1, ("a", "b")),), (1,))
+    unread = Table("unread", (Choice(0, 1, ("a",)),), (1,))
+    layout = Layout("toy", (read, other, unread), ("cell", "other", "cell"), StrongestEach())
+    rows = (costs[0], torch.tensor([[1.0, 2.0]], dtype=torch.float64), costs[1])
+    tables = CostTables(layout, {"flops": rows})
+    assert torch.equal(tables.of("flops", "cell"), costs)
+    assert tables.of("flops", "other").tolist() == [[[1.0, 2.0]]]
+    assert tables.read_tables() == ("cell", "other")
+    with pytest.raises(AssertionError, match="one"):
+        CostTables(layout, {"flops": rows[:2]})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from scipy import stats
 
 from softcell.arch import count, derive, sample
 from softcell.errors import UserError
 from softcell.evaluate.recipe import resolve
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.stochastic import batch_slice, fixed_noise, fixed_normal
+from softcell.nn.stochastic import fixed_noise, fixed_normal
 from softcell.spaces import build_space
 from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
@@ -122,15 +123,17 @@ def test_noise_in_evaluation_repeats_and_does_not_depend_on_the_batch() -> None:
         assert torch.equal(one(x), one.eval()(x))
 
 
-def test_two_halves_of_a_batch_get_the_noise_of_the_whole() -> None:
+def test_two_halves_of_a_batch_get_the_noise_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = get_candidate("noise").build(Spec(3)), torch.zeros(6, 3, 4, 4)
     torch.manual_seed(5)
     whole = module(x)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     parts = []
-    for start in (0, 3):
+    for rank in (0, 1):
         torch.manual_seed(5)
-        with batch_slice(start, 6):
-            parts.append(module(x[:3]))
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        parts.append(module(x[:3]))
     assert torch.equal(torch.cat(parts), whole)
 
 

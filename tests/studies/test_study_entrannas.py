@@ -12,7 +12,7 @@ import torch
 
 from softcell.errors import UserError
 from softcell.search import resolve, search
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 from studies import entrannas, entrannas_dst, entrannas_engines, entrannas_sparsity
 from studies.gap import FILE, measure_gap
 from studies.runs import spread

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from softcell.data import load
-from softcell.data.guard import test_set_sealed as sealed
+from softcell.data.splits import test_set_sealed as sealed
 from studies import fast_recipe
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from softcell.app.cli.main import run as softcell
-from softcell.data.guard import check_readable, test_set_sealed
+from softcell.data.splits import check_readable, test_set_sealed
 from softcell.engine.interleave import interleave
 from softcell.engine.session import resolve_device
 from softcell.engine.task import Event, OnEvent, Stepped

@@ -10,7 +10,7 @@ import pytest
 from softcell.data import load
 from softcell.data.batches import first_images
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
-from softcell.nn.zero_cost import Proxy
+from softcell.methods.parts import Proxy
 from softcell.spaces import build_space
 from studies.zero_cost import correlations
 

@@ -18,8 +18,8 @@ from rich.text import Text
 from softcell.app.process import NOTICE_AFTER, showing_progress
 from softcell.app.report.trackers import Tracking
 from softcell.engine.distributed import is_main_process
-from softcell.engine.seeds import seed_folder
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
+from softcell.seeds import seed_folder
 from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
 

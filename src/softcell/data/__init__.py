@@ -5,9 +5,8 @@ from softcell.data.augment import Augment, augment, normalise
 from softcell.data.batches import Batch, Batches
 from softcell.data.catalogue import datasets, load
 from softcell.data.dataset import Dataset
-from softcell.data.guard import test_set_sealed
 from softcell.data.images import Files, Images, Resident
-from softcell.data.splits import fingerprint, split
+from softcell.data.splits import fingerprint, split, test_set_sealed
 
 __all__ = [
     "Augment",

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset as TorchDataset
 
 from softcell.data.augment import Augment, augment, normalise
 from softcell.data.dataset import Dataset
-from softcell.data.guard import check_readable
 from softcell.data.hashing import permutation
 from softcell.data.images import Files, Images, Resident, centre_view
+from softcell.data.splits import check_readable
 from softcell.errors import UserError
 
 

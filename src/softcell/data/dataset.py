@@ -33,7 +33,7 @@ class Dataset:
 
     mean, std: per channel over the training images, in 0..1 units; std is at least 1/255.
     augment: the default augmentation in training. source: one line on where the images come from.
-    test: never read in a search; see `softcell.data.guard`.
+    test: never read in a search; see `softcell.data.splits`.
     scaled_to: (H', W') that a picture is scaled to before its centre is taken; None if nothing is cut off.
     whole: whether the whole picture is scaled to that, changing its aspect, or a central part of that aspect.
 

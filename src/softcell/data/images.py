@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from softcell.data.guard import check_readable
+from softcell.data.splits import check_readable
 from softcell.errors import UserError
 
 SUFFIXES = frozenset(
@@ -172,7 +172,7 @@ class Images(ABC):
     Images may be *stored* larger than they are seen: ImageNet keeps 256 pixels of which evaluation sees the
     central 224, while a random resized crop draws from all of them.
 
-    labels: int64 [N]. shape: (C, H, W) as a network sees them. is_test: see `softcell.data.guard`.
+    labels: int64 [N]. shape: (C, H, W) as a network sees them. is_test: see `softcell.data.splits`.
 
     Example:
         >>> import torch

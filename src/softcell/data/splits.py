@@ -1,7 +1,21 @@
-"""Seeded, disjoint, stratified splits that are the same on every machine and under every torch version."""
+"""Which images are used for what: seeded splits of the training images, and the seal on the test set.
+
+Splits are disjoint, stratified, and the same on every machine and under every torch version.
+
+    with test_set_sealed():
+        search(...)          # any read of test pixels raises AssertionError
+
+The seal holds for the whole process and all its threads, including loader threads. Only runs that take turns in one
+process (`softcell.engine.interleave`) have one each (`exchange_seal`).
+"""
+
+from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,8 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from softcell.data.hashing import permutation
-from softcell.data.images import Images
 from softcell.errors import UserError
+
+if TYPE_CHECKING:  # images check the seal before they are read
+    from softcell.data.images import Images
 
 Counts = NDArray[np.int64]
 _ROUNDING = 1e-6  # fractions such as 0.1 + 0.2 + 0.7 miss 1 by about 1e-16
@@ -119,7 +135,7 @@ def split(images: Images | Tensor, fractions: Mapping[str, float | int], seed: i
         >>> {name: sorted(labels[indices].tolist()) for name, indices in halves.items()}
         {'weights': [0, 0, 1, 1], 'validation': [0, 0, 1, 1]}
     """
-    labels = (images.labels if isinstance(images, Images) else images).cpu().numpy()
+    labels = (images if isinstance(images, Tensor) else images.labels).cpu().numpy()
     sizes = _part_sizes(fractions, len(labels))
     # Shuffle first, then sort by label stably: the images of each class come in a random order.
     shuffled = permutation(seed, 0, len(labels), "split").numpy()
@@ -129,3 +145,52 @@ def split(images: Images | Tensor, fractions: Mapping[str, float | int], seed: i
     _spread(table)
     part_of = np.repeat(np.tile(np.arange(len(sizes)), len(class_sizes)), table.ravel())
     return {name: torch.from_numpy(np.sort(grouped[part_of == part])) for part, name in enumerate(fractions)}
+
+
+_lock = Lock()
+_depth = 0
+
+
+@contextmanager
+def test_set_sealed() -> Iterator[None]:
+    """While this is active, reading images flagged as test raises AssertionError; it may be nested.
+
+    Example:
+        >>> import torch
+        >>> from softcell.data import load, test_set_sealed
+        >>> digits = load("digits")
+        >>> with test_set_sealed():
+        ...     digits.test.fetch(torch.tensor([0]))
+        Traceback (most recent call last):
+        AssertionError: the test set is sealed: ...
+    """
+    global _depth
+    with _lock:
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+
+
+# pytest collects whatever is called test_*, and this name is imported into test files.
+test_set_sealed.__test__ = False  # type: ignore[attr-defined]
+
+
+def exchange_seal(depth: int | None) -> int:
+    """Return the nesting depth of the seal and install `depth`: for runs that take turns. None leaves it unchanged."""
+    global _depth
+    with _lock:
+        before, _depth = _depth, _depth if depth is None else depth
+    return before
+
+
+def check_readable(is_test: bool) -> None:
+    """Raise AssertionError if these images are test images and the seal is on."""
+    # Raised, not asserted: `python -O` must not open the seal.
+    if is_test and _depth:
+        raise AssertionError(
+            "the test set is sealed: no images flagged is_test may be read inside test_set_sealed(), "
+            "but a read was tried; use a split of the training images instead"
+        )

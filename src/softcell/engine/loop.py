@@ -8,10 +8,7 @@ be behind its checkpoint or ahead of it; resuming rewrites them.
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import os
-import re
 import signal as signals
 import time
 from collections.abc import Iterator, Mapping
@@ -25,16 +22,13 @@ from softcell.engine import checkpoint
 from softcell.engine.checkpoint import IDENTITY, check_identity
 from softcell.engine.distributed import World, agree, gather_objects, on_main, same_everywhere
 from softcell.engine.interleave import Steps
-from softcell.engine.metrics import DivergedError, redistributed
+from softcell.engine.metrics import METRICS, DivergedError, History, redistributed
 from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
-from softcell.engine.timing import TimeBudget
+from softcell.engine.timing import Pace, TimeBudget
 from softcell.errors import UserError
-from softcell.files import atomic_write_text
-from softcell.settings import MOST_EPOCHS, at_most
+from softcell.settings import bounded_epochs
 
-METRICS = "metrics"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 # Reading a flag from a CUDA device makes the host wait, so it is read rarely.
 _LOOK_EVERY = 50
 # Steps between the ranks' decisions to stop on CUDA: soon enough for the 30 s that torchrun grants after a signal.
@@ -145,94 +139,6 @@ def steps_of(
     return _Loop(task, Path(folder), world, on_event, save_every_epochs, identity, budget).steps(resume)
 
 
-class History:
-    """The lines of JSON that a run has written so far, by file name (without `.jsonl`).
-
-    Kept as text, so that checkpoint and files cannot differ.
-    """
-
-    def __init__(self, lines: dict[str, list[str]] | None = None) -> None:
-        self.lines = {name: list(texts) for name, texts in (lines or {METRICS: []}).items()}
-
-    def append(self, name: str, value: Any) -> list[str]:
-        """Add `value` as a line of `<name>.jsonl`; return where non-finite numbers were replaced by null."""
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"a record's name must be usable as a file name, but got {name!r}")
-        lost: list[str] = []
-        text = json.dumps(_finite(value, "", lost), allow_nan=False, ensure_ascii=False)
-        self.lines.setdefault(name, []).append(text)
-        return lost
-
-    def last(self) -> Any:
-        """Return the last line of the metrics, parsed."""
-        return json.loads(self.lines[METRICS][-1])
-
-    def rows(self, name: str = METRICS) -> list[Any]:
-        """Return the lines of `name`, parsed."""
-        return [json.loads(text) for text in self.lines.get(name, [])]
-
-    def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write the `.jsonl` files in `folder`."""
-        for name, texts in self.lines.items():
-            if not isinstance(name, str) or not _NAME.fullmatch(name):  # a checkpoint may come from an untrusted source
-                raise UserError(f"a record of a checkpoint must be named like a file, got {name!r}; start a new run")
-            atomic_write_text(Path(folder) / f"{name}.jsonl", "".join(f"{text}\n" for text in texts))
-
-
-def _finite(value: Any, where: str, lost: list[str]) -> Any:
-    """Copy `value` with null for NaN and infinities, which JSON lacks, and note where they were."""
-    if isinstance(value, float) and not math.isfinite(value):
-        lost.append(f"{where} is {value}")
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item, f"{where}.{key}" if where else str(key), lost) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item, f"{where}[{index}]", lost) for index, item in enumerate(value)]
-    return value
-
-
-class Pace:
-    """Estimates the time left from the mean duration of steps and of epoch ends in this process."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._in_steps = 0.0
-        self._ends = 0
-        self._in_ends = 0.0
-        self._warm = False
-        self._last = time.perf_counter()
-
-    def mark(self) -> None:
-        """Start measuring from now."""
-        self._last = time.perf_counter()
-
-    def stepped(self) -> None:
-        """A step has ended. The first one is not counted: it includes allocation, tuning or compilation."""
-        seconds = self._since()
-        if self._warm:
-            self._steps += 1
-            self._in_steps += seconds
-        self._warm = True
-
-    def ended_epoch(self) -> None:
-        """Evaluation and saving after an epoch's last step have ended."""
-        self._ends += 1
-        self._in_ends += self._since()
-
-    def seconds_left(self, steps: int, epochs: int) -> float | None:
-        """Return the time for `steps` more steps and `epochs` more ends of epochs; None while unknown."""
-        if self._steps == 0:
-            return None
-        per_end = self._in_ends / self._ends if self._ends else 0.0
-        return steps * self._in_steps / self._steps + epochs * per_end
-
-    def _since(self) -> float:
-        now = time.perf_counter()
-        seconds = now - self._last
-        self._last = now
-        return seconds
-
-
 @dataclass(slots=True)
 class _Progress:
     """How far the run is, apart from the task's own state."""
@@ -273,7 +179,7 @@ class _Loop:
     def steps(self, resume: bool) -> Steps[Outcome]:
         self._restore(resume)
         task, at = self.task, self.at
-        at_most("epochs", task.num_epochs, MOST_EPOCHS)
+        bounded_epochs("epochs", task.num_epochs)
         budget = self.budget
         if budget is None:
             self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]

@@ -1,4 +1,4 @@
-"""The manifest of a run, `run.json`: its fields and their types, versions and hardware, and its digest."""
+"""The manifest of a run, `run.json`: its fields and their types, versions and hardware, its digest, and reading it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import torch
 from softcell import __version__
 from softcell.engine.session import usable_cores
 from softcell.errors import UserError
+from softcell.files import Fields, parse_json, parse_yaml, read_text
 
 FORMAT = "softcell-run"
 VERSION = 1
@@ -185,6 +186,48 @@ def check_types(manifest: Mapping[str, Any], where: str, types: Mapping[str, Tes
             value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
         if value is not _ABSENT and not test(value):
             raise UserError(f"{where}: `{name}` must be {kind}, got {value!r:.80}; the file is damaged")
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Settings from a YAML or JSON file, or the recipe inside a `run.json`.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.search import read_config
+        >>> _ = Path("recipe.yaml").write_text("{method: snas, epochs: 2}")
+        >>> read_config("recipe.yaml")
+        {'method': 'snas', 'epochs': 2}
+    """
+    data = read_mapping(path)
+    return stored_fields(data, path)["recipe"] if data.get("format") == FORMAT else data
+
+
+def stored_fields(data: dict[str, Any], path: str | Path) -> Fields:
+    """The manifest in `data`, migrated to the current version and checked for wrong types."""
+    manifest = migrate(data, str(path))
+    check_types(manifest, str(path))
+    return Fields.of(manifest, str(path))
+
+
+def read_mapping(
+    path: str | Path, *, option: str = "--config", holds: str = "a recipe must be a mapping of settings"
+) -> dict[str, Any]:
+    """The content of a YAML or JSON file, or of the `run.json` of a folder; `option` and `holds` are for errors."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "run.json"
+    try:
+        text = read_text(file)
+    except (FileNotFoundError, UserError) as error:
+        raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({error})") from error
+    data = parse_json(text, str(file)) if file.suffix == ".json" else parse_yaml(text, str(file))
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: {holds}, got {type(data).__name__}")
+    if Path(path).is_dir() and data.get("format") == FORMAT:
+        check_digest(data, file)
+    return data
 
 
 def now() -> str:

@@ -1,8 +1,14 @@
-"""Loss and accuracy, kept on the device: nothing waits for the host until they are read."""
+"""Loss and accuracy, kept on the device, and the lines of JSON that record them.
+
+Nothing waits for the host until sums are read.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +21,11 @@ from torch import Tensor, nn
 from softcell.engine import checkpoint
 from softcell.engine.distributed import World, sum_
 from softcell.errors import UserError
+from softcell.files import atomic_write_text
 
+METRICS = "metrics"
+"""The name of the lines in `metrics.jsonl`."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 TOP = 5
 """Top-5 accuracy is counted too, if there are more classes than that."""
 
@@ -246,3 +256,49 @@ def redistributed(parts: list[dict[str, Any]], rank: int) -> dict[str, Any]:
         return (total if rank == 0 else torch.zeros_like(total)) if is_count else total / len(values)
 
     return {key: combine([part[key] for part in parts], key == "meter") for key in parts[0]}
+
+
+class History:
+    """The lines of JSON that a run has written so far, by file name (without `.jsonl`).
+
+    Kept as text, so that checkpoint and files cannot differ.
+    """
+
+    def __init__(self, lines: dict[str, list[str]] | None = None) -> None:
+        self.lines = {name: list(texts) for name, texts in (lines or {METRICS: []}).items()}
+
+    def append(self, name: str, value: Any) -> list[str]:
+        """Add `value` as a line of `<name>.jsonl`; return where non-finite numbers were replaced by null."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a record's name must be usable as a file name, but got {name!r}")
+        lost: list[str] = []
+        text = json.dumps(_finite(value, "", lost), allow_nan=False, ensure_ascii=False)
+        self.lines.setdefault(name, []).append(text)
+        return lost
+
+    def last(self) -> Any:
+        """Return the last line of the metrics, parsed."""
+        return json.loads(self.lines[METRICS][-1])
+
+    def rows(self, name: str = METRICS) -> list[Any]:
+        """Return the lines of `name`, parsed."""
+        return [json.loads(text) for text in self.lines.get(name, [])]
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write the `.jsonl` files in `folder`."""
+        for name, texts in self.lines.items():
+            if not isinstance(name, str) or not _NAME.fullmatch(name):  # a checkpoint may come from an untrusted source
+                raise UserError(f"a record of a checkpoint must be named like a file, got {name!r}; start a new run")
+            atomic_write_text(Path(folder) / f"{name}.jsonl", "".join(f"{text}\n" for text in texts))
+
+
+def _finite(value: Any, where: str, lost: list[str]) -> Any:
+    """Copy `value` with null for NaN and infinities, which JSON lacks, and note where they were."""
+    if isinstance(value, float) and not math.isfinite(value):
+        lost.append(f"{where} is {value}")
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{where}.{key}" if where else str(key), lost) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{where}[{index}]", lost) for index, item in enumerate(value)]
+    return value

@@ -35,6 +35,8 @@ from softcell.errors import UserError
 from softcell.files import FILE_LIST, HEADING, TEMPORARY, Fields, atomic_write_text, listed_files, read_json
 
 MANIFEST = "run.json"
+SEEDS = "seeds.json"
+"""In the folder of several seeds: what each of them reached (`softcell.seeds`)."""
 _OWN_SUFFIXES = (".json", ".jsonl", ".bin", ".safetensors", ".svg", ".png", ".html", ".txt")
 """Suffixes of the files that Softcell writes. A list that names others was not written by Softcell."""
 _FILES_OF_OLD_RUNS = [

@@ -1,4 +1,4 @@
-"""Measures durations and peak memory, and chooses the faster precision for a device."""
+"""Durations and peak memory, the time that a run has and has left, and the faster precision for a device."""
 
 from __future__ import annotations
 
@@ -161,6 +161,48 @@ class TimeBudget:
 
 MOST_FILE_SECONDS, FILE_SHARE = 0.5, 0.02
 """Weights, predictions and `run.json` are written after the last step: half a second, or this share of a short time."""
+
+
+class Pace:
+    """Estimates the time left from the mean duration of steps and of epoch ends in this process."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._in_steps = 0.0
+        self._ends = 0
+        self._in_ends = 0.0
+        self._warm = False
+        self._last = time.perf_counter()
+
+    def mark(self) -> None:
+        """Start measuring from now."""
+        self._last = time.perf_counter()
+
+    def stepped(self) -> None:
+        """A step has ended. The first one is not counted: it includes allocation, tuning or compilation."""
+        seconds = self._since()
+        if self._warm:
+            self._steps += 1
+            self._in_steps += seconds
+        self._warm = True
+
+    def ended_epoch(self) -> None:
+        """Evaluation and saving after an epoch's last step have ended."""
+        self._ends += 1
+        self._in_ends += self._since()
+
+    def seconds_left(self, steps: int, epochs: int) -> float | None:
+        """Return the time for `steps` more steps and `epochs` more ends of epochs; None while unknown."""
+        if self._steps == 0:
+            return None
+        per_end = self._in_ends / self._ends if self._ends else 0.0
+        return steps * self._in_steps / self._steps + epochs * per_end
+
+    def _since(self) -> float:
+        now = time.perf_counter()
+        seconds = now - self._last
+        self._last = now
+        return seconds
 
 
 CANDIDATES = ("float32", "bfloat16")

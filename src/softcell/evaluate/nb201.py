@@ -21,7 +21,7 @@ edge keeps one operation: that is `discretisation` in `softcell.search.indicator
 
 `zero_cost`: Zero-Cost-PT (Xiang et al., 2021, arXiv:2106.06799). The score of an untrained supernet without one
 operation, whose weight the others of its edge share. The lower that score, the more the operation matters, so the
-indicator is its negative. The scores are those of `softcell.nn.zero_cost`.
+indicator is its negative. The scores are those of `softcell.methods.parts`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from softcell.arch import Cell, Genotype, Layout, Pick, Rule, WeightMix, derive
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
-from softcell.nn.zero_cost import Proxy, naswot, synflow
+from softcell.methods.parts import Proxy, naswot, synflow
 from softcell.settings import is_seed
 from softcell.spaces import Space, Supernet
 

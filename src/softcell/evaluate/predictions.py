@@ -1,9 +1,12 @@
-"""The predictions of a trained network for every test image, kept in the run folder for the report.
+"""Predictions of a trained network: for the test images, for image files, and the regions of an image they rest on.
 
-`predictions.safetensors` holds, for all N test images: `labels` and `predicted` int32 [N], `confidence` float32 [N]
-(probability of the predicted class) and `truth` float32 [N] (probability of the right one); and for the k worst
-mistakes: `worst` int32 [k] (numbers of the images), `images` uint8 [k, c, h, w] and, if the last cell's output has more
-than one position, `heat` float32 [k, h', w'] (Grad-CAM of the predicted class).
+`predictions.safetensors`, kept in the run folder for the report, holds for all N test images: `labels` and `predicted`
+int32 [N], `confidence` float32 [N] (probability of the predicted class) and `truth` float32 [N] (probability of the
+right one); and for the k worst mistakes: `worst` int32 [k] (numbers of the images), `images` uint8 [k, c, h, w] and, if
+the last cell's output has more than one position, `heat` float32 [k, h', w'] (Grad-CAM of the predicted class).
+
+`classify` reads image files batch by batch and prepares them like test images, so that a folder may hold any number of
+them. A file that cannot be read is part of the result, with the reason, and does not stop the others.
 
 `grad_cam` (Selvaraju et al., 2017) shows which parts of the feature map that the classifier reads speak for a class.
 `candidate_cams` gives Grad-CAM of the feature maps of every candidate of one choice of a supernet (IT-NAS, Figure 4).
@@ -13,7 +16,9 @@ their node is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,17 +30,20 @@ from torch import Tensor
 from softcell.arch import Live, Mix, Table, WeightMix
 from softcell.data import Batch
 from softcell.data.batches import Feeds
-from softcell.data.images import Images
+from softcell.data.images import SUFFIXES, DecodeError, Images, centre_view, decode
 from softcell.engine.distributed import World, sum_
 from softcell.engine.metrics import Measured, Meter, sum_dtype
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
-from softcell.spaces import Network, Supernet
+from softcell.spaces import Inputs, Network, Shape, Supernet
 from softcell.spaces.block import calibrates, watching
 
 PREDICTIONS = "predictions.safetensors"
 NUM_WORST = 24
 LARGEST_SIDE = 128  # of a stored image: enough to be recognised, small enough to be mailed
+BATCH_SIZE = 32  # image files that are decoded and classified together
+Forward = Callable[[Tensor], Tensor]
+"""Pixels float32 [n, c, h, w] in 0..1, on the CPU, to logits [n, classes]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +158,128 @@ def _small(pixels: Tensor) -> Tensor:
         return pixels
     size = [max(1, round(side * LARGEST_SIDE / largest)) for side in pixels.shape[2:]]
     return F.interpolate(pixels.float(), size=size, mode="area").round().to(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrediction:
+    """The most likely classes of an image file, the first one first; none, but an `error`, for an unreadable file.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.evaluate import ImagePrediction
+        >>> found = ImagePrediction(Path("tom.jpg"), ("cat", "dog"), (0.9, 0.1))
+        >>> found.classes[0], found.error
+        ('cat', None)
+    """
+
+    file: Path
+    classes: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    error: str | None = None
+
+
+def image_files(paths: Iterable[str | Path]) -> list[Path]:
+    """The files among `paths`, whatever their name, and all image files below the folders among them, sorted by name.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from softcell.evaluate import image_files
+        >>> Path("photos/cats").mkdir(parents=True)
+        >>> for name in ("cats/tom.jpg", "rex.PNG", "notes.txt"):
+        ...     Path("photos", name).touch()
+        >>> [file.as_posix() for file in image_files(["photos", "photos/notes.txt"])]
+        ['photos/rex.PNG', 'photos/cats/tom.jpg', 'photos/notes.txt']
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            found.append(path)
+            continue
+        below = len(found)
+        for folder, inner, names in os.walk(path):
+            inner[:] = sorted(name for name in inner if not name.startswith("."))
+            images = (name for name in sorted(names) if os.path.splitext(name)[1].lower() in SUFFIXES)
+            found += [Path(folder, name) for name in images if not name.startswith(".")]
+        if len(found) == below:
+            raise UserError(
+                f"a folder must hold images ({', '.join(sorted(SUFFIXES))}), but there are none in {path} or below it"
+            )
+    return found
+
+
+def classify(
+    forward: Forward,
+    files: Sequence[Path],
+    shape: Shape,
+    inputs: Inputs,
+    *,
+    top: int = 3,
+    batch_size: int = BATCH_SIZE,
+) -> Iterator[ImagePrediction]:
+    """The `top` most likely classes of every file, in the order of `files`.
+
+    shape: (c, h, w) of the images that the network sees.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from PIL import Image
+        >>> from softcell.evaluate import classify
+        >>> from softcell.spaces import Inputs
+        >>> Image.new("L", (20, 10), 255).save("white.png")
+        >>> by_brightness = lambda pixels: torch.stack((pixels, 1 - pixels), 1).mean((2, 3, 4)) * 10
+        >>> inputs = Inputs(("bright", "dark"), mean=(0.0,), std=(1.0,))
+        >>> for found in classify(by_brightness, [Path("white.png"), Path("lost.png")], (1, 8, 8), inputs, top=1):
+        ...     print(found.file, found.classes, found.error)
+        white.png ('bright',) None
+        lost.png () lost.png cannot be read as an image: No such file or directory
+    """
+    if top < 1:
+        raise UserError(f"`top >= 1` must hold, but got top={top}")
+    if shape[0] not in (1, 3):
+        raise UserError(
+            f"image files have 1 or 3 channels, but this network was trained on images of {shape[0]} channels; call it "
+            "on arrays instead: softcell.api.Network.from_pretrained"
+        )
+    # Threads, because decoders release the interpreter lock.
+    with ThreadPoolExecutor() as pool:
+        for start in range(0, len(files), batch_size):
+            chunk = files[start : start + batch_size]
+            read = list(pool.map(lambda file: _read_image(file, shape, inputs), chunk))
+            pixels = [found for found in read if isinstance(found, Tensor)]
+            answers = iter(_answers(forward, torch.stack(pixels), inputs.classes, top) if pixels else ())
+            for file, found in zip(chunk, read, strict=True):
+                if isinstance(found, str):
+                    yield ImagePrediction(file, error=found)
+                else:
+                    yield ImagePrediction(file, *next(answers))
+
+
+def _read_image(file: Path, shape: Shape, inputs: Inputs) -> Tensor | str:
+    """The image as uint8 [c, h, w], prepared as in training; a sentence on why it cannot be read."""
+    try:
+        stored = decode(file, shape[0], inputs.scaled_to or shape[1:], whole=inputs.whole)
+    except DecodeError as error:
+        cause = error.__cause__
+        return f"{file} cannot be read as an image: {getattr(cause, 'strerror', None) or cause}"
+    except UserError as error:
+        return str(error)
+    return centre_view(torch.from_numpy(stored.copy())[None], shape)[0]
+
+
+@torch.no_grad()
+def _answers(
+    forward: Forward, pixels: Tensor, classes: Sequence[str], top: int
+) -> Iterator[tuple[tuple[str, ...], tuple[float, ...]]]:
+    logits = forward(pixels.float() / 255).cpu()
+    if logits.shape != (len(pixels), len(classes)):
+        raise UserError(
+            f"a network must give one output per class, but this one has outputs of shape {list(logits.shape)} for "
+            f"{len(pixels)} images and {len(classes)} classes"
+        )
+    best = logits.double().softmax(1).topk(min(top, len(classes)), dim=1)
+    for numbers, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        yield tuple(classes[number] for number in numbers), tuple(chances)
 
 
 def grad_cam(network: Network, images: Tensor, classes: Tensor) -> Tensor | None:

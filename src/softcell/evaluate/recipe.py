@@ -8,17 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from softcell.arch import Cell, Genotype, Table
+from softcell.arch import Genotype
 from softcell.data.cub import NAMES as BIRDS
 from softcell.errors import UserError, nearest
 from softcell.kernels.shared import Norms
-from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
-from softcell.spaces import SPACES, Space, build_space
-from softcell.spaces.base import evaluation_scale, evaluation_sizes
+from softcell.settings import (
+    at_most,
+    below_one,
+    bounded_epochs,
+    build,
+    is_seed,
+    layered,
+    merge,
+    not_negative,
+    positive,
+    to_dict,
+)
+from softcell.spaces import SPACES, build_space
+from softcell.spaces.base import evaluation_scale, evaluation_sizes, fit_space
 from softcell.text import clock, count_of, parse_time
 
 Schedule = Literal["cosine", "linear", "exponential"]
@@ -110,15 +121,14 @@ class TrainRecipe:
         for name in ("batch_size", "lr_every", "embedding", *(("epochs",) if self.epochs else ())):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
-        at_most("epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("epochs", self.epochs)
         at_most("embedding", self.embedding, 2**20)
         positive("lr", self.lr)
         for name in ("lr_min", "momentum", "weight_decay", "clip", "auxiliary", "cutout", "jitter", "warmup"):
             not_negative(name, getattr(self, name))
         is_seed("seed", self.seed)
         for name in ("drop_path", "holdout", "label_smoothing", "ema"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(f"`0 <= {name} < 1` must hold, but got {name}={getattr(self, name)}")
+            below_one(name, getattr(self, name))
         if self.follows_steps and self.schedule == "exponential":
             raise UserError(
                 "a schedule that follows the time or every step must be cosine or linear, but got exponential; add "
@@ -423,42 +433,3 @@ def fit_length(recipe: R, epochs: float, num_images: int, side: int) -> R:
         return recipe
     auto = tuple(name for name in recipe.auto if name != "cutout")
     return replace(recipe, auto=auto, cutout=cutout_side(epochs, num_images, side))
-
-
-FIXED = ("nodes", "layers")
-"""Settings of a space that a genotype determines: the number of nodes of its cells."""
-
-
-def fixed_by(genotype: Genotype, space: Space) -> dict[str, Any]:
-    """The values of the settings in `FIXED` for which cells of `space` have the nodes of `genotype`."""
-    last = max(map(_last, genotype.cells.values()))
-    found = {}
-    for name in {one.name for one in fields(space)} & set(FIXED):  # type: ignore[arg-type]
-        for value in range(1, last + 2):
-            try:
-                layout = replace(space, **{name: value}).layout()  # type: ignore[type-var]
-            except UserError:
-                continue  # a number of nodes that this space does not have
-            alike = all(layout.settings.get(key, own) == own for key, own in genotype.settings.items())
-            if alike and max(map(_last, layout.tables)) == last:
-                found[name] = value
-                break
-    return found
-
-
-def fit_space(genotype: Genotype, space: Space, asked: Mapping[str, Any]) -> Space:
-    """`space` with the settings that the genotype determines; those in `asked` must not contradict it."""
-    fixed = fixed_by(genotype, space)
-    for name, value in fixed.items():
-        if name in asked and getattr(space, name) != value:
-            raise UserError(
-                f"the number of {name} must be that of the genotype, {value}, but got {name}={getattr(space, name)}; "
-                f"leave it out, or search with space.{name}={getattr(space, name)}"
-            )
-    return replace(space, **fixed)  # type: ignore[type-var]
-
-
-def _last(cell: Cell | Table) -> int:
-    """The highest node number."""
-    edges = cell.picks if isinstance(cell, Cell) else cell.choices
-    return max(*cell.output, *(edge.target for edge in edges), 0)

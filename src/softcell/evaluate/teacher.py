@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from softcell.data import load
-from softcell.data.guard import test_set_sealed
+from softcell.data.splits import test_set_sealed
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.distributed import barrier, on_main
 from softcell.engine.interleave import Running, drain

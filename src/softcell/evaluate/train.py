@@ -17,7 +17,7 @@ from softcell.arch import Genotype
 from softcell.data import Augment, Dataset, fingerprint, load, split
 from softcell.data.batches import Feeds
 from softcell.data.dataset import content_of
-from softcell.data.guard import exchange_seal, test_set_sealed
+from softcell.data.splits import exchange_seal, test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import World, agree, barrier, on_main
 from softcell.engine.interleave import PER_RUN_STATES, Running, drain
@@ -29,9 +29,8 @@ from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
 from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
-from softcell.evaluate.initial import describe_initial, load_initial
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
-from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, fit_space, resolve
+from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, resolve
 from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.files import atomic_write_bytes, read_json_lines
@@ -40,8 +39,9 @@ from softcell.nn.objective import ProxyNCA
 from softcell.registry import load_plugins
 from softcell.settings import build, refuse_changes, to_dict, without_auto
 from softcell.spaces import Inputs, Network, build_space
+from softcell.spaces.base import fit_space
 from softcell.spaces.costs import Cost, count_genotype
-from softcell.spaces.pretrained import WEIGHTS
+from softcell.spaces.pretrained import WEIGHTS, describe_initial, load_initial
 from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)

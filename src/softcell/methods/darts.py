@@ -2,7 +2,7 @@
 
     Eq 2   o(x) = Σ_k softmax(α)_k · o_k(x)              -> `relax`
     Eq 3-4 min_α L_val(w*(α), α), w* = argmin_w L_train   -> bilevel steps (`softcell.search.steps`)
-    Eq 7-8 second order by a finite difference            -> regime `unrolled` (`softcell.search.hypergradient`)
+    Eq 7-8 second order by a finite difference            -> regime `unrolled` (`softcell.search.steps`)
     §2.4   two strongest inputs per node, none excluded   -> the DARTS space's rule, `TopInputs(2)`
 
 The weights of a node are normalised per edge, so edges compete only at derivation.

@@ -59,19 +59,9 @@ IMAGENET = {
 # derived network has 14M parameters, with these 2.7M.
 CIFAR_DST: dict[str, Any] = {"sparsity": 1.0, "threshold_speed": 4.0}
 ENLARGED = (
-    "none",
-    "max_pool_3x3",
-    "avg_pool_3x3",
-    "skip_connect",
-    "nor_conv_1x1",
-    "nor_conv_3x3",
-    "sep_conv_3x3",
-    "sep_conv_5x5",
-    "sep_conv_7x7",
-    "dil_conv_3x3",
-    "dil_conv_5x5",
-    "conv_7x1_1x7",
-)
+    "none", "max_pool_3x3", "avg_pool_3x3", "skip_connect", "nor_conv_1x1", "nor_conv_3x3",
+    "sep_conv_3x3", "sep_conv_5x5", "sep_conv_7x7", "dil_conv_3x3", "dil_conv_5x5", "conv_7x1_1x7",
+)  # fmt: skip
 SMALL = {
     "epochs": 12,
     "batch_size": 64,

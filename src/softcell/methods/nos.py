@@ -1,7 +1,7 @@
 """NOS: Neural Operator Search (anonymous submission; "heterogeneous residual block", "attention guided search").
 
     Eq 2-5    heterogeneous residual block, two tiers                    -> the space `nos` (`softcell.spaces.block`)
-    Eq 6      attention transfer from a teacher                          -> `softcell.nn.guide`, for any method
+    Eq 6      attention transfer from a teacher, for any method          -> `Guided` (`softcell.nn.objective`)
     Eq 7      softmax over all heterogeneous candidates of a connection  -> `relax`
     Eq 8-9    bilevel: L_train + λ L_AT for Θ, L_val + λ L_AT for A       -> bilevel steps (`softcell.search.steps`)
     §3.3      two strongest with a feature, strongest second tier        -> the space's rule, `FeaturePairs`

@@ -1,7 +1,7 @@
 """Zero-cost search: evolution by scores of untrained networks, without any training.
 
 A score of a network at its initialisation stands for the accuracy it would reach: SynFlow or NASWOT
-(`softcell.nn.zero_cost`; as a search: Mellor et al., ICML 2021, arXiv:2006.04647; Abdelfattah et al., ICLR 2021,
+(`softcell.methods.parts`; as a search: Mellor et al., ICML 2021, arXiv:2006.04647; Abdelfattah et al., ICLR 2021,
 arXiv:2101.08134). Evolution works as in single-path one-shot search (`softcell.arch.evolve`): children of the best
 so far, half by crossover, half by mutation. The architecture of the best score is the result.
 """
@@ -18,7 +18,7 @@ from softcell.arch import Genotype, Layout
 from softcell.arch.evolve import Evolution, Evolved, evolving
 from softcell.errors import UserError
 from softcell.methods.base import UntrainedSampler, register_method
-from softcell.nn.zero_cost import PROXIES, Proxy, score_untrained
+from softcell.methods.parts import PROXIES, Proxy, score_untrained
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
-"""Networks of fixed architecture: teachers, and baselines of NOS's study of single operations.
+"""Networks of fixed architecture: teachers of guided searches, and baselines of NOS's study of single operations.
 
 ResNet-18 for CIFAR: He, Zhang, Ren, Sun, CVPR 2016. PyramidNet with bottlenecks: Han, Kim, Kim: Deep
 Pyramidal Residual Networks, CVPR 2017; depth 110 and α = 84 is NOS's teacher (§4.2).
 
 Each is a frozen dataclass of settings that builds a `Classifier`, a network in two halves: `features` gives one map per
-resolution, `head` turns the last into logits.
+resolution, `head` turns the last into logits. `Tapped` makes a frozen teacher of any module.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -225,3 +225,58 @@ def get_architecture(name: str) -> type[Architecture]:
 def build_classifier(name: str, settings: Mapping[str, Any], in_channels: int, num_classes: int) -> Classifier:
     """The classifier `name`; settings that are not given keep the paper's values."""
     return build(get_architecture(name), settings, f"classifier {name}").build(in_channels, num_classes)
+
+
+class Tapped(nn.Module):
+    """Any module as a teacher: the outputs of the named submodules, in that order.
+
+    Without names the module itself must return feature maps: by a method `features`, or as its output.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.module, self.layers = module, tuple(layers)
+        known = dict(module.named_modules())
+        unknown = [name for name in self.layers if name not in known]
+        if unknown:
+            raise UserError(f"the teacher has no layer {unknown[0]!r}; it has {', '.join(list(known)[1:13])}, ...")
+        self.requires_grad_(False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Tapped:
+        """A teacher stays in eval mode."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor, number: int | None = None) -> list[Tensor]:
+        """The first `number` maps, else all; built-in networks stop there, others run to their end."""
+        maps = self._outputs(images) if self.layers else self._maps(images, number)
+        if isinstance(maps, Tensor):
+            maps = [maps]
+        if not isinstance(maps, list | tuple) or not all(isinstance(m, Tensor) and m.dim() == 4 for m in maps):
+            raise UserError(
+                "a teacher must give feature maps [n, c, h, w]: by a method `features`, as its output, or from named "
+                "layers (guide.layers)"
+            )
+        return list(maps[:number])
+
+    def _maps(self, images: Tensor, number: int | None) -> object:
+        if isinstance(self.module, Classifier):
+            return self.module.features(images, number)
+        features = getattr(self.module, "features", None)
+        return features(images) if callable(features) and not isinstance(features, nn.Module) else self.module(images)
+
+    def _outputs(self, images: Tensor) -> list[object]:
+        """The outputs of the named layers; hooks are on the module during this pass only."""
+        caught: dict[str, object] = {}
+
+        def catching(name: str) -> Callable[..., None]:
+            return lambda module, given, output: caught.__setitem__(name, output)
+
+        handles = [self.module.get_submodule(name).register_forward_hook(catching(name)) for name in self.layers]
+        try:
+            self.module(images)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [caught.get(name) for name in self.layers]

@@ -6,7 +6,7 @@ How statistics are merged, and the setting that keeps them to each process, are 
 running statistics twice.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -117,6 +117,34 @@ class BatchNorm2d(nn.BatchNorm2d):
         momentum = self.num_batches_tracked.to(mean.dtype).reciprocal() if self.momentum is None else self.momentum
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.add_((new - running) * momentum)
+
+
+@torch.no_grad()
+def update_running(norms: Sequence[nn.BatchNorm2d], means: Sequence[Tensor], variances: Sequence[Tensor]) -> None:
+    """running = (1 − momentum) · running + momentum · new, as `nn.BatchNorm2d` does; variances are unbiased.
+
+    Without a momentum it is the plain mean over all batches. Read at every call: recalibration removes the momentum for
+    a while, from cells that were planned before.
+    """
+    if not norms:
+        return
+    running = [required(m.running_mean) for m in norms] + [required(m.running_var) for m in norms]
+    new = [*means, *variances]
+    seen = [required(m.num_batches_tracked) for m in norms]
+    torch._foreach_add_(seen, 1)
+    momentum = norms[0].momentum
+    if momentum is None:
+        for old, value, count in zip(running, new, seen + seen, strict=True):
+            old.add_((value - old) / count)
+        return
+    torch._foreach_mul_(running, 1 - momentum)
+    torch._foreach_add_(running, new, alpha=momentum)
+
+
+def required(buffer: Tensor | None) -> Tensor:
+    """A running statistic of a norm that keeps them."""
+    assert buffer is not None
+    return buffer
 
 
 T = TypeVar("T")

@@ -3,17 +3,29 @@
 An objective sees a network only as `features` and `head`, so the same one serves a supernet under a mix and a derived
 network, and it may own modules of its own (a decoder, a frozen teacher).
 
-Context auto-regression (full-attention NAS, §III-C): a network learns to fill in hidden parts of an image.
-
-Several smaller, possibly overlapping rectangles of an image are hidden, up to a quarter of it in all. The network's
-features of what is left are decoded by a series of up-sampling layers, and the L1 distance to the true content is taken
-over the hidden pixels alone. No labels are needed, and the network is seen as `features` only, so that every method in
-every space can learn from it.
+**Context auto-regression** (full-attention NAS, §III-C): a network learns to fill in hidden parts of an image. Several
+smaller, possibly overlapping rectangles are hidden, up to a quarter of the image in all. The network's features of what
+is left are decoded by a series of up-sampling layers, and the L1 distance to the true content is taken over the hidden
+pixels alone. No labels are needed, so every method in every space can learn from it.
 
 The paper says only "several smaller, possibly overlapping, random masks [...] that cover up to 1/4 of the
 image". Settled here: 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is a quarter less
 what overlaps; a rectangle may lie across the border, where it is cut off, so that all pixels are hidden equally often;
 hidden pixels are 0, the mean colour of normalised images.
+
+**Attention transfer** (NOS, Eq 6, 8 and 9; Zagoruyko, Komodakis: Paying More Attention to Attention, ICLR 2017): a
+student learns to attend where a frozen teacher attends. At each stage j the squares of a feature map are summed over
+channels, flattened and normalised; student and teacher are compared position by position:
+
+    x^j = vec(Σ_i |F^j(·,·,i)|²)            q^j = x^j / ‖x^j‖₂
+    literal (Eq 6)     ½ Σ_j ‖q_S^j - q_T^j‖₂, mean over the batch
+    mean-square        ½ Σ_j mean over batch and positions of (q_S^j - q_T^j)²
+
+Deviation: the default is the mean square, as in the released code of attention transfer. With λ = 1e3 the literal norm
+drowns the cross-entropy: its gradient is thousands of times larger.
+
+`Guided` adds λ times this to any objective, so that every method in every space can be guided, in every loss it learns
+from (Eq 8 and 9). The teacher runs once per batch, without gradients, whatever the number of stages.
 """
 
 from __future__ import annotations
@@ -21,8 +33,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -260,3 +272,116 @@ class ContextAutoRegression(Objective):
         """The image predicted from what is not hidden: [n, c, h, w]."""
         seen = images.masked_fill(hidden, 0.0)
         return self.decoder(network.features(seen)[-1])  # type: ignore[no-any-return]
+
+
+Form = Literal["mean-square", "norm"]
+Teacher = Callable[[Tensor], Sequence[Tensor]]
+"""Images [n, c, h, w] to feature maps [n, c_j, h_j, w_j], one per stage or more."""
+
+
+def attention_vector(features: Tensor) -> Tensor:
+    """[n, c, h, w] to normalised attention [n, h·w], at least in float32."""
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    x = features.square().sum(dim=1).flatten(1)
+    length: Tensor = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    return x / length.clamp(min=1e-12)
+
+
+def transfer_loss(students: Sequence[Tensor], teachers: Sequence[Tensor], form: Form) -> Tensor:
+    """Eq 6 from attention vectors [n, h_j·w_j] of paired stages."""
+    total = students[0].new_zeros(())
+    for mine, theirs in zip(students, teachers, strict=True):
+        if form == "norm":
+            total = total + torch.linalg.vector_norm(mine - theirs, dim=1).mean()
+        else:
+            total = total + (mine - theirs).square().mean()
+    return 0.5 * total
+
+
+def pair_stages(student: Sequence[tuple[int, int]], teacher: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """For every stage of the student the last map of the teacher with the same height and width."""
+    pairs = []
+    for size in student:
+        found = [number for number, other in enumerate(teacher) if other == size]
+        if not found:
+            mine, theirs = (", ".join(f"{h}x{w}" for h, w in sizes) for sizes in (student, teacher))
+            raise UserError(
+                f"guidance compares maps of one size, but the teacher has none of {size[0]}x{size[1]}: stages of the "
+                f"searched network are {mine}, maps of the teacher {theirs}; use a teacher that halves its maps at the "
+                "same stages, or other images"
+            )
+        pairs.append(found[-1])
+    return tuple(pairs)
+
+
+class Guided(Objective):
+    """Another objective plus `weight` (λ) times attention transfer from a frozen teacher.
+
+    `pairs`: the number of the teacher's map for each stage of the student (`pair_stages`). The teacher is not a
+    submodule: it is not saved, moved or trained with this module.
+    """
+
+    sums: Tensor
+
+    def __init__(
+        self, objective: Objective, teacher: Teacher, pairs: Sequence[int], weight: float, form: Form = "mean-square"
+    ) -> None:
+        super().__init__()
+        self.objective = objective
+        self.weight, self.form, self.pairs = weight, form, tuple(pairs)
+        self._teacher = [teacher]  # in a list, so that it is not a submodule
+        self._seen: list[tuple[Tensor, int, list[Tensor]]] = []
+        # Sum of L_AT over batches, and their number; zeroed by the search before an epoch.
+        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64), persistent=False)
+
+    def forward(self, network: Features, images: Tensor, labels: Tensor) -> Evaluated:
+        task, guide = self.parts(network, images, labels)
+        with torch.no_grad():
+            self.sums += torch.stack((guide.double(), torch.ones_like(guide, dtype=torch.float64)))
+        return Evaluated(task.loss + self.weight * guide, task.logits)
+
+    def gauges(self) -> dict[str, Tensor]:
+        return {"guide_loss": self.sums}
+
+    def parts(self, network: Features, images: Tensor, labels: Tensor) -> tuple[Evaluated, Tensor]:
+        """The result of the other objective, and L_AT [] without its weight."""
+        recorded = _Recorded(network)
+        task: Evaluated = self.objective(recorded, images, labels)
+        students = [attention_vector(stage) for stage in recorded.of(images)]
+        return task, transfer_loss(students, self._teach(images), self.form)
+
+    def _teach(self, images: Tensor) -> list[Tensor]:
+        """The teacher's attention for a batch; a batch that was just seen (second order) is not run again.
+
+        A batch is recognised as the same unchanged tensor: a captured step has tensors of its own.
+        """
+        for known, version, vectors in self._seen:
+            if known is images and version == images._version:
+                return vectors
+        with torch.no_grad():
+            maps = self._teacher[0](images)
+            vectors = [attention_vector(maps[number]) for number in self.pairs]
+        self._seen = [*self._seen[-1:], (images, images._version, vectors)]
+        return vectors
+
+
+class _Recorded:
+    """A network that keeps its last features, so that objective and guidance share one pass."""
+
+    def __init__(self, network: Features) -> None:
+        self._network = network
+        self._last: tuple[Tensor, list[Tensor]] | None = None
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        maps = self._network.features(x)
+        self._last = x, maps
+        return maps
+
+    def head(self, features: Tensor) -> Tensor:
+        return self._network.head(features)
+
+    def of(self, x: Tensor) -> list[Tensor]:
+        """The features of x; those of the last pass where it was over x itself."""
+        if self._last is not None and self._last[0] is x:
+            return self._last[1]
+        return self._network.features(x)

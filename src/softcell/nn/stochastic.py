@@ -124,25 +124,6 @@ class SharedDraws:
         return kept[position]
 
 
-_declared: list[tuple[int, int]] = []
-
-
-@contextmanager
-def batch_slice(start: int, total: int) -> Iterator[None]:
-    """Within this context, local batches are samples `start...` of a global batch of `total`.
-
-    Needed only where ranks hold unequal parts; otherwise equal parts in the order of the ranks are
-    assumed.
-    """
-    if not 0 <= start <= total:
-        raise ValueError(f"`0 <= start <= total` must hold, but got start={start}, total={total}")
-    _declared.append((start, total))
-    try:
-        yield
-    finally:
-        _declared.pop()
-
-
 def uniform_for_batch(x: Tensor, *tail: int) -> Tensor:
     """Return this rank's uniform numbers in [0, 1), shape [N, *tail], for `x` [N, ...].
 
@@ -159,17 +140,11 @@ def _normal_for_batch(x: Tensor, *tail: int) -> Tensor:
 
 
 def _slice_of(x: Tensor) -> tuple[int, int]:
-    """Where this rank's part of the global batch starts, and the size of that batch."""
+    """Where this rank's part of the global batch starts, and the size of that batch; all parts have the same size."""
     batch = x.shape[0]
-    if _declared:
-        start, total = _declared[-1]
-    elif dist.is_available() and dist.is_initialized():
-        start, total = dist.get_rank() * batch, dist.get_world_size() * batch
-    else:
-        start, total = 0, batch
-    if start + batch > total:
-        raise ValueError(f"`start + batch <= total` must hold, but got start={start}, batch={batch}, total={total}")
-    return start, total
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() * batch, dist.get_world_size() * batch
+    return 0, batch
 
 
 def drop_path(x: Tensor, probability: float | Tensor, training: bool) -> Tensor:

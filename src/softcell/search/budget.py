@@ -22,15 +22,13 @@ from typing import Any
 import torch
 
 from softcell.arch import Genotype, Layout, Rule, derive_cheapest, derives_cheapest, empty_cells
-from softcell.arch.cost import CostTables
 from softcell.errors import UserError
-from softcell.search._latencies import latency, measured_for, read_latencies, with_latencies
 from softcell.search.recipe import SearchRecipe
-from softcell.search.resource import Resource, ResourcePenalty
+from softcell.search.resource import Resource, ResourcePenalty, latency, measured_for, read_latencies, with_latencies
 from softcell.settings import build, convert, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.spaces.base import trained_space
-from softcell.spaces.costs import count_candidates, count_genotype
+from softcell.spaces.costs import CostTables, count_candidates, count_genotype
 
 NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "latency"}
 

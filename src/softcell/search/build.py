@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Rule, sample
-from softcell.arch.cost import CostTables
 from softcell.data import Batches, Dataset
 from softcell.data.batches import Feeds
 from softcell.data.hashing import permutation
@@ -21,18 +20,17 @@ from softcell.engine.timing import choose_precision
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.nn.objective import ContextAutoRegression, Objective
-from softcell.search._latencies import with_latencies
 from softcell.search.budget import Budget, counted_network
 from softcell.search.guide import make_objective, supernet_maps, supernet_stages
 from softcell.search.perturb import check_perturbable
 from softcell.search.recipe import SearchRecipe, unmet
-from softcell.search.resource import ResourcePenalty, check_steerable
+from softcell.search.resource import ResourcePenalty, check_steerable, with_latencies
 from softcell.search.samplers import IndependentTask, UntrainedTask
 from softcell.search.selection import check_selectable
 from softcell.search.task import SearchTask
 from softcell.settings import build
 from softcell.spaces import Space, build_space
-from softcell.spaces.costs import count_candidates
+from softcell.spaces.costs import CostTables, count_candidates
 
 AnyTask = SearchTask | IndependentTask | UntrainedTask
 

@@ -15,7 +15,7 @@ from typing import Any
 from softcell.arch import Genotype, notation
 from softcell.arch.genotype import FORMAT, VERSION
 from softcell.engine import RunFolder
-from softcell.engine.seeds import SEEDS
+from softcell.engine.runfolder import SEEDS
 from softcell.errors import UserError
 from softcell.files import MOST_BYTES_OF_LINES, parse_json, read_json, read_text
 from softcell.search.recipe import resolve

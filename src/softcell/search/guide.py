@@ -19,8 +19,7 @@ from softcell.errors import UserError
 from softcell.kernels.backend import twins_only
 from softcell.methods import Method
 from softcell.nn.classifiers import ARCHITECTURES
-from softcell.nn.guide import Form, Guided, pair_stages
-from softcell.nn.objective import CrossEntropy, Objective
+from softcell.nn.objective import CrossEntropy, Form, Guided, Objective, pair_stages
 from softcell.settings import positive
 from softcell.spaces import Shape, Supernet
 from softcell.spaces.execution import modules_only

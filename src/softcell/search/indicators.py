@@ -34,8 +34,7 @@ from softcell.engine.distributed import World
 from softcell.engine.optim import adam, apply_gradients, rate_at, set_lr, sgd
 from softcell.errors import UserError
 from softcell.methods import METHODS, Method
-from softcell.search.restored import Restored
-from softcell.search.validation import recalibrated
+from softcell.search.supernet import Restored, recalibrated
 from softcell.spaces import Supernet
 
 NAMES = ("alpha", "attention", "perturbation", "discretisation")

@@ -23,14 +23,13 @@ from softcell.engine.capture import once
 from softcell.engine.distributed import average_, sum_
 from softcell.engine.metrics import Meter
 from softcell.methods import Method, Pass
-from softcell.nn.guide import Guided
-from softcell.nn.objective import Objective
+from softcell.nn.objective import Guided, Objective
 from softcell.search.budget import Budget
 from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
 from softcell.search.recipe import Collapse
 from softcell.search.resource import ResourcePenalty
-from softcell.search.validation import RECALIBRATED, Validation, measure_child, overfit_warning, recalibrated
+from softcell.search.supernet import RECALIBRATED, Validation, measure_child, overfit_warning, recalibrated
 from softcell.spaces import Bound
 from softcell.text import count_of
 

@@ -45,7 +45,7 @@ from softcell.nn.norm import running_statistics
 from softcell.nn.objective import Objective
 from softcell.search.indicators import Only, Without
 from softcell.search.recipe import SearchRecipe
-from softcell.search.validation import StepContext, batch_statistics, recalibrated
+from softcell.search.supernet import StepContext, batch_statistics, recalibrated
 from softcell.spaces import Bound, Supernet
 from softcell.spaces.execution import modules_only
 

@@ -19,14 +19,13 @@ from softcell.data import Dataset, datasets, load, split
 from softcell.data.dataset import SomeClasses
 from softcell.data.folder import load_unlabelled
 from softcell.data.images import Images
-from softcell.engine.manifest import FORMAT, check_digest, check_types, migrate
 from softcell.errors import UserError
-from softcell.files import Fields, parse_json, parse_yaml, read_text
 from softcell.kernels.shared import Norms
 from softcell.methods import METHODS, Method, Sampler
 from softcell.search.guide import Guide
 from softcell.search.resource import Resource
-from softcell.settings import MOST_EPOCHS, at_most, build, is_seed, layered, merge, not_negative, positive, to_dict
+from softcell.search.steps import Unrolling
+from softcell.settings import below_one, bounded_epochs, build, is_seed, layered, merge, not_negative, positive, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.spaces.base import evaluation_space
 from softcell.text import count_of
@@ -83,8 +82,7 @@ class ArchitectureOptimiser:
         not_negative("architecture.weight_decay", self.weight_decay)
         not_negative("architecture.clip", self.clip)
         for name in ("beta1", "beta2", "after"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise UserError(f"`0 <= architecture.{name} < 1` must hold, but got {getattr(self, name)}")
+            below_one(f"architecture.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -106,21 +104,9 @@ class Collapse:
     def __post_init__(self) -> None:
         if not 0.0 <= self.warn_above <= 1.0:
             raise UserError(f"`0 <= collapse.warn_above <= 1` must hold, but got {self.warn_above}")
-        if not 0.0 <= self.after < 1.0:
-            raise UserError(f"`0 <= collapse.after < 1` must hold, but got {self.after}")
+        below_one("collapse.after", self.after)
         if self.patience < 1:
             raise UserError(f"`collapse.patience >= 1` must hold, but got {self.patience}")
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """Second order (regime `unrolled`): `exact` differentiates twice instead of the paper's finite difference."""
-
-    exact: bool = False
-    epsilon: float = 0.01
-
-    def __post_init__(self) -> None:
-        positive("unrolled.epsilon", self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -142,7 +128,7 @@ class Pretrain:
 
     def __post_init__(self) -> None:
         not_negative("pretrain.epochs", self.epochs)
-        at_most("pretrain.epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("pretrain.epochs", self.epochs)
         if self.data is not None and not self.epochs:
             raise UserError(
                 f"`pretrain.data` needs a first phase, but got {self.data!r} with pretrain.epochs=0; set "
@@ -182,7 +168,7 @@ class Select:
 
     def __post_init__(self) -> None:
         not_negative("select.epochs", self.epochs)
-        at_most("select.epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("select.epochs", self.epochs)
         not_negative("select.images", self.images)
         if self.lr is not None:
             positive("select.lr", self.lr)
@@ -237,7 +223,7 @@ class SearchRecipe:
     space_settings: dict[str, Any] = field(default_factory=dict)
     weights: WeightOptimiser = field(default_factory=WeightOptimiser)
     architecture: ArchitectureOptimiser = field(default_factory=ArchitectureOptimiser)
-    unrolled: Unrolled = field(default_factory=Unrolled)
+    unrolled: Unrolling = field(default_factory=Unrolling)
     collapse: Collapse = field(default_factory=Collapse)
     resource: Resource = field(default_factory=Resource)
     evolution: Evolution = field(default_factory=Evolution)
@@ -263,10 +249,9 @@ class SearchRecipe:
         for name in ("cutout", "threads", "child_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"`{name} >= 0` must hold, but got {name}={getattr(self, name)}")
-        at_most("epochs", self.epochs, MOST_EPOCHS)
+        bounded_epochs("epochs", self.epochs)
         is_seed("seed", self.seed)
-        if not 0.0 <= self.drop_path < 1.0:
-            raise UserError(f"`0 <= drop_path < 1` must hold, but got drop_path={self.drop_path}")
+        below_one("drop_path", self.drop_path)
         if self.weights.warmup >= max(1, self.epochs):
             raise UserError(
                 f"`weights.warmup < epochs` must hold, but got warmup={self.weights.warmup}, epochs={self.epochs}"
@@ -420,48 +405,6 @@ def unmet(method: type[Method | Sampler], space: type[Space], scale: str) -> lis
     has = {field.name for field in fields(space) if field.init}  # type: ignore[arg-type]
     has -= set() if space.name == "darts" else OF_DARTS_CELLS
     return [key for key in method.recipes.get(scale, {}).get("space_settings", {}) if key not in has]
-
-
-def read_config(path: str | Path) -> dict[str, Any]:
-    """Settings from a YAML or JSON file, or the recipe inside a `run.json`.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from softcell.search import read_config
-        >>> _ = Path("recipe.yaml").write_text("{method: snas, epochs: 2}")
-        >>> read_config("recipe.yaml")
-        {'method': 'snas', 'epochs': 2}
-    """
-    data = read_mapping(path)
-    return stored_fields(data, path)["recipe"] if data.get("format") == FORMAT else data
-
-
-def stored_fields(data: dict[str, Any], path: str | Path) -> Fields:
-    """The manifest in `data`, migrated to the current version and checked for wrong types."""
-    manifest = migrate(data, str(path))
-    check_types(manifest, str(path))
-    return Fields.of(manifest, str(path))
-
-
-def read_mapping(
-    path: str | Path, *, option: str = "--config", holds: str = "a recipe must be a mapping of settings"
-) -> dict[str, Any]:
-    """The content of a YAML or JSON file, or of the `run.json` of a folder; `option` and `holds` are for errors."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "run.json"
-    try:
-        text = read_text(file)
-    except (FileNotFoundError, UserError) as error:
-        raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({error})") from error
-    data = parse_json(text, str(file)) if file.suffix == ".json" else parse_yaml(text, str(file))
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
-        raise UserError(f"{file}: {holds}, got {type(data).__name__}")
-    if Path(path).is_dir() and data.get("format") == FORMAT:
-        check_digest(data, file)
-    return data
 
 
 def _text(names: Mapping[str, Any], key: str) -> str:

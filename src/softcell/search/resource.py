@@ -1,7 +1,13 @@
-"""A resource penalty for any method: SNAS §2.4 (Eq 9-11), and budgets.
+"""A resource penalty for any method, and what it is made of: settings, latency tables, and costs of a mix.
 
-The formulas are in `softcell.arch.cost`, the counting in `softcell.spaces.costs`. Here they become one term of the loss
-that trains the architecture,
+Xie, Zheng, Liu, Lin: SNAS, ICLR 2019, §2.4.
+
+    Eq 9   E[L(Z) + η·C(Z)]                                    the objective; η is a weight
+    Eq 10  C(Z) = Σ_edges Z_edge · C(O_edge)                   -> `linear_cost`
+    Eq 11  E[C(Z)] = Σ_edges E[Z_edge · C(O_edge)]             -> `linear_cost` of probabilities, `policy_cost`
+
+The costs of candidates are counted in `softcell.spaces.costs` or, for latencies, read from a table of measured times.
+They become one term of the loss that trains the architecture,
 
     weight · cost  +  Σ_budgets multiplier · cost of the budget's kind
 
@@ -20,11 +26,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from softcell.arch import Mix, WeightMix
-from softcell.arch.cost import KINDS, CostTables, linear_cost, log_cost, policy_cost
-from softcell.errors import UserError
+from softcell.arch import Genotype, Layout, Mix, WeightMix
+from softcell.engine.manifest import read_mapping
+from softcell.errors import UserError, nearest
+from softcell.nn.candidates import known_candidates
 from softcell.nn.stochastic import draw_uniform
 from softcell.settings import not_negative
+from softcell.spaces.costs import KINDS, CostTables
 
 Preset = Literal["none", "mild", "moderate", "aggressive"]
 Form = Literal["log", "linear"]
@@ -146,6 +154,128 @@ class Resource:
         given = {"parameters": self.max_params, "flops": self.max_flops, "latency": self.max_latency}
         names = {"parameters": "max_params", "flops": "max_flops", "latency": "max_latency"}
         return {kind: quantity(f"resource.{names[kind]}", value) for kind, value in given.items() if value is not None}
+
+
+FIXED = "fixed"
+"""The key of the time of everything around the candidates."""
+
+
+def read_latencies(path: str) -> dict[str, object]:
+    """A file of candidate: time, or of table: {candidate: time}.
+
+    `fixed` is the time of everything around the candidates; `about` is for people to read (see `softcell latency`).
+    """
+    data = _read_latency_file(path)
+    data.pop("about", None)
+    for name, value in data.items():
+        rows = value if isinstance(value, Mapping) and name != FIXED else {name: value}
+        for op, time in rows.items():
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < math.inf:
+                raise UserError(f"{path}: the time of {op!r} must be a number of 0 or more, got {time!r}")
+    if not data:
+        raise UserError(f"{path}: a latency table must have a time for every candidate, but it is empty")
+    return data
+
+
+def _read_latency_file(path: str) -> dict[str, Any]:
+    return read_mapping(path, option="--latency-table", holds="a latency table must be a mapping of candidate: time")
+
+
+def _check_names(path: str, latencies: Mapping[str, object], layout: Layout) -> None:
+    """Raises for unknown names, which are typing errors; known candidates that this search does not use are ignored."""
+    tables = {table.name: {op for choice in table.choices for op in choice.candidates} for table in layout.tables}
+    own = {op for ops in tables.values() for op in ops}
+    for name, value in latencies.items():
+        if isinstance(value, Mapping) and name not in tables:
+            raise UserError(f"{path}: the space has no table {name!r}; {nearest(name, tables)}")
+        for op in value if isinstance(value, Mapping) else [name]:
+            if op != FIXED and op not in own and op not in known_candidates():
+                raise UserError(f"{path}: there is no candidate {op!r}; {nearest(op, own)}")
+
+
+def measured_for(path: str) -> Mapping[str, object]:
+    """The `about` of a table: sizes of the measured network and of its input; empty for a table written by hand."""
+    about = _read_latency_file(path).get("about")
+    return about if isinstance(about, Mapping) else {}
+
+
+def latency_of(latencies: Mapping[str, object], table: str, op: str) -> float:
+    """The time of one candidate; `none` takes 0 unless the file says otherwise."""
+    own = latencies.get(table)
+    rows = own if isinstance(own, Mapping) else latencies
+    value = rows.get(op, 0.0 if op == "none" else None)
+    if not isinstance(value, int | float):
+        raise UserError(
+            f"the latency table has no time for {op!r} of table {table!r}; it has {', '.join(map(str, rows))}"
+        )
+    return float(value)
+
+
+def latency(genotype: Genotype, layout: Layout, latencies: Mapping[str, object]) -> float:
+    """The sum over all sites and picks of the network, and the fixed time."""
+    fixed = latencies.get(FIXED, 0.0)
+    assert isinstance(fixed, int | float)  # `read_latencies` checks it
+    return fixed + sum(
+        latency_of(latencies, table, pick.op) for table in layout.sites for pick in genotype.cells[table].picks
+    )
+
+
+def with_latencies(costs: CostTables, path: str) -> CostTables:
+    """The costs with the kind `latency` from a file."""
+    layout, latencies = costs.layout, read_latencies(path)
+    _check_names(path, latencies, layout)
+    sites = []
+    for name in layout.sites:
+        table = layout.table(name)
+        rows = torch.zeros(table.shape, dtype=torch.float64)
+        for i, choice in enumerate(table.choices):
+            for k, op in enumerate(choice.candidates):
+                rows[i, k] = latency_of(latencies, name, op)
+        sites.append(rows)
+    return CostTables(layout, {**costs.kinds, "latency": tuple(sites)})
+
+
+def linear_cost(weights: Tensor, costs: Tensor) -> Tensor:
+    """Eq 10, summed over sites.
+
+    Of one-hot weights this is the cost of an architecture, of a relaxed sample its Monte Carlo estimate. Being linear,
+    it is at the probabilities exactly the expectation of Eq 11.
+
+    weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; gives [].
+    """
+    return (weights * costs).sum()
+
+
+def policy_cost(probabilities: Tensor, costs: Tensor, uniform: Tensor) -> Tensor:
+    """Eq 11 by policy gradient: the cost of one-hot draws, whose gradient is E[(C - b)·∇ log p(Z)].
+
+    Each edge is credited with its own cost alone, since the others' have no part in its gradient's expectation. The
+    baseline b is the edge's expected cost; it lowers the variance and, being the same for all draws, adds no bias.
+
+    probabilities [choices, width]; costs [sites, choices, width]; uniform [draws, choices, width] inside (0, 1); gives
+    the mean over the draws, [].
+    """
+    per_edge = costs.sum(0)
+    gumbel = -torch.log(-torch.log(uniform))
+    with torch.no_grad():
+        winner = (torch.log(probabilities) + gumbel).argmax(-1, keepdim=True)  # padding: log 0, never wins
+    draws = winner.shape[0]
+    chosen = per_edge.expand(draws, *per_edge.shape).gather(-1, winner)
+    log_p = torch.log(probabilities.expand(draws, *probabilities.shape).gather(-1, winner))
+    baseline = (probabilities.detach() * per_edge).sum(-1, keepdim=True)
+    credit = ((chosen - baseline) * log_p).sum() / draws
+    return chosen.sum() / draws + credit - credit.detach()
+
+
+def log_cost(weights: Tensor, costs: Tensor) -> Tensor:
+    """The log form of the authors' code for one kind of cost: Σ_edges ln(max(1, cost)), averaged over sites.
+
+    Of a relaxed sample it is theirs. Of the probabilities it is the logarithm of the expected cost; the expectation of
+    the former is below it, and differs from it in gradient too, since a logarithm is not linear.
+
+    weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; gives [].
+    """
+    return (weights * costs).sum(-1).clamp(min=1.0).log().sum(-1).mean()
 
 
 class ResourcePenalty(nn.Module):

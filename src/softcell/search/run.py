@@ -21,7 +21,7 @@ from softcell.arch import Genotype, empty_cells
 from softcell.arch.evolve import Evolution
 from softcell.data import Dataset, datasets, fingerprint
 from softcell.data.dataset import content_of
-from softcell.data.guard import test_set_sealed
+from softcell.data.splits import test_set_sealed
 from softcell.engine import RunFolder, checkpoint, new_manifest
 from softcell.engine.distributed import barrier, broadcast_module, on_main
 from softcell.engine.interleave import Running, drain
@@ -40,9 +40,8 @@ from softcell.search.genotypes import about_of
 from softcell.search.guide import Guide
 from softcell.search.recipe import Pretrain, SearchRecipe, Select, load_images, resolve
 from softcell.search.resource import Resource
-from softcell.search.restored import draw_reconstructions
+from softcell.search.supernet import RECALIBRATED, draw_reconstructions
 from softcell.search.task import SearchTask
-from softcell.search.validation import RECALIBRATED
 from softcell.settings import refuse_changes, without_auto
 from softcell.spaces import build_space
 from softcell.text import Shown, count_of, percent

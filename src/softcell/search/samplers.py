@@ -24,9 +24,8 @@ from softcell.engine.session import Session, computing_in, in_precision
 from softcell.errors import UserError
 from softcell.kernels.shared import norms_of
 from softcell.methods import Sampler, UntrainedSampler
-from softcell.nn.guide import Guided
 from softcell.nn.norm import running_statistics
-from softcell.nn.objective import Evaluated, Objective
+from softcell.nn.objective import Evaluated, Guided, Objective
 from softcell.search.budget import Budget, next_within
 from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges

@@ -39,8 +39,7 @@ from softcell.errors import UserError
 from softcell.search.budget import Budget, counted_network, format_cost, state_budget_for
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import Resource
-from softcell.search.restored import Restored
-from softcell.search.validation import measure_child
+from softcell.search.supernet import Restored, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.costs import count_candidates
 

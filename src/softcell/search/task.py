@@ -24,7 +24,6 @@ from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
 from softcell.search.budget import Budget
 from softcell.search.dry_pass import compile_ahead
-from softcell.search.hypergradient import Unrolling
 from softcell.search.meters import (
     ArchitectureMeter,
     ChildMeter,
@@ -44,7 +43,7 @@ from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty
 from softcell.search.selection import evolved, strongest_within_budget
 from softcell.search.steps import StepState, bilevel, single_level, unrolled, weight_step
-from softcell.search.validation import Validation, measure_child
+from softcell.search.supernet import Validation, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.execution import can_fuse, modules_only
@@ -200,8 +199,7 @@ class SearchTask:
             else:
                 train, validation = (batch.images, batch.labels), (other.images, other.labels)
                 if self.recipe.regime == "unrolled":
-                    settings = Unrolling(self.recipe.unrolled.exact, self.recipe.unrolled.epsilon)
-                    result, held = unrolled(self.step_state, train, validation, settings)
+                    result, held = unrolled(self.step_state, train, validation, self.recipe.unrolled)
                 else:
                     result, held = bilevel(self.step_state, train, validation)
                 others.append(held.loss)

@@ -16,10 +16,11 @@ from softcell.kernels.derived import NONE, Derived, Form, NodeInput, Norm, Pooli
 from softcell.kernels.schedule import Schedule
 from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
+from softcell.nn.norm import update_running
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_cell import compute_type, running_statistics, update_running
-from softcell.spaces._fused_plan import Unfit, pool_of
+from softcell.spaces._fused_plan import Unfit, pool_of, running_by_plane
+from softcell.spaces.execution import compute_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class DerivedPass:
         dtype = compute_type(newest)
         with torch.autocast(newest.device.type, enabled=False):
             parameters = cell.flat_parameters()
-            running = None if training else running_statistics(cell.norms, program.planes, program.channels)
+            running = None if training else running_by_plane(cell.norms, program.planes, program.channels)
             shared, factors = training and shares_norms(), self._factors.get(id(cell))
             out, moments = derived_cell(program, dtype, parameters, running, factors, *states, shared=shared)
         if training:

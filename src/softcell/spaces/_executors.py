@@ -21,8 +21,7 @@ from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
 from softcell.nn.stack_calibrations import run_calibrations
-from softcell.spaces._fused_cell import FusedCell
-from softcell.spaces._fused_plan import Entry, plan, plan_apart, remembered
+from softcell.spaces._fused_plan import Entry, FusedCell, plan, plan_apart, remembered
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import Execution, is_modules_only, plan_modules

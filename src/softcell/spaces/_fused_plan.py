@@ -1,20 +1,126 @@
-"""Plans the program that runs a mixed cell's modules together, or raises the reason why they must run one by one."""
+"""Mixed cells that run as one program of `softcell.kernels`: the program with its modules, and how it is planned.
+
+`plan` makes a `FusedCell` of a cell's live candidates, or raises the reason why their modules must run one by one.
+Nothing is owned here: weights and running statistics stay in the modules, under their names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from softcell.kernels.cell import Program, Wave
-from softcell.kernels.compose import Kind, Recipe
+from softcell.kernels.cell import Program, Wave, mixed_cell
+from softcell.kernels.compose import Kind, Recipe, compose, compose_gradient, flat_kernels
 from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
+from softcell.kernels.shared import SharedRows, shares_norms
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.spaces._fused_cell import FusedCell
+from softcell.nn.norm import required, update_running
+from softcell.nn.stack import as_vector, owned
+from softcell.spaces.execution import compute_type
+
+
+class _Flat(torch.autograd.Function):
+    """The flat weights [size] of a cell from its modules' weights, whose gradients come in the same layout."""
+
+    @staticmethod
+    def forward(ctx: Any, cell: FusedCell, *weights: Tensor) -> Tensor:
+        ctx.cell = cell
+        ctx.save_for_backward(*weights)
+        factors = torch.cat([as_vector(w) for w in weights])
+        out = factors.new_empty(cell.program.size)
+        compose(factors, out, cell.recipes, cell.program.channels)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cell: FusedCell = ctx.cell
+        weights: list[Tensor] = list(ctx.saved_tensors)
+        if torch.is_grad_enabled():
+            again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
+            return None, *again
+        factors = torch.cat([as_vector(w) for w in weights])
+        found = torch.empty_like(factors)
+        compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
+        return None, *owned(found, weights)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedCell:
+    """A program and the modules it reads."""
+
+    program: Program
+    recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
+    convolutions: tuple[nn.Conv2d, ...]
+    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all of one momentum
+
+    def __call__(
+        self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
+    ) -> list[Tensor]:
+        """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes.
+
+        mix: None where every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
+        """
+        c, device = self.program.channels, states[0].device
+        training = self.norms[0][1].training
+        dtype = compute_type(states[0])
+        with torch.autocast(device.type, enabled=False):
+            flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
+            running = None if training else running_by_plane(self.norms, self.program.planes, c)
+            mix = flat.detach() if mix is None else mix  # not read then, but kernels need a pointer
+            mix = mix.to(torch.promote_types(dtype, torch.float32))
+            n, _, height, width = states[0].shape
+            stride = self.program.stride
+            own_rows = n * -(-height // stride) * -(-width // stride)
+            shared = SharedRows(own_rows) if training and shares_norms() else None
+            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states, shared=shared)
+            if training:
+                rows: int | Tensor = own_rows
+                if shared is not None and shared.total is not None:
+                    rows = shared.total.clamp(min=2)  # a check would stall the device
+                elif own_rows <= 1:
+                    raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
+                unbiased = moments[2] * (rows / (rows - 1))
+                planes = [plane for plane, _ in self.norms]
+                means, variances = ([of[plane] for plane in planes] for of in (moments[0], unbiased))
+                update_running([norm for _, norm in self.norms], means, variances)
+        return [*states, *nodes]
+
+    def parameters(self) -> list[Tensor]:
+        """The convolutions' weights, in the order the recipes know them by."""
+        return [conv.weight for conv in self.convolutions]
+
+    def flatten(self, weights: Sequence[Tensor]) -> Tensor:
+        """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
+        return flat_kernels(torch.cat([as_vector(w) for w in weights]), self.recipes, self.program.channels)
+
+
+Norms = Sequence[tuple[int, nn.BatchNorm2d]]
+"""(plane, its norm), all of one momentum."""
+
+
+def running_by_plane(norms: Norms, planes: int, channels: int) -> Tensor:
+    """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
+    means = torch.stack([required(m.running_mean) for _, m in norms])
+    variances = torch.stack([required(m.running_var) for _, m in norms])
+    running = means.new_zeros(2, planes, channels)
+    where = _positions(tuple(plane for plane, _ in norms), means.device)
+    return running.index_copy_(1, where, torch.stack([means, variances]))
+
+
+_POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _positions(planes: tuple[int, ...], device: torch.device) -> Tensor:
+    key = (planes, device)
+    if key not in _POSITIONS:
+        _POSITIONS[key] = torch.tensor(planes, device=device)
+    return _POSITIONS[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ import softcell.nn.attention
 import softcell.nn.calibrate
 import softcell.nn.conv
 import softcell.nn.stochastic  # noqa: F401  (registers its candidates)
-from softcell.arch import Genotype, Layout, Mix
+from softcell.arch import Cell, Genotype, Layout, Mix, Table
+from softcell.errors import UserError
 from softcell.kernels.schedule import Schedule
 from softcell.nn.conv import dense_gradient
 from softcell.nn.stochastic import DropPath
@@ -309,3 +310,42 @@ def evaluation_sizes(space: type[Space], data: str, recipe: str | None = None) -
     """
     own: Mapping[str, Any] = space.evaluation.get(evaluation_scale(data), {})
     return space.evaluation.get(data, own) if recipe is None else space.evaluation.get(recipe, {})
+
+
+FIXED = ("nodes", "layers")
+"""Settings of a space that a genotype determines: the number of nodes of its cells."""
+
+
+def fixed_by(genotype: Genotype, space: Space) -> dict[str, Any]:
+    """The values of the settings in `FIXED` for which cells of `space` have the nodes of `genotype`."""
+    last = max(map(_last, genotype.cells.values()))
+    found = {}
+    for name in {one.name for one in fields(space)} & set(FIXED):  # type: ignore[arg-type]
+        for value in range(1, last + 2):
+            try:
+                layout = replace(space, **{name: value}).layout()  # type: ignore[type-var]
+            except UserError:
+                continue  # a number of nodes that this space does not have
+            alike = all(layout.settings.get(key, own) == own for key, own in genotype.settings.items())
+            if alike and max(map(_last, layout.tables)) == last:
+                found[name] = value
+                break
+    return found
+
+
+def fit_space(genotype: Genotype, space: Space, asked: Mapping[str, Any]) -> Space:
+    """`space` with the settings that the genotype determines; those in `asked` must not contradict it."""
+    fixed = fixed_by(genotype, space)
+    for name, value in fixed.items():
+        if name in asked and getattr(space, name) != value:
+            raise UserError(
+                f"the number of {name} must be that of the genotype, {value}, but got {name}={getattr(space, name)}; "
+                f"leave it out, or search with space.{name}={getattr(space, name)}"
+            )
+    return replace(space, **fixed)  # type: ignore[type-var]
+
+
+def _last(cell: Cell | Table) -> int:
+    """The highest node number."""
+    edges = cell.picks if isinstance(cell, Cell) else cell.choices
+    return max(*cell.output, *(edge.target for edge in edges), 0)

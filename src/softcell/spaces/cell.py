@@ -33,8 +33,7 @@ from softcell.spaces._executors import (
     run_by_node,
     run_fused_cell,
 )
-from softcell.spaces._fused_cell import FusedCell
-from softcell.spaces._fused_plan import Entry, Unfit, remembered
+from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.edges import (
     Bottleneck,

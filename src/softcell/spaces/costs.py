@@ -2,6 +2,21 @@
 
 For candidates the supernet is built and run without memory (torch's meta device), which gives the sizes of all nodes;
 then every candidate is counted separately. Nothing here depends on the name of a space or a candidate.
+
+Layers cost as in SNAS (Xie, Zheng, Liu, Lin; ICLR 2019), Appendix F. H×W is the size of a layer's output, f×k its
+window, I and O its input and output channels, g its groups, s its stride.
+
+    Eq 35  parameters of a convolution  f·k·I·O/g              -> `convolution`
+    Eq 36  FLOPs of a convolution       H·W·f·k·I·O/g
+    Eq 37  memory access                H·W·(s²·I+O) + f·k·I·O/g
+    Eq 38  FLOPs of pooling             H·W·f·k·I·O as printed  -> `pooling`
+    Eq 39  FLOPs of a skip connection   0                      -> `passing`
+    Eq 40  memory access of both        H·W·(s²·I+O)
+
+Eq 37 and 40 are printed without s²: their H×W is one size for input and output. A layer of stride 2 reads a map of four
+times the size of the one it writes, and the authors' code counts it so.
+
+One multiplication with one addition counts as one FLOP, as in Eq 36; others call that a multiply-add.
 """
 
 from __future__ import annotations
@@ -9,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +32,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from softcell.arch import Genotype, Live, Mix, WeightMix
-from softcell.arch.cost import KINDS, CostTables, Resources, convolution, passing, pooling
+from softcell.arch import Genotype, Layout, Live, Mix, WeightMix
 from softcell.errors import UserError
 from softcell.nn.attention import Attention, shifts_only
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import get_candidate
 from softcell.spaces.base import Shape, Space, Supernet
 from softcell.spaces.cell import MixedCell
+
+KINDS = ("parameters", "flops", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,61 @@ class Cost:
     def megabytes(self) -> float:
         """Size of the weights in float32."""
         return self.parameters * 4 / 1e6
+
+
+class Resources(NamedTuple):
+    """Costs of one layer or candidate for one image."""
+
+    parameters: int = 0
+    flops: int = 0
+    memory: int = 0
+
+
+def convolution(
+    height: int, width: int, window: int, c_in: int, c_out: int, groups: int = 1, *, reduction: int = 1
+) -> Resources:
+    """A convolution without bias; height and width are its output's, `window` is f·k and `reduction` s²."""
+    weights = window * c_in * c_out // groups  # Eq 35
+    memory = height * width * (reduction * c_in + c_out) + weights  # Eq 37
+    return Resources(weights, height * width * weights, memory)  # Eq 36
+
+
+def pooling(
+    height: int, width: int, window: int, c_in: int, c_out: int, *, reduction: int = 1, printed: bool = False
+) -> Resources:
+    """A pooling layer; sizes as for `convolution`.
+
+    Deviation: a real pooling layer reads f·k values per output value, so H·W·f·k·O; Eq 38 prints another factor I,
+    which `printed` gives.
+    """
+    flops = height * width * window * c_out * (c_in if printed else 1)  # Eq 38
+    return Resources(0, flops, height * width * (reduction * c_in + c_out))  # Eq 40
+
+
+def passing(height: int, width: int, c_in: int, c_out: int) -> Resources:
+    """A skip connection: nothing is computed, but the map is read and written (Eq 39, 40)."""
+    return Resources(0, 0, height * width * (c_in + c_out))
+
+
+@dataclass(frozen=True)
+class CostTables:
+    """By kind of cost, for every site of a layout the cost of each candidate: float64 [choices, width], padding 0."""
+
+    layout: Layout
+    kinds: Mapping[str, tuple[Tensor, ...]]
+
+    def __post_init__(self) -> None:
+        for kind, sites in self.kinds.items():
+            shapes = [self.layout.table(name).shape for name in self.layout.sites]
+            assert [tuple(costs.shape) for costs in sites] == shapes, f"{kind}: one [choices, width] per site"
+
+    def of(self, kind: str, table: str) -> Tensor:
+        """[sites of the table, choices, width]"""
+        return torch.stack([self.kinds[kind][site] for site in self.layout.sites_of(table)])
+
+    def read_tables(self) -> tuple[str, ...]:
+        """Names of the tables that some site reads."""
+        return tuple(table.name for table in self.layout.tables if table.name in self.layout.sites)
 
 
 class _WithoutNorms(TorchFunctionMode):

@@ -1,8 +1,8 @@
 """How cells run: the choice among executors that give the same values at different speeds.
 
-    plan           mixed cells                         `_fused_executors`, `_node_executor`
-    plan_modules   the modules that read one node      `_node_executor`
-    plan_layer     a layer of a mixed chain            `chain`
+    plan           mixed cells                         `_executors`
+    plan_modules   the modules that read one node      `_executors`
+    plan_layer     a layer of a mixed chain            `cell`
     plan_network   cells of derived networks           `_derived_plan`, `cell`
 
 Fused executors run through `softcell.kernels`, on a GPU with Triton. The plain path, module by module, is the twin that
@@ -24,7 +24,6 @@ from softcell.arch import Mix, WeightMix
 from softcell.kernels.backend import has_triton
 from softcell.nn.stack import grouping_blocks_pays, stacking_pays
 from softcell.nn.stack_calibrations import grouping_calibrations_pays
-from softcell.spaces._fused_cell import compute_type
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell
@@ -108,6 +107,12 @@ def kernels_serve(x: Tensor) -> bool:
     if x.device.type != "cuda" or is_modules_only() or not x.numel():
         return False
     return can_fuse() and compute_type(x) in (torch.float32, torch.bfloat16)
+
+
+def compute_type(x: Tensor) -> torch.dtype:
+    """The dtype of computations on `x`: its own, or the dtype of autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def can_fuse() -> bool:

@@ -25,8 +25,7 @@ from torch.export.passes import move_to_device_pass
 from softcell.engine import RunFolder
 from softcell.errors import UserError
 from softcell.files import parse_json
-from softcell.nn.classifiers import ARCHITECTURES, Classifier, get_architecture
-from softcell.nn.guide import Tapped
+from softcell.nn.classifiers import ARCHITECTURES, Classifier, Tapped, get_architecture
 from softcell.registry import load_plugins
 from softcell.settings import build
 from softcell.spaces.pretrained import WEIGHTS, load_pretrained

@@ -13,7 +13,7 @@ from softcell.app.cli import run
 from softcell.arch import sample
 from softcell.evaluate.recipe import resolve as resolve_training
 from softcell.search import resolve
-from softcell.search.seeds import SearchedSeeds
+from softcell.seeds import SearchedSeeds
 from softcell.spaces import build_space
 from tests.helpers.cli_calls import Softcell
 

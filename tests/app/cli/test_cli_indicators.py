@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from softcell.app.cli.main import run
 from softcell.app.cli.supernet import _pictures
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
 from tests.helpers.cli_calls import TINY, Softcell
 
 

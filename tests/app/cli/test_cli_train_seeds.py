@@ -18,11 +18,11 @@ from softcell import api
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
-from softcell.evaluate.initial import load_initial
-from softcell.evaluate.seeds import train_seeds
 from softcell.recipes import train_seeds_recipe
 from softcell.search.genotypes import read_genotype
-from softcell.search.restored import restore
+from softcell.search.supernet import restore
+from softcell.seeds import train_seeds
+from softcell.spaces.pretrained import load_initial
 from tests.helpers.cli_calls import CELL, TINY_TRAIN, Softcell
 from tests.helpers.search_toys import write_data
 

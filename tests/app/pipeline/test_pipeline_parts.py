@@ -22,7 +22,7 @@ from softcell.engine.task import EpochEnded, Event
 from softcell.errors import UserError
 from softcell.methods import METHODS, Sampler
 from softcell.search import SearchRecipe, resolve
-from softcell.search.validation import overfit_warning
+from softcell.search.supernet import overfit_warning
 from softcell.settings import build
 from softcell.spaces import build_space
 

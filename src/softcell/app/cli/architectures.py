@@ -19,7 +19,6 @@ from softcell.arch import Genotype, count, notation, sample
 from softcell.data import datasets
 from softcell.errors import UserError
 from softcell.evaluate import RECIPES, TrainRecipe, count_genotype
-from softcell.evaluate.recipe import fit_space
 from softcell.files import read_text
 from softcell.methods import METHODS
 from softcell.nn.candidates import get_candidate, known_candidates
@@ -30,6 +29,7 @@ from softcell.search.genotypes import is_notation, named_epoch, named_in_file
 from softcell.search.recipe import SCALES
 from softcell.settings import at_most, is_seed, merge, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
+from softcell.spaces.base import fit_space
 from softcell.text import count_of, percent
 
 NB201_CELL = "'|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|skip_connect~2|'"

@@ -43,7 +43,7 @@ from softcell.evaluate.nb201 import (
     zero_cost,
 )
 from softcell.methods import METHODS, Method
-from softcell.nn.zero_cost import PROXIES, Proxy
+from softcell.methods.parts import PROXIES, Proxy
 from softcell.recipes import search_seeds_recipe
 from softcell.spaces import build_space
 

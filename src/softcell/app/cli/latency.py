@@ -22,10 +22,9 @@ from softcell.engine import resolve_device
 from softcell.engine.session import set_threads
 from softcell.errors import UserError
 from softcell.evaluate.latency import SAMPLES, LatencyTable, measure_module, measure_space
-from softcell.evaluate.recipe import fit_space
 from softcell.settings import merge, to_dict
 from softcell.spaces import SPACES, Network, Shape, Space, build_space
-from softcell.spaces.base import evaluation_space
+from softcell.spaces.base import evaluation_space, fit_space
 from softcell.text import count_of
 
 CIFAR = "cifar"

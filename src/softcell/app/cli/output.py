@@ -18,13 +18,11 @@ from softcell.engine import RunFolder
 from softcell.engine.distributed import is_main_process
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
-from softcell.evaluate.seeds import TrainedSeeds
 from softcell.search import SearchResult
 from softcell.search.budget import format_cost
-from softcell.search.restored import PICTURE
 from softcell.search.run import FIRST
-from softcell.search.seeds import SearchedSeeds, figure, loss, score
-from softcell.search.validation import RECALIBRATED
+from softcell.search.supernet import PICTURE, RECALIBRATED
+from softcell.seeds import SearchedSeeds, TrainedSeeds, compared_by, last_accuracy, last_loss
 from softcell.text import clock, count_of, percent
 
 
@@ -162,15 +160,15 @@ def show_seeds(out: Console, result: SearchedSeeds) -> None:
     """The accuracy of each seed, with mean and spread; the best one is marked."""
     out.print()
     reached: list[float] = []
-    by = figure(result.results.values())
+    by = compared_by(result.results.values())
     where = "on the validation split" + (", BatchNorm recalibrated" if by == RECALIBRATED else "")
     for seed, one in result.results.items():
-        value = score(one, by)
+        value = last_accuracy(one, by)
         if value is not None and one.genotype is not None:
             reached.append(value)
         state = "" if one.genotype is not None else ", unfinished"
         text = "not measured" if value is None else f"{percent(value)} {where}"
-        if value is None and (validation_loss := loss(one)) is not None:
+        if value is None and (validation_loss := last_loss(one)) is not None:
             text = f"loss {validation_loss:.4f} on the validation split"
         print_fields(out, **{f"seed {seed}": f"{text}{state}{'  (best)' if seed == result.best else ''}"})
     for seed, error in result.errors.items():

@@ -30,13 +30,13 @@ from softcell.app.pipeline import Front, Plan, RunRequest, Summary, parse_time, 
 from softcell.app.process import start_time
 from softcell.app.progress import RunScreen, counting
 from softcell.arch import Genotype
-from softcell.engine.runfolder import MANIFEST, free_folder
-from softcell.engine.seeds import SEEDS, read_seeds, seed_folder
+from softcell.engine.runfolder import MANIFEST, SEEDS, free_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.files import atomic_write_text
 from softcell.recipes import train_recipe
 from softcell.search.genotypes import read_genotype
+from softcell.seeds import read_seeds, seed_folder
 from softcell.text import count_of, percent
 
 commands = typer.Typer()

@@ -23,12 +23,12 @@ from softcell.data import datasets
 from softcell.data.folder import is_split, scan
 from softcell.engine import RunFolder
 from softcell.engine.distributed import restarted_folder
-from softcell.engine.runfolder import RUNS, output_folder
-from softcell.engine.seeds import SEEDS, seed_folder
+from softcell.engine.runfolder import RUNS, SEEDS, output_folder
 from softcell.engine.session import join_processes
 from softcell.errors import UserError
 from softcell.recipes import search_recipe, search_seeds_recipe
 from softcell.search import SearchRecipe
+from softcell.seeds import seed_folder
 
 commands = typer.Typer()
 

@@ -26,8 +26,8 @@ from softcell.files import atomic_write_bytes, atomic_write_text, list_file
 from softcell.search.budget import format_cost
 from softcell.search.genotypes import run_in
 from softcell.search.resource import quantity
-from softcell.search.restored import Restored, restore
 from softcell.search.selection import OPTIONS, FrontPoint, Kind, derive_front
+from softcell.search.supernet import Restored, restore
 from softcell.text import count_of, percent
 
 SHOWN = 3  # images of the validation split, unless others are named

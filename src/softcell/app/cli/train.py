@@ -21,8 +21,7 @@ from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.engine.distributed import restarted_folder
-from softcell.engine.runfolder import output_folder
-from softcell.engine.seeds import SEEDS
+from softcell.engine.runfolder import SEEDS, output_folder
 from softcell.engine.session import join_processes
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe

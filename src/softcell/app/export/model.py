@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from softcell.engine import RunFolder, resolve_device
 from softcell.engine.runfolder import MANIFEST
 from softcell.errors import UserError
-from softcell.evaluate.image_classes import Forward, ImagePrediction, classify, image_files
+from softcell.evaluate.predictions import Forward, ImagePrediction, classify, image_files
 from softcell.settings import convert
 from softcell.spaces import Inputs, Network, Shape
 from softcell.spaces.pretrained import MODEL, read_description

@@ -33,8 +33,8 @@ from softcell.engine import resolve_device
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
 from softcell.search.resource import quantity
-from softcell.search.restored import restore
 from softcell.search.selection import Kind, derive_front
+from softcell.search.supernet import restore
 from softcell.spaces.costs import Cost
 from softcell.text import clock, count_of
 

@@ -24,8 +24,8 @@ from softcell.app.report.theme import Child, Html, big, el, facts, inside_page, 
 from softcell.arch import Genotype
 from softcell.errors import UserError
 from softcell.search.genotypes import best_so_far, genotype_of
-from softcell.search.restored import PICTURE
 from softcell.search.run import FIRST
+from softcell.search.supernet import PICTURE
 
 SHOWN = 12  # images with the most confidence in a wrong class
 WIDEST = 1600  # pixels of a picture in a page

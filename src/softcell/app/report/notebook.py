@@ -18,10 +18,9 @@ from softcell.app.report.compare import HEADER, Comparison, group_row
 from softcell.app.report.theme import Child, Html, el, join
 from softcell.arch import Genotype
 from softcell.evaluate import TrainResult
-from softcell.evaluate.seeds import TrainedSeeds, figures
 from softcell.files import atomic_write_text
 from softcell.search import SearchResult
-from softcell.search.seeds import SearchedSeeds, figure, score
+from softcell.seeds import SearchedSeeds, TrainedSeeds, compared_by, last_accuracy, training_metrics
 from softcell.text import VIEWS, Shown, percent
 
 REPORT_HEIGHT = 640
@@ -89,7 +88,7 @@ def _search_html(result: SearchResult) -> Html:
 
 
 def _train_html(result: TrainResult) -> Html:
-    measured = [(name, percent(value)) for name, value in figures(result).items() if value is not None]
+    measured = [(name, percent(value)) for name, value in training_metrics(result).items() if value is not None]
     facts: list[tuple[str, Child]] = [("folder", str(result.folder)), ("recipe", repr(result.recipe))]
     facts += [(f"{name} ({result.split})", value) for name, value in measured]
     facts += [("parameters", f"{result.cost.parameters:,}"), ("multiply-adds", f"{result.cost.multiply_adds:,}")]
@@ -97,9 +96,13 @@ def _train_html(result: TrainResult) -> Html:
 
 
 def _searched_seeds_html(result: SearchedSeeds) -> Html:
-    by = figure(result.results.values())
+    by = compared_by(result.results.values())
     rows = [
-        [str(seed), "–" if (value := score(one, by)) is None else percent(value), "best" if seed == result.best else ""]
+        [
+            str(seed),
+            "–" if (value := last_accuracy(one, by)) is None else percent(value),
+            "best" if seed == result.best else "",
+        ]
         for seed, one in result.results.items()
     ]
     best = None if result.best is None else result.results[result.best].genotype
@@ -109,10 +112,12 @@ def _searched_seeds_html(result: SearchedSeeds) -> Html:
 
 
 def _trained_seeds_html(result: TrainedSeeds) -> Html:
-    known = [name for one in result.results.values() for name, value in figures(one).items() if value is not None]
+    known = [
+        name for one in result.results.values() for name, value in training_metrics(one).items() if value is not None
+    ]
     names = list(dict.fromkeys(known))
     rows = [
-        [str(seed), *("–" if (value := figures(one).get(name)) is None else percent(value) for name in names)]
+        [str(seed), *("–" if (value := training_metrics(one).get(name)) is None else percent(value) for name in names)]
         for seed, one in result.results.items()
     ]
     return join(table(("seed", *names), rows), el("p", repr(result)))

@@ -22,12 +22,12 @@ from typing import Any
 from softcell.app.jobs import has_run
 from softcell.arch import sample
 from softcell.engine import RunFolder
+from softcell.engine.manifest import read_mapping
 from softcell.errors import UserError, nearest
 from softcell.files import atomic_write_text
 from softcell.methods import METHODS
 from softcell.recipes import search_recipe, train_recipe
 from softcell.registry import load_plugins
-from softcell.search.recipe import read_mapping
 from softcell.settings import MOST_RANDOM, MOST_SEEDS, at_most, build, layered, merge
 from softcell.spaces import SPACES, build_space
 from softcell.trust import Kind

@@ -61,7 +61,7 @@ class LiteTransformer(nn.Module):
     ) -> None:
         super().__init__()
         c, h, w = shape
-        self.shape, self.tokens, self.pool, self.has_values = shape, tokens, pool, values
+        self.shape, self.tokens, self.pool = shape, tokens, pool
         size = c * (h * w if pool is None else pool * pool)
         self.indicator = nn.Parameter(0.02 * torch.randn(c, h, w))
         self.positions = nn.Parameter(0.02 * torch.randn(tokens + 1, size))

@@ -16,7 +16,7 @@ from softcell.engine.interleave import Running, RunState, Steps, drain, interlea
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
-from softcell.search.seeds import search_seeds
+from softcell.seeds import search_seeds
 from tests.helpers.search_toys import THREE_EDGES, settings, write_data
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from softcell.data import load
 from softcell.data.batches import Feeds
 from softcell.engine.metrics import measure
 from softcell.engine.session import computing_in
-from softcell.search.validation import Validation, overfit_warning
+from softcell.search.supernet import Validation, overfit_warning
 from softcell.spaces import Supernet, build_space
 from tests.helpers.search_toys import ALONE, TINY
 
