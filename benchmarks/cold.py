@@ -71,7 +71,7 @@ def report(request: str) -> None:
     case = Case(asked["space"], {}, (3, 32, 32), 64, method=SPACES[asked["space"]])
     opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
     with opened as session, made_data() as data:
-        task = made_search(data, case, session, **VARIANTS["fused bf16"])
+        task = made_search(data, case, session, validate_every=1, **VARIANTS["fused bf16"])
         task.begin_epoch(0)
         batches = iter(task.batches(0, 0))
         torch.cuda.synchronize()

@@ -21,6 +21,7 @@ from rich.table import Table
 from benchmarks import training_cpu
 from benchmarks.options import machine, step_options
 from benchmarks.training_cpu import BEST_201
+from softcell.engine.session import keep_freed_memory
 from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
@@ -90,6 +91,7 @@ def main() -> None:
     if device.type != "cuda":
         if options.way or not set(options.network or ()) <= set(training_cpu.CASES):
             parser.error(f"on a CPU only {' and '.join(training_cpu.CASES)} are compared, in all ways: --device cuda")
+        keep_freed_memory()  # as every run on a CPU does; the plain ways gain from it too
         rows = [training_cpu.compared(name, options.rounds) for name in options.network or training_cpu.CASES]
         on_cpu = Table("network", "way", "CPU ms", "wall ms", title=f"one training step, {threads} CPU threads")
         for row in rows:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -185,3 +187,32 @@ def test_the_average_pool_has_the_gradient_of_the_cpu_on_a_gpu(stride: int) -> N
     (expected,) = torch.autograd.grad(pool(here), here, grad)
     (found,) = torch.autograd.grad(pool(there), there, grad.cuda())
     torch.testing.assert_close(found.cpu(), expected)
+
+
+FAULTS = """
+import resource, sys
+import numpy
+from softcell.engine.session import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):  # as a training step does: the same sizes again and again
+        [numpy.ones(1 << 20, numpy.float32) for _ in range(8)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+kept = keep_freed_memory()
+faults()
+print(kept, before, faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_freed_memory_stays_in_the_process_unless_the_user_decides() -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    asked, before, after = subprocess.check_output([sys.executable, "-c", FAULTS], env=own, text=True).split()
+    if asked == "False":
+        pytest.skip("the C library has no mallopt")
+    assert int(before) > 10_000 and int(after) < int(before) / 10
+    limited = {**own, "MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert subprocess.check_output([sys.executable, "-c", FAULTS], env=limited, text=True).startswith("False")
