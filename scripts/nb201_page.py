@@ -18,6 +18,7 @@ from softcell.files import atomic_write_text
 from studies.nb201 import ARMS, ON_REQUEST, PUBLISHED, SEPARATE, read_rows
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "nas-bench-201.md"
 RESULTS = ROOT / "results" / "nb201"
 IMAGES = ROOT / "docs" / "images"
@@ -56,6 +57,8 @@ COLUMNS = {
     "cifar100_test": "CIFAR-100 test",
     "imagenet16_test": "ImageNet-16-120 test",
 }
+MARKERS = ("<!-- nb201 -->", "<!-- end of nb201 -->")
+"""Around the table in the README, which this script writes too."""
 NAMES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
 
 INTRODUCTION = """# NAS-Bench-201: every method under one recipe
@@ -143,6 +146,26 @@ def table(record: Mapping[str, Any], data: str) -> str:
     return markdown(headings, rows) + rest
 
 
+def summary(record: Mapping[str, Any]) -> str:
+    """The README's table: methods of the common recipe that were measured on CIFAR-10, the best first."""
+    found = [own for own in record["summary"] if own["data"] == "cifar10" and own["arm"] not in ON_REQUEST]
+    found.sort(key=lambda own: own["accuracies"]["cifar10_test"]["mean"], reverse=True)
+    rows = []
+    for own in found:
+        published = PUBLISHED.get(own["arm"])
+        paper = "–" if published is None else shown(*published)
+        rows.append([LABELS[own["arm"]], str(own["n"]), _spread(own["accuracies"]["cifar10_test"]), paper])
+    rows.append(["random cell", "", shown(*record["random"]["cifar10_test"]), ""])
+    return markdown(["NAS-Bench-201, one recipe for all", "seeds", "CIFAR-10 test, %", "published"], rows)
+
+
+def with_summary(readme: str, record: Mapping[str, Any]) -> str:
+    """`readme` with the current table between its two markers."""
+    before, _, rest = readme.partition(MARKERS[0])
+    _, _, after = rest.partition(MARKERS[1])
+    return f"{before}{MARKERS[0]}\n{summary(record)}\n{MARKERS[1]}{after}"
+
+
 def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
     headings = ["", "seed", "cell", "CIFAR-10 test", "seconds", "made with"]
     lines = []
@@ -187,8 +210,10 @@ def main() -> None:
     for drawing in RESULTS.glob("anytime-*.svg"):
         target = IMAGES / f"nb201-{drawing.stem.removeprefix('anytime-')}.svg"
         atomic_write_text(target, drawing.read_text(encoding="utf-8"))
+    record = json.loads((RESULTS / "nb201.json").read_text(encoding="utf-8"))
+    atomic_write_text(README, with_summary(README.read_text(encoding="utf-8"), record))
     atomic_write_text(PAGE, page())
-    print(f"wrote {PAGE}")
+    print(f"wrote {PAGE} and the table in {README}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,16 @@ def test_the_page_matches_the_records() -> None:
         assert shown.read_bytes() == drawing.read_bytes()
 
 
+def test_the_table_in_the_readme_matches_the_records() -> None:
+    record = json.loads((nb201_page.RESULTS / "nb201.json").read_text(encoding="utf-8"))
+    readme = nb201_page.README.read_text(encoding="utf-8")
+    assert readme == nb201_page.with_summary(readme, record), "records changed: run `python -m scripts.nb201_page`"
+    rows = re.findall(r"^\| (.+?) \| (\d+) \| ([\d.]+)", readme, re.MULTILINE)
+    assert {name for name, *_ in rows} <= set(nb201_page.LABELS.values())
+    means = [float(mean) for *_, mean in rows]
+    assert len(means) > 5 and means == sorted(means, reverse=True)
+
+
 def test_every_method_has_a_row_and_every_search_a_line() -> None:
     """Read independently of the script: seeds and means of each arm, from the rows themselves."""
     page = nb201_page.PAGE.read_text(encoding="utf-8")
