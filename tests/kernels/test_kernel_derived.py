@@ -135,7 +135,7 @@ SETTINGS: list[dict[str, int]] = [
     {"weight_rows": 16, "stage_rows": 32, "lower_rows": 32, "weight_programs": 400},  # several tiles, several splits
     {"pitch": 1, "product_sums": 0, "weight_side": 64, "beside": 0, "splits_block": 256},
     {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32, "lower_apart": 0},
-    {"activate_lines": 0, "sum_lines": 0, "stage_lines": 1},
+    {"activate_lines": 0, "stage_lines": 1},
     {"stage_lines": 0, "lower_inner": 16, "lower_pulled": 16, "point_depth": 16, "point_side": 16, "flat": 32},
 ]
 

@@ -52,7 +52,6 @@ class Blocks:
     gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
     activate_lines: bool = True  # line by line
-    sum_lines: bool = True  # sums into nodes, and over what arrives there, line by line
     flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
     flat: int = 64
     sums_elements: int = 1024
@@ -72,14 +71,16 @@ def blocks_for(channels):
     warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` and
     `_gather_lines` alone (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1
     cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
-    are preferred to those that save a pass over memory (rows 18 to 20).
+    are preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36
+    and 72 channels; that form is not compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
+    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
     elif channels <= 64:
         found = Blocks()
     else:
-        found = Blocks(stage_rows=64, point_depth=32, lower_rows=64, lower_pulled=32)
+        found = Blocks(stage_rows=64, point_depth=32, lower_rows=64, lower_pulled=32, splits_block=256)
     return replace(found, **({"lower_inner": side_for(channels, 128)} | OVERRIDES))
 
 

@@ -8,7 +8,6 @@ of this rank's rows, the second reads those of all ranks. Nothing waits for the 
 import triton
 import triton.language as tl
 
-from softcell.kernels.derived_flat_triton import _arrival_sums_lines
 from softcell.kernels.shared import sum_in_place
 
 
@@ -281,20 +280,6 @@ def measure(run, partial, planes, rows):
 def arrival_sums(run, jobs, planes):
     """Sums over the gradients of what arrives at nodes, a job of `_pull_rows` for each plane, and slopes from them."""
     p, c = run.program, run.c
-    if run.blocks.sum_lines:
-        lines = run.n * run.out_height
-        most, _, blocks = run.flat_grid(lines, 1, run.out_width * c)
-        parts = max(1, min(most, triton.cdiv(2112, len(jobs) * blocks)))
-        each = triton.cdiv(triton.cdiv(lines, parts), run.blocks.flat_lines) * run.blocks.flat_lines
-        parts = triton.cdiv(lines, each)
-        partial = run._partial(parts * run.out_width, len(jobs))
-        run.schedule.launch(
-            _arrival_sums_lines, (parts, len(jobs), blocks), run.buffer, run.gradient, run.moments,
-            run._scales(), partial.tensor, run.schedule.table(jobs), run.n, each, run.out_height,
-            run.out_width, run.rows * c, p.planes, len(jobs), C=c, DROPS=run.form.drops, **run._flat(),
-        )  # fmt: skip
-        finish_slopes(run, partial, planes, run.rows)
-        return
     blocks = triton.cdiv(c, run.block_c)
     block = max(1, run.blocks.sums_elements // run.block_c)
     splits = max(1, min(triton.cdiv(run.rows, block), triton.cdiv(1056, len(jobs) * blocks)))

@@ -10,7 +10,7 @@ import triton
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE, consumers
-from softcell.kernels.derived_flat_triton import _add_up_lines, _pull_lines
+from softcell.kernels.derived_flat_triton import _pull_lines
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
 from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
 from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, overridden
@@ -110,14 +110,6 @@ class Forward(Stages):
             begin = len(jobs)
             jobs += [(*self.view(a.plane), a.plane, a.path) for a in p.node_inputs[plane - p.inputs]]
             nodes.append((begin, len(jobs), plane - p.inputs))
-        if self.blocks.sum_lines:
-            grid = self.flat_grid(self.n * self.out_height, len(nodes), self.out_width * c)
-            self.schedule.launch(
-                _add_up_lines, grid, self.buffer, self.coefficients, self._scales(), self.schedule.table(nodes),
-                self.schedule.table(jobs or ((0, 0, 0, 0, NONE),)), self.n, self.out_height, self.out_width,
-                self.rows * c, p.planes, p.nodes, C=c, DROPS=self.form.drops, **self._flat(),
-            )  # fmt: skip
-            return
         block = max(1, self.blocks.add_elements // self.block_c)
         self.schedule.launch(
             _add_up, (triton.cdiv(self.rows, block), len(nodes), triton.cdiv(c, self.block_c)), self.buffer,
