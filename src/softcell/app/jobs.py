@@ -203,8 +203,8 @@ EVALUATION = 0.3
 class JobTime:
     """Seconds of the start, per epoch (steps, evaluation, checkpoint), and after the last epoch.
 
-    The start is what comes before the first step, and what the first epoch takes longer than others: allocation,
-    compilation and the recording of steps.
+    The start is the time before the first step, plus the extra time of the first epoch: allocation,
+    compilation and graph capture.
     """
 
     startup: float

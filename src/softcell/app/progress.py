@@ -24,7 +24,7 @@ from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
 
 SHOWN_EVERY = 0.05
-"""The share of a training's time after which the next epoch is shown."""
+"""The share of a training run's time after which the next epoch is shown."""
 PREPARING = "preparing: data, networks and the first step"
 REFRESH = 0.2
 """Seconds between two updates of a notebook's output."""
@@ -145,7 +145,7 @@ class Display:
         """A listener for one of several runs: its lines begin with `label`, and its bar is below the others."""
         other = Display(self._console, heading, self._quiet)
         other._label, other._bar, other._notebook = f"{label}  ", self._bar, self._notebook
-        if self._bar is not None and self._task is not None:  # each has a bar of its own
+        if self._bar is not None and self._task is not None:  # each has its own bar
             self._bar.remove_task(self._task)
             self._task = None
         self._others.append(other)
@@ -396,7 +396,7 @@ class Screen(Protocol):
         """Prints lines."""
 
     def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
-        """Shows work that has no events of its own; yields a function of (done, total, next item)."""
+        """Shows work that emits no events; yields a function of (done, total, next item)."""
 
     def job(self, heading: str) -> AbstractContextManager[OnEvent]:
         """Shows a search or training."""

@@ -1,4 +1,4 @@
-"""The competition inside a run: which networks enter, how long they train in each round, who stays, who wins.
+"""The competition inside a run: which networks enter, how long they train in each round, which stay, which one wins.
 
 Plain residual networks of up to three sizes, random cells and the found cell are trained for short, equal times and
 measured on held-out training images. The best third is trained again, longer, and the winner gets the rest of the
@@ -50,7 +50,7 @@ SEED_EPOCHS, MOST_SEEDS = 20, 3
 LONGER = 5.0
 """A smaller plain network may win if the final training has fewer epochs than this multiple of those in the round."""
 MOST_STARTING = 0.5
-"""Most of a round's time that is set aside for the starts of its trainings."""
+"""Most of a round's time that is set aside for starting its training runs."""
 LARGEST = "plain-1"
 """The largest plain network."""
 
@@ -101,8 +101,8 @@ def round_time(
     room = room if is_last else FIRST_SHARE * room
 
     def seconds(seeds: int) -> float:
-        trainings = len(entered) * seeds
-        return (room - min(trainings * start, MOST_STARTING * room)) / (seeds * _lengths(entered))
+        num_runs = len(entered) * seeds
+        return (room - min(num_runs * start, MOST_STARTING * room)) / (seeds * _lengths(entered))
 
     fitting = [seeds for seeds in range(2, MOST_SEEDS + 1) if seconds(seeds) >= SEED_EPOCHS * epoch]
     seeds = max(fitting, default=1) if is_last else 1
@@ -168,7 +168,7 @@ def decide(results: Sequence[Result], kinds: Mapping[str, Kind], count: int, lon
     if longer >= LONGER:
         why = (
             f"{ahead.name} was {words}, but it is smaller, and the final training has about {longer:.0f} times the "
-            "epochs of the round: small networks are ahead in short trainings alone"
+            "epochs of the round: small networks lead only in short training runs"
         )
         return Decision(base.name, why, "longer", ahead.name, lead, error, longer)
     if lead > error:
@@ -289,7 +289,7 @@ class Contest:
             state |= {**decided(made), "entered": [], "cut": []}
             self.screen.print("", f"no competition: not enough time; training {candidates[0].name} instead", "")
         elif cut:
-            self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
+            self.screen.print("", f"skipped, not enough time: {', '.join(cut)}")
         return state
 
     def _round(self, choice: Choice, number: int, state: dict[str, Any], candidates: dict[str, Candidate]) -> None:

@@ -320,7 +320,7 @@ READ_EVERY, WINDOW = 0.2, 2.0
 
 
 class TooLittleTimeError(UserError):
-    """The time that is left does not suffice for the fewest epochs of the smallest network."""
+    """The time left is not enough for the fewest epochs of the smallest network."""
 
 
 class Load:
@@ -365,9 +365,9 @@ FINAL_SHARE = 0.6
 SAFE = 0.97
 """Share of the time that is planned; the end of the process takes seconds on a busy machine."""
 NEEDED = 1.0
-"""CPU seconds for latency, report, weights and Python files after the trainings; a busy machine takes longer."""
+"""CPU seconds for latency, report, weights and Python files after training; a busy machine takes longer."""
 ONNX = 3.5
-"""CPU seconds of the ONNX export, which is left out if there is no time for it."""
+"""CPU seconds of the ONNX export, which is skipped if there is no time for it."""
 MOST_RESERVED = 0.1
 """Most of the time that is reserved for both, as a share; but `NEEDED` is always reserved."""
 

@@ -116,7 +116,7 @@ _OF_SPACES = {"space_settings", "auxiliary"}
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one method in one space on the same data by the same recipe; `name` is unique among them."""
+    """Runs of one method in one space on the same data with the same recipe; `name` is unique among them."""
 
     name: str
     method: str
@@ -198,7 +198,7 @@ class Comparison(Shown):
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Groups the runs that have a score and compares every two groups that were measured alike on the same data."""
+    """Groups the runs that have a score; compares all pairs of groups measured in the same way on the same data."""
     notes = []
     for run in runs:
         if run.score is None:
@@ -227,7 +227,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Every experiment once: a repeated seed is no new evidence."""
+    """Every experiment once: a repeated seed is not new evidence."""
     seen: dict[str, Run] = {}
     notes = []
     for run in runs:

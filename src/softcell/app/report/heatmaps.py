@@ -205,7 +205,7 @@ def _about_frames(known: Mapping[str, Names], frame: Mapping[str, Any]) -> str:
         )
     rule = rules[0]
     never = ", ".join(f"“{op}”" for op in ([] if rule is None else rule.never_picked))
-    beside = f" {never} is never derived, so a frame may be beside a larger weight of it." if never else ""
+    beside = f" {never} is never derived, even where its weight is the largest." if never else ""
     if isinstance(rule, TopInputs):
         other = f" other than {never}" if never else ""
         return (
