@@ -219,7 +219,7 @@ class SearchTask:
         """The architecture found: by evolution, within the budget, or the last one from before a collapse."""
         own = self._collapse.kept or self.method.derive()
         if self.recipe.evolution.is_on:
-            # What a method learned takes part; one that learns no architecture (SPOS) leaves the choice to evolution.
+            # A learned architecture joins the first generation; where there is none (SPOS) evolution decides alone.
             found, self._selected = evolved(
                 self.recipe,
                 self.supernet,
@@ -363,7 +363,7 @@ class PlanQueue:
         return {"reading": self._readback.pending(), "before": self._before}
 
     def load_state_dict(self, state: dict[str, Any] | Tensor | None) -> None:
-        if not isinstance(state, dict):  # checkpoints of older versions have the reading alone
+        if not isinstance(state, dict):  # checkpoints of older versions have only the reading
             state = {"reading": state, "before": None}
         self._readback.restore(state["reading"])
         self._before = state["before"]
