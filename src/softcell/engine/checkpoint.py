@@ -131,7 +131,7 @@ def _payload(path: Path) -> bytes:
     except OSError as error:
         raise _Bad(f"cannot be read ({error.strerror or error})") from error
     if len(data) < _HEADER.size:
-        raise _Bad(f"is cut short ({len(data)} bytes, less than its header)")
+        raise _Bad(f"is truncated ({len(data)} bytes, less than its header)")
     magic, version, length, digest = _HEADER.unpack_from(data)
     payload = data[_HEADER.size :]
     if magic != MAGIC:

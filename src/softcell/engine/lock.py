@@ -85,7 +85,7 @@ def holder(file: Path) -> str:
 
 
 def open_lock(file: Path) -> int:
-    """A descriptor of a lock file, created if missing; a link is refused."""
+    """A descriptor of a lock file, created if missing; a link is rejected."""
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
@@ -136,7 +136,7 @@ def _make(folder: Path) -> list[Path]:
     except OSError as error:
         _remove(missing)
         raise UserError(
-            f"a run needs a folder it may write, but {folder} cannot be made ({error.strerror or error}); give another "
+            f"a run needs a writable folder, but {folder} cannot be created ({error.strerror or error}); give another "
             "--out"
         ) from error
     return missing
@@ -155,7 +155,7 @@ def _lock(folder: Path) -> int:
             descriptor = open_lock(file)
         except OSError as error:
             raise UserError(
-                f"a run needs a folder it may write, but {file} cannot be opened ({error.strerror or error}); free "
+                f"a run needs a writable folder, but {file} cannot be opened ({error.strerror or error}); free "
                 "some space, or give another --out"
             ) from error
         try:
@@ -176,7 +176,7 @@ def _lock(folder: Path) -> int:
             file.unlink(missing_ok=True)
             os.close(descriptor)
             raise UserError(
-                f"a run needs {RESERVE // 1024} KB to start, but they cannot be written to {folder} "
+                f"a run needs {RESERVE // 1024} KB to start, but cannot write them to {folder} "
                 f"({error.strerror or error}); free some space, then repeat the command"
             ) from error
         except BaseException:

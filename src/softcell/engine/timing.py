@@ -107,12 +107,11 @@ class TimeBudget:
     """The time of a run: how much is used, over all its processes, and how much is kept for what follows its steps.
 
     `used` is set by the loop between two steps, to the same value on all ranks, and `preparing` before the first one.
-    Up to `startup` of the seconds before the first step are granted in addition, so that trainings whose networks take
-    different times to start have equal times to learn.
-    `later`: how many seconds later than planned the steps may end, asked between two steps; negative if they must end
-    earlier, because what follows the run takes longer than expected.
-    `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take, as
-    measured so far.
+    Up to `startup` of the seconds before the first step are granted in addition, so that training runs whose networks
+    take different times to start have equal times to learn. `later`: how many seconds later than planned the steps may
+    end, asked between two steps; negative if they must end earlier, because what follows the run takes longer than
+    expected. `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take,
+    as measured so far.
     """
 
     def __init__(self, seconds: float, startup: float = 0.0, later: Callable[[], float] | None = None) -> None:
@@ -228,9 +227,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     if key in known:
         return known[key]
     if world.size > 1:
-        notify(
-            "precision=auto: this device has not been timed yet, and several processes do not time it; using float32"
-        )
+        notify("precision=auto: this device has not been timed yet, and timing needs a single process; using float32")
         return "float32"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return "float32"
@@ -289,7 +286,7 @@ def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> in
 
 
 def time_steps(task: Task, device: torch.device) -> float:
-    """Median seconds of a step of a new task, after the steps in which it is recorded."""
+    """Median seconds of a step of a new task, after the steps in which it is captured."""
     task.begin_epoch(0)
     batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), WARMUP + TIMED)))
     for batch in itertools.islice(batches, WARMUP + 2):
