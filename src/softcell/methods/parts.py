@@ -47,7 +47,7 @@ class Pass(NamedTuple):
 class Selection(ABC):
     """Derivation from images: passes over the validation split fill sums, from which `Method.derive` derives.
 
-    last_epoch_only: passes are made after the last epoch alone; else after every epoch that is validated.
+    last_epoch_only: passes are made only after the last epoch; else after every epoch that is validated.
     accepts_penalty: whether gradients of a resource penalty reach the method through `Method.occupancy`.
 
     Example:
@@ -118,7 +118,7 @@ class Planner:
         self._plan: Plan | None = None
 
     def reading(self) -> Tensor | None:
-        """Numbers [n] that the host reads to make a plan; None: there is no plan. Must not wait for the host."""
+        """Numbers [n] that the host reads to make a plan; None: no plan. Must not synchronise with the host."""
         return None
 
     def plan(self, reading: Tensor) -> Plan:
@@ -240,7 +240,8 @@ class Observer(ABC):
 
     @abstractmethod
     def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of the watched tensors to `sums`, in place, once per step; must not wait for the host.
+        """Adds the gradients of the watched tensors to `sums`, in place, once per step; must not wait for the
+        host.
 
         With several processes these are the gradients of this process's part of the batch.
         """
@@ -250,7 +251,7 @@ class Observer(ABC):
         """By file name, per table [choices, width].
 
         The search zeroes them before an epoch, saves them in checkpoints within one, and writes their mean per step,
-        averaged over processes, to `<name>.jsonl`. They are no part of the method's state.
+        averaged over processes, to `<name>.jsonl`. They are not part of the method's state.
         """
 
 

@@ -20,7 +20,7 @@ MethodCheck = Callable[[type[Method], Space], None]
 SamplerCheck = Callable[[type[Sampler], Space], None]
 
 MOST_STEPS = 50
-"""Steps in which every logit must get a gradient; three suffice where all candidates are mixed."""
+"""Steps in which every logit must get a gradient; three are enough where all candidates are mixed."""
 
 
 def settings_are_plain_data(kind: type[Method], space: Space) -> None:
