@@ -127,13 +127,13 @@ _BUDGETS = {name: name for name in ("max_params", "max_flops", "max_latency", "l
 }
 """Options of the command line -> settings of `resource`."""
 _FIRST_SETTING = {"resource": "preset", "select": "by", "guide": "teacher"}
-"""Parts that may be given by a single word, and the setting that it stands for."""
+"""Parts that may be given by a single word, and the setting that it sets."""
 
 
 def from_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a recipe from options of the command line or keyword arguments; None is left out.
 
-    Options that stand for a setting inside a part are expanded, and objects become mappings.
+    Options for a setting inside a part are expanded, and objects become mappings.
 
     Example:
         >>> from softcell.recipes import from_options

@@ -295,7 +295,7 @@ GPU_FIXED = 0.7
 
 On an H200 (CIFAR-10, batch 512, captured steps) networks of 22, 49 and 87 million multiply-adds took 0.24, 0.30 to 0.34
 and 0.35 s per epoch, a share of 0.7 to 0.85. All had one cell per stage. The lowest is used, because deeper networks
-have more kernels: a forecast that is too long costs less than a training with too few epochs.
+have more kernels: a forecast that is too long costs less than training for too few epochs.
 """
 SLOWER_BELOW, SLOWER_ABOVE = 0.5, 0.9
 """Powers of the multiply-adds by which the time on a CPU changes, for smaller and larger networks."""

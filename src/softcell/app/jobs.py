@@ -73,7 +73,7 @@ def train(
     startup: float = 0.0,
     later: Callable[[], float] | None = None,
 ) -> TrainResult:
-    """Trains, or returns the result if `resume` finds a finished training in `out`.
+    """Trains, or returns the result if `resume` finds a finished training run in `out`.
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
     later than planned the training may end, asked between steps.
@@ -125,7 +125,7 @@ def draw_search(result: SearchResult, *, again: bool = False) -> None:
 
 
 def draw_training(result: TrainResult) -> None:
-    """Drawings and report of a training."""
+    """Drawings and report of a training run."""
     title = f"{result.genotype.space} network on {result.recipe.data}"
     draw_genotype(result.folder, result.genotype, title)
     draw_curves(result.folder, result.metrics, title)

@@ -229,7 +229,7 @@ class Display:
     def _step(self, event: Stepped) -> None:
         self._left, self._fraction = event.seconds_left, event.fraction
         description = f"{self._label}{_epoch_of(event.epoch, self._num_epochs)}"
-        # The bar of a training with a time is that of its time.
+        # The bar of a training run with a time limit shows its time.
         done, total = (event.fraction, 1.0) if self._time else (event.step, event.steps)
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
         steps = f"of {clock(self._time)}" if self._time else f"step {event.step}/{event.steps}"

@@ -56,7 +56,7 @@ class Mix(ABC):
 
     @abstractmethod
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
-        """One output [n, c, h, w] out of those of the live candidates; None stands for zeros."""
+        """One output [n, c, h, w] out of those of the live candidates; None means zeros."""
 
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]

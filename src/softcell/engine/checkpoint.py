@@ -160,7 +160,7 @@ def _decode(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Copy the containers of `value`; refuse what `torch.load(weights_only=True)` would refuse later."""
+    """Copy the containers of `value`; reject what `torch.load(weights_only=True)` would reject later."""
     if isinstance(value, Mapping):
         return {_key(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):

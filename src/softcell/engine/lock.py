@@ -79,7 +79,7 @@ def holder(file: Path) -> str:
     if found is None:
         return "another process"
     command = f" (`{found['command']}`)" if found.get("command") else ""
-    # Without locks in the file system, nobody can check whether a process of another machine still runs.
+    # Without locks in the file system, it is impossible to check whether a process of another machine still runs.
     gone = "" if found["host"] == socket.gethostname() else f"; if that process is gone, delete {file}"
     return f"process {found['pid']} on {found['host']}, since {found['since']}{command}{gone}"
 
@@ -163,7 +163,7 @@ def _lock(folder: Path) -> int:
                 raise UserError(
                     f"{folder} is in use by {holder(file)}; wait until it has ended, or give another folder"
                 )
-            # The previous holder may have removed the file after it was opened here: nobody else would see this lock.
+            # The previous holder may have removed the file since it was opened: no other process would see this lock.
             try:
                 is_current = os.path.samestat(os.fstat(descriptor), os.stat(file))
             except FileNotFoundError:
@@ -196,7 +196,9 @@ def _release(folder: Path) -> None:
             return
         del _held[key]
         with contextlib.suppress(OSError):
-            (folder / LOCK).unlink(missing_ok=True)  # before the release: nobody may lock a file that is then removed
+            (folder / LOCK).unlink(
+                missing_ok=True
+            )  # before the release: no process may lock a file that is then removed
         os.close(held.descriptor)
         _remove(held.made)
 

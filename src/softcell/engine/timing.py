@@ -140,7 +140,7 @@ class TimeBudget:
     def for_steps(self) -> float:
         """The seconds without those that are kept for evaluation, checkpoint and files.
 
-        At least half: one slow measurement must not end a run, and whoever gives less time than a test takes is warned.
+        At least half: one slow measurement must not end a run, and a time shorter than a test leads to a warning.
         """
         kept = self.evaluating + self.saving + min(MOST_FILE_SECONDS, FILE_SHARE * self.seconds)
         kept -= 0.0 if self._later is None else self._later()
@@ -217,7 +217,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     bfloat16 helps where memory traffic and matrix units decide, and costs time where it is emulated, so it is tried.
     The choice is made before a run and becomes part of its recipe: it is made once per run.
 
-    job: what makes two jobs alike, as text. make: the task computing in a precision; it is thrown away, and the random
+    job: the key by which jobs count as equal. make: the task computing in a precision; it is discarded, and the random
     numbers that it draws are given back.
     """
     if world.device.type != "cuda":
@@ -244,7 +244,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
 
 
 def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> int:
-    """One CPU thread or one per core, whichever makes the faster steps of `task`, which is thrown away; sets it.
+    """One CPU thread or one per core, whichever makes the faster steps of `task`, which is discarded; sets it.
 
     On a busy machine threads wait for each other, so that two may be slower than one. Both are timed in turn, so that a
     load that changes meanwhile affects both, until about `most` seconds have passed. Only for runs that depend on the
@@ -302,7 +302,7 @@ def time_steps(task: Task, device: torch.device) -> float:
 
 
 def seconds_per_step(task: Task, world: World, most: float) -> float:
-    """Seconds of a step of a new task, which is thrown away; the same on all ranks.
+    """Seconds of a step of a new task, which is discarded; the same on all ranks.
 
     The random numbers that it draws are given back. On a CPU, steps are timed for about `most` seconds at most.
     """

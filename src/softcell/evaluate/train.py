@@ -46,7 +46,7 @@ from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
 PROBING_SHARE = 0.02
-"""The share of a training's time in which numbers of threads are timed, and steps to forecast its epochs."""
+"""The share of a training run's time in which numbers of threads are timed, and steps to forecast its epochs."""
 PER_RUN_STATES.append(exchange_seal)  # a finished training run reads the test set while others still run
 
 
@@ -333,7 +333,7 @@ def prepare(
     batches, notify = feeds.training(parts["train"], augment_of(dataset, recipe)), notifier(on_event, world)
 
     def make(precision: str) -> TrainTask:
-        """The task in a precision, to be timed and thrown away."""
+        """The task in a precision, to be timed and discarded."""
         tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
         own, other = copy.deepcopy((network, criterion))
         quiet = notifier(None, world)  # the training itself says why its steps are not captured

@@ -85,7 +85,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def triton_kernels(family: str) -> ModuleType:
-    """The Triton half of a family of kernels; imported on first use, so that nobody else needs Triton."""
+    """The Triton half of a family of kernels; imported on first use, so that other code does not need Triton."""
     return importlib.import_module(f"softcell.kernels.{family}_triton")
 
 

@@ -144,7 +144,7 @@ class _Indicate(torch.autograd.Function):
         given = Laid(*(part.contiguous() for part in laid))
         out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), given, form, keeps)
         ctx.form = form
-        ctx.set_materialize_grads(False)  # most often nobody asks for the attention's
+        ctx.set_materialize_grads(False)  # the gradient of the attention is rarely needed
         # As they were given: second derivatives would not flow through copies.
         ctx.save_for_backward(x, *laid, attention, *kept)
         return out, attention

@@ -94,7 +94,7 @@ class _WeightedSum(torch.autograd.Function):
         weights, *inputs = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled() or weights.device.type != "cpu":
-            # With create_graph every factor must stay a tensor, or second derivatives would be lost in silence.
+            # With create_graph every factor must stay a tensor, or second derivatives would be lost silently.
             scales: Sequence[Any] = weights.unbind()
         else:
             scales = weights.tolist()

@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 class Name(str):
-    """The name of a tensor in a schedule, where a kernel's argument stands for it."""
+    """The name of a tensor in a schedule, in place of a kernel's argument."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ class Schedule:
         self._steps.append(step)
 
     def call(self, function: Callable[[Tensor], None], name: Name) -> None:
-        """Call `function` with a tensor; it must not wait for the device."""
+        """Call `function` with a tensor; it must not synchronise with the device."""
 
         def step(tensors: Tensors) -> None:
             function(tensors[name])

@@ -203,7 +203,7 @@ class Compiler:
     def _open(self) -> Path:
         self._resources.enter_context(_alone(self._marks / "lock"))
         folder = Path(self._resources.enter_context(TemporaryDirectory(prefix="softcell-")))
-        # All workers read one pipe: whoever is free takes the next number.
+        # All workers read one pipe: the next free one takes the next number.
         self._numbers, self._queue = os.pipe()
         for end in (self._numbers, self._queue):
             self._resources.callback(os.close, end)

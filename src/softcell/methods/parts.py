@@ -6,7 +6,7 @@ are there.
 
 Scores of untrained networks (zero-cost proxies), by which a sampler can compare architectures without training:
 
-NASWOT    log |det K|, K_ij = how many ReLUs treat images i and j alike (Mellor et al., ICML 2021, arXiv:2006.04647)
+NASWOT    log |det K|, K_ij = how many ReLUs treat images i and j the same (Mellor et al., ICML 2021, arXiv:2006.04647)
 SynFlow   Σ θ · ∂R/∂θ, R = Σ logits of the network of |θ| for an image of ones (Tanaka et al., NeurIPS 2020,
           arXiv:2006.05467; as a score of networks: Abdelfattah et al., ICLR 2021, arXiv:2101.08134)
 """
@@ -148,7 +148,7 @@ class Planner:
         return None
 
     def current(self) -> Plan:
-        """The plan that is followed. Outside of `following` one is made at once, which waits for the device."""
+        """The plan that is followed. Outside of `following` one is made at once, which synchronises with the device."""
         if self._plan is not None:
             return self._plan
         with torch.no_grad():
@@ -169,7 +169,7 @@ class Planner:
 class PathPlanner(Planner):
     """One random path per step, drawn on the host from the run's key and the step's number.
 
-    owner: gets the key as a buffer, so that it is saved with the method. path: a seed to the plan it stands for.
+    owner: gets the key as a buffer, so that it is saved with the method. path: maps a seed to its plan.
 
     Example:
         >>> import random
@@ -199,7 +199,7 @@ class PathPlanner(Planner):
 
     def draw(self, step: int) -> Plan:
         if self._known_key is None:
-            self._known_key = int(self.reading())  # waits for the device, once per run
+            self._known_key = int(self.reading())  # synchronises with the device, once per run
         return self._path(f"{self._known_key} {step}")
 
     def num_plans(self) -> int:
@@ -276,7 +276,7 @@ class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def naswot(forward: Callable[[Tensor], Any], images: Tensor) -> float:
-    """log |det K| over a batch of images [n, c, h, w]; -inf where two images are alike to every ReLU."""
+    """log |det K| over a batch of images [n, c, h, w]; -inf if no ReLU distinguishes two images."""
     codes = _ReluCodes(images.shape[0])
     with codes:
         forward(images)

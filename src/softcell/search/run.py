@@ -309,7 +309,7 @@ def _conclude(
     if empty:
         notifier(on_event, world)(
             f"cell {' and cell '.join(map(repr, empty))} is empty: all paths from its inputs to its output are `none`. "
-            "`softcell train` refuses it. Search with a weaker penalty (--resource mild) or longer (--epochs), or take "
+            "`softcell train` rejects it. Search with a weaker penalty (--resource mild) or longer (--epochs), or use "
             f"the cells of an earlier epoch ({out}@EPOCH)."
         )
     about: dict[str, Any] = {**about_of(recipe.to_dict()), "epochs": len(outcome.metrics)}

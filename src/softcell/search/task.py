@@ -348,7 +348,7 @@ class PlanQueue:
 
     @torch.no_grad()
     def next(self) -> Plan | None:
-        """The plan of the next step; None where the method needs none. The first one waits for the device."""
+        """The plan of the next step; None where the method needs none. The first one synchronises with the device."""
         reading = None if self._planner is None else self._planner.reading()
         if self._planner is None or reading is None:
             return None

@@ -354,7 +354,7 @@ class PickedChain(PickedCell):
             x, y = values[-1], None
             for pick in picks:
                 module = self.edges.module(pick)
-                assert module is not None  # `check_chain` refuses `none`
+                assert module is not None  # `check_chain` rejects `none`
                 y = module(x) if y is None else y + module(x)
             assert y is not None
             if keeps and self.training and self._drop_path[0].probability > 0:

@@ -229,7 +229,7 @@ def auxiliary_tower_is_as_promised(space: Space) -> None:
     except UserError:
         require(not space.has_auxiliary, "a space with has_auxiliary=True must build networks with a tower")
         return
-    require(space.has_auxiliary, "a space with has_auxiliary=False must refuse auxiliary=True with a UserError")
+    require(space.has_auxiliary, "a space with has_auxiliary=False must reject auxiliary=True with a UserError")
     logits, extra = network.forward_with_auxiliary(x)
     require(extra is not None and extra.shape == logits.shape, "the tower must give logits of the classifier's shape")
     plain = space.network(genotype, SHAPE, NUM_CLASSES).double()
@@ -253,7 +253,7 @@ def foreign_genotypes_are_refused(space: Space) -> None:
             space.network(Genotype(genotype.space, cells, genotype.settings), SHAPE, NUM_CLASSES)
         except UserError:
             continue
-        raise AssertionError(f"a genotype {what} must be refused with a UserError, but a network was built")
+        raise AssertionError(f"a genotype {what} must be rejected with a UserError, but a network was built")
 
 
 SPACE_CHECKS: tuple[SpaceCheck, ...] = (

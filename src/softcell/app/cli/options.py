@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, each declared once, and what they stand for."""
+"""Options and arguments that several commands share, each declared once, and what they mean."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from softcell.text import clock, count_of, percent
 
 
 def console() -> Console:
-    """Standard output, silent on all processes but the first; no highlighting, so that numbers look alike."""
+    """Standard output, silent on all processes but the first; no highlighting, so that all numbers look the same."""
     return Console(highlight=False, soft_wrap=True, quiet=not is_main_process())
 
 

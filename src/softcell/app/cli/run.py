@@ -312,7 +312,7 @@ def _train_all(
     signal.
 
     All have one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
-    input to output is trained like the others, whoever chose it.
+    input to output is trained like the others, whether found or random.
     """
     example = next(iter(found.values()))
     _, recipe = train_recipe(example, settings)

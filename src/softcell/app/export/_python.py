@@ -183,7 +183,7 @@ def to_python(model: Model) -> str:
     """The text of `model.py`: the network and nothing else."""
     units = Units(model.network)
     roots: list[Key] = list(units.copied)
-    while True:  # plain values in the tree name classes of their own, whose code may read more of the tree
+    while True:  # plain values in the tree name further classes, whose code may read more of the tree
         sources = Sources(roots)
         tree = Tree(sources, units)
         expression = tree.module(model.network)

@@ -311,7 +311,7 @@ def _given(node: fx.Node) -> Any:
 
 
 def _own(target: str) -> str:
-    """The path below the module itself; constants that the tracer made up have none."""
+    """The path below the module itself; constants that the tracer created have none."""
     head, _, rest = target.partition(".")
     if head != "module" or not rest:
         raise Untraceable(f"a tensor that is not part of the module ({target})")

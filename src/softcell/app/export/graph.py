@@ -234,7 +234,7 @@ class CalibrationData:
     """Images of the data that a network was trained on: some to calibrate with, others to measure on.
 
     `measured` are indices of `others`, images that the network has not learned from. They are of the `split` "holdout",
-    the training images that its training held out, or, where it held out none, "test"; None without either.
+    the training images held out of its training, or "test" if there are none; None without either.
     """
 
     train: Images

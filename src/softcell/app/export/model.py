@@ -102,7 +102,7 @@ def read_model(folder: str | Path) -> Model:
 def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The description of a model as plain numbers and texts of the right types; anything else is a `UserError`.
 
-    These values are written into Python and ONNX files, and a folder may come from anybody.
+    These values are written into Python and ONNX files, and a folder may come from anyone.
     """
     data, where = convert(dict, description["data"], f"{place}: data"), f"{place}: data"
     missing = [key for key in ("shape", "classes", "mean", "std") if key not in data]

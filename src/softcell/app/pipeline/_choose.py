@@ -53,7 +53,7 @@ SMALLER = 0.6
 """Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
 NUM_SIZES = 3
 MOST_START, MOST_START_GPU = 1.0, 4.0
-"""Seconds that are planned for the start of a training, at most, on a CPU and on a GPU, which captures its steps."""
+"""Most seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Choice:
 
     `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
     are the plain networks, the largest first, `epoch` the expected seconds of its epochs, `start` those before the
-    first step of a training, and `final` those of the final training, on `num_train` images. `image_size` is None if
+    first training step, and `final` those of the final training, on `num_train` images. `image_size` is None if
     images keep their size. `why` gives the reasons in two lines.
     """
 
@@ -269,7 +269,7 @@ def plain_sizes(
 
 
 def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
-    """Seconds before the first step of a training, after a first one was measured.
+    """Seconds before the first step of a training run, after a first one was measured.
 
     The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
     """
@@ -353,7 +353,7 @@ class Chooser:
         )
 
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
-        """The times of a training, and its number of CPU threads: those requested, or one or all cores.
+        """The times of a training run, and its number of CPU threads: those requested, or one or all cores.
 
         A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
         """

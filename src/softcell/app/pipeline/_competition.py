@@ -2,10 +2,10 @@
 
 Plain residual networks of up to three sizes, random cells and the found cell are trained for short, equal times and
 measured on held-out training images. The best third is trained again, longer, and the winner gets the rest of the
-run's time. The start of a training, before its first step, is not part of these times. Cells are sized to the
+run's time. The start of a training run, before its first step, is not part of these times. Cells are sized to the
 multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for as many epochs
 as it does. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
-little about which size is best in a training that is many times longer.
+little about which size is best in a training run that is many times longer.
 
 First come the rules, as functions, then `Contest`, which applies them and saves every result in the plan at once.
 """
@@ -38,7 +38,7 @@ from softcell.text import count_of
 COMPETITION_SHARE = 0.2
 """Most of the time for the competition, if there is no search before it."""
 MOST_TRAIN_EPOCHS = 0
-"""Most epochs of a training, besides its time; 0 for no limit."""
+"""Most epochs of a training run, besides its time; 0 for no limit."""
 FIRST_SHARE = 0.4
 """Share of the competition's time for its first round."""
 KEPT = 3
@@ -72,7 +72,7 @@ def entrants(candidates: Sequence[Candidate], room: float, epoch: float, start: 
     """The candidates for whom the first round has time; fewer than two if there is no time for a competition.
 
     room: seconds for the whole competition. epoch: seconds of an epoch of the largest network. start: seconds before
-    the first step of a training.
+    the first step of a training run.
     """
     entered: list[Candidate] = []
     for candidate in by_importance(candidates):
@@ -97,7 +97,7 @@ def num_rounds(entered: int) -> int:
 def round_time(
     entered: Sequence[Candidate], room: float, epoch: float, *, is_last: bool, start: float = 0.0
 ) -> tuple[float, int]:
-    """Seconds of each training of the largest size in a round, after its start, and the number of seeds."""
+    """Seconds of each training run of the largest size in a round, after its start, and the number of seeds."""
     room = room if is_last else FIRST_SHARE * room
 
     def seconds(seeds: int) -> float:
@@ -293,7 +293,7 @@ class Contest:
         return state
 
     def _round(self, choice: Choice, number: int, state: dict[str, Any], candidates: dict[str, Candidate]) -> None:
-        """Trains everyone in the round, with every seed, then decides who stays or wins."""
+        """Trains all networks in the round, with every seed, then decides which stay or win."""
         plan, names, results = self.plan, state["names"], state["results"]
         assert plan.competition is not None
         jobs_left = [(seed, name) for seed in range(state["seeds"]) for name in names]

@@ -264,7 +264,7 @@ class Plan:
                 shutil.rmtree(self.folder / links, ignore_errors=True)
             (self.folder / PLAN).unlink(missing_ok=True)
             if not self.was_there:
-                with suppress(OSError):  # somebody else has put something into it
+                with suppress(OSError):  # another program has put something into it
                     self.folder.rmdir()
 
     def used(self) -> float:
@@ -376,7 +376,7 @@ class RunTime:
     """The time of a whole run: what is reserved for its end, and when the final training begins and ends.
 
     `for_own`: seconds that measuring the user's own model takes at the end. What is reserved depends on the load and
-    changes with it, so that a training ends earlier if its machine becomes busy.
+    changes with it, so that training ends earlier if its machine becomes busy.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -380,7 +380,7 @@ class _Run:
         return result
 
     def _stop_when_slow(self, listener: OnEvent, choice: Choice, winner: Candidate) -> OnEvent:
-        """Forwards events; stops a training that will have too few epochs, if a smaller network would have enough."""
+        """Forwards events; stops training that will have too few epochs, if a smaller network would have enough."""
         first: tuple[float, float] | None = None  # seconds and epochs after the first step, which includes the start
 
         def on_event(event: Event) -> None:

@@ -59,7 +59,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Round:
-    """`seconds`: of every training of the largest size. `kept`: who stays, the best first; the last round keeps one.
+    """`seconds`: of every training run of the largest size. `kept`: who stays, best first; the last round keeps one.
 
     Example:
         >>> from softcell.app.pipeline import Result, Round

@@ -158,7 +158,7 @@ def _luminance(colour: Sequence[int]) -> float:
 
 
 def weights(run: Run) -> Html | None:
-    """The slider and its tables; None for a run without weights, such as a training or a random search."""
+    """The slider and its tables; None for a run without weights, such as a training run or a random search."""
     rows = [row for row in run.architecture if any(is_table(t) for t in mapping(row.get("tables")).values())]
     rows = [row for row in rows if number(row.get("epoch")) is not None]
     if not rows:

@@ -96,7 +96,7 @@ class Run:
 
     @property
     def searched(self) -> Mapping[str, Any]:
-        """The settings of the search that found the genotype of a training, and the epoch that it was taken from."""
+        """The settings of the search that found the genotype of a training run, and the epoch it was taken from."""
         about = {} if self.genotype is None or self.kind == "search" else self.genotype.about
         epoch = {"epoch": about["epoch"]} if "epoch" in about else {}
         return {**mapping(about.get("settings")), **epoch}

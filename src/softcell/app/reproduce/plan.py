@@ -182,7 +182,7 @@ class Plan:
         return self.folder / job.folder
 
     def genotype(self, job: Job) -> Genotype:
-        """The architecture that a training trains; for a found one the search must be finished."""
+        """The architecture of a training run; for a found one the search must be finished."""
         if job.found is not None:
             return Genotype.load(self.folder / job.found)
         if job.network in CELLS:

@@ -215,7 +215,7 @@ def code_of(plan: Plan) -> list[tuple[Path, Kind]]:
 
 
 def plain_options(plan: Plan) -> dict[str, Any]:
-    """The launcher options of the file. None may run code, since anybody may have written the file.
+    """The launcher options of the file. None may run code, since anyone may have written the file.
 
     Submitit and Ray also accept shell commands (`slurm_setup`, `runtime_env`); these must be given on the command line.
     """

@@ -134,7 +134,7 @@ class TableMoments(nn.ModuleDict):
         return [sums for name in self for sums in self[name].sums()]
 
     def images(self) -> int:
-        """The number of images added; waits for the device."""
+        """The number of images added; synchronises with the device."""
         return int(self[self._read[0]].count)
 
 

@@ -84,7 +84,7 @@ class LiteTransformer(nn.Module):
     def forward(self, outputs: Mapping[int, Tensor | None], attention_alone: bool = False) -> tuple[Tensor, ...]:
         """The IT's output [n, c, h, w] and its attention [n, tokens + 1] to itself and all candidates; or that alone.
 
-        outputs: maps [n, c, h, w] by position (0 is the first candidate); None stands for zeros. Candidates that are
+        outputs: maps [n, c, h, w] by position (0 is the first candidate); None means zeros. Candidates that are
         missing are ignored: their attention is 0.
         """
         if attention_alone:
@@ -219,7 +219,7 @@ def _pointwise(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def normalised(x: Tensor, norm: nn.GroupNorm, *, written_out: bool) -> Tensor:
-    """`norm` of tokens [n, h·w, c], which lie channels-last: group norm would copy them on a GPU.
+    """`norm` of tokens [n, h·w, c], which are channels-last: group norm would copy them on a GPU.
 
     written_out: scale and shift, one per channel, are laid out for all places, and layer norm applies them and sums
     their gradients in its own passes: fewer operations, which pays on a GPU, but not on a CPU.
