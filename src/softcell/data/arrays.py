@@ -221,9 +221,7 @@ class KeptArrays:
         if self.path.exists():
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(
-            f".{self.path.name}.{os.getpid()}"
-        )  # in the same folder, so that the rename is atomic
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # same folder: an atomic rename
         try:
             with open(partial, "wb") as stream:
                 np.savez(stream, **self.content)  # type: ignore[arg-type]

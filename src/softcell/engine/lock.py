@@ -196,9 +196,7 @@ def _release(folder: Path) -> None:
             return
         del _held[key]
         with contextlib.suppress(OSError):
-            (folder / LOCK).unlink(
-                missing_ok=True
-            )  # before the release: no process may lock a file that is then removed
+            (folder / LOCK).unlink(missing_ok=True)  # before the release: no process may lock a removed file
         os.close(held.descriptor)
         _remove(held.made)
 

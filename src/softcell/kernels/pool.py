@@ -36,8 +36,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """All outgoing operations of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and
-    identities.
+    """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
     `identities`: (plane of the target node, index of the mixing weight, choice). `adds`: the node's gradient already
     holds something, to be kept.

@@ -69,8 +69,7 @@ class Launch:
 
 @functools.cache
 def _second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """One for each stream that work is forked from, by its number, so that independent steps do not wait for each
-    other.
+    """One for each stream that forks work, by its number, so that independent steps do not wait for each other.
 
     Its priority is the lowest: what runs alongside may wait for what the next launches need.
     """

@@ -33,9 +33,8 @@ def beta_decay(logits: Tensor, mask: Tensor, members: Tensor | None = None) -> T
     if members is None:
         return rows.mean()
     links = torch.logsumexp(torch.where(members, logits[:, LINK], -torch.inf), dim=-1)  # [contests]
-    alone = (~members.any(0)).to(
-        rows.dtype
-    )  # multiplied, not indexed: indexing by a mask would synchronise with the host
+    # Multiplied, not indexed: indexing by a mask would synchronise with the host.
+    alone = (~members.any(0)).to(rows.dtype)
     return ((rows * alone).sum() + links.sum()) / (alone.sum() + len(links))
 
 

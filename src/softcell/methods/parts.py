@@ -240,8 +240,7 @@ class Observer(ABC):
 
     @abstractmethod
     def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of the watched tensors to `sums`, in place, once per step; must not wait for the
-        host.
+        """Adds the gradients of the watched tensors to `sums`, in place, once per step, without synchronising.
 
         With several processes these are the gradients of this process's part of the batch.
         """

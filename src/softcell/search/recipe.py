@@ -364,9 +364,7 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     full = to_dict(recipe)
     full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
     full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))
-    evaluation_space(
-        recipe.space, recipe.data, recipe.resource.network
-    )  # rejects settings that the space does not have
+    evaluation_space(recipe.space, recipe.data, recipe.resource.network)  # rejects settings unknown to the space
     regime = recipe.regime
     if regime == "auto":
         full["regime"] = regime = method.regime if issubclass(method, Method) else "bilevel"

@@ -308,8 +308,7 @@ def demo(
 def _train_all(
     screen: Console, found: Mapping[str, Genotype], settings: Mapping[str, Any], place: Path, quiet: bool
 ) -> dict[str, TrainResult]:
-    """Trains the found cells and as many random ones as the demo has, each in a folder named after it; stops at a
-    signal.
+    """Trains the found cells and the demo's random ones, each in a folder named after it; stops at a signal.
 
     All have one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
     input to output is trained like the others, whether found or random.

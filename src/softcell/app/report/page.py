@@ -47,8 +47,7 @@ _FILES = (MANIFEST, "metrics.jsonl", "architecture.jsonl", "genotype.json", "pre
 
 
 def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
-    """Writes the report of the runs in `folders`, and of the random architectures in their folders, to `path`
-    atomically.
+    """Writes the report of the runs in `folders`, including their random architectures, to `path` atomically.
 
     Example:
         >>> from pathlib import Path

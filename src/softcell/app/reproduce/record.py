@@ -1,5 +1,4 @@
-"""The record of a table: every run with its command, seed, hardware and seconds, and the rows next to published
-numbers.
+"""The record of a table: every run with command, seed, hardware and seconds, and the rows next to published numbers.
 
 A record is made from the run folders alone, at any time: what is unfinished is recorded as such.
 """
