@@ -177,8 +177,8 @@ SNAS = Paper(
             columns=("search", "child", "child_bn", "loss_of_child", "entropy", "parameters", "cost"),
             compare=("SNAS, mild", "DARTS, second order", "loss_of_child"),
             notes=(
-                "Search and child are measured on the same 5,000 training images, which were not used for training; "
-                "the paper does not say which images it used.",
+                "Search and child are measured on the same 5,000 images of the training set, which were not used for "
+                "training; the paper does not say which images it used.",
             ),
         ),
         PaperTable(
